@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from tensord.config import ensemble_checks, model_fields, ragged_checks, sequence_checks, state_checks
+from tensord.config import ensemble_checks, isolation, model_fields, ragged_checks, sequence_checks, state_checks
 from tensord.config.model_config import ModelConfig, data_type_name, wants
 from tensord.protocol import model_config_pb2
 from tensord.shm.datatypes import MAX_RANK, from_model_config
@@ -70,6 +70,7 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     batch_buckets(message)
     axis_buckets(message)
     wants(message, STRICT_OUTPUTS)
+    isolation.check(message)
 
 
 def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool) -> None:

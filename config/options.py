@@ -181,6 +181,10 @@ class Workers(Section, frozen=True):
     #: What XLA takes of a GPU's memory, in all of its workers together; clients' regions and gathered inputs lie outside of it.
     gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.75
     gpu_preallocate: bool = True
+    #: Models that have worker processes of their own (the parameter ``isolated``) at a time.
+    max_isolated: CountOrNone = 8
+    #: What XLA takes of a GPU's memory in the process of an isolated model that does not say; beside ``gpu_memory_fraction``.
+    isolated_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
     #: Host memory (arenas, system regions) that a GPU worker page-locks; 0: none.
     pinned_byte_size: ByteSize = 4 << 30
     #: A worker that executes, compiles or loads longer than this without a sign of life is killed and replaced; 0: never.

@@ -3,13 +3,15 @@
     found in the repositories ─▶ python -m tensord.workers.check, bounded in time ─▶ good, or the reason, or how the process ended
     an ensemble               ─▶ its configuration beside those of its members, once they were tried
 
-So what one model does to its process is seen in the others, as it would be in a worker. A model that ends the process, or takes
+So what one model does to its process is seen in the others, as it would be in a worker; an isolated model has a process to
+itself here as well. A model that ends the process, or takes
 too long, ends it as a worker's: the ones behind it are loaded by the next process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -32,6 +34,7 @@ from tensord.daemon.processes.child import describe_exit
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import child_environment
 from tensord.daemon.progress_bar import ProgressBar
+from tensord.shm import device_names
 from tensord.shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.footprint import Footprint
@@ -159,13 +162,16 @@ def _tried(
         while told < len(models):
             for name in [name for name in waiting if name not in {attempt.device for attempt in running}]:
                 if len(running) < most:
-                    running.append(_Attempt(waiting.pop(name), encoded, known[name], timeout))
+                    device = known[device_names.shared(name)]
+                    running.append(
+                        _Attempt(waiting.pop(name), encoded, dataclasses.replace(device, name=name), timeout)
+                    )
             while told < len(models) and models[told].name in verdicts:
                 bar.clear()
                 yield verdicts[models[told].name]
                 told += 1
             if running:
-                bar.draw(len(verdicts), len(models), "; ".join(attempt.at for attempt in running))
+                bar.draw(len(verdicts), len(models), "; ".join(filter(None, (attempt.at for attempt in running))))
                 _wait(running)
             for attempt in [attempt for attempt in running if attempt.look(verdicts)]:
                 running.remove(attempt)
@@ -227,7 +233,9 @@ class _Attempt:
 
     @property
     def at(self) -> str:
-        """What it does now."""
+        """What it does now; "": it has loaded all and is about to end."""
+        if not self.left:
+            return ""
         steps = [line.at for line in self._lines() if isinstance(line, LoadStep)]
         return steps[-1] if steps else f"loading {self.left[0].name}"
 

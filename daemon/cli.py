@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,6 +25,7 @@ from tensord.daemon.processes import spawned
 from tensord.daemon.processes.devices import Device, NoDevice, find_devices
 from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.tracing import trace_file
+from tensord.shm import device_names
 from tensord.shm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -170,15 +171,19 @@ def check(
         _fail(str(error))
     for path, why in others.items():
         click.echo(f"'{path}' is no model: {why}", err=True)
-    models, bad = [_placed(model, devices, options) for model in found.values()], 0
+    models, bad = _placed(found.values(), devices, options), 0
     read = (Verdict(model, model.problem) for model in models)
     for verdict in read if read_only else model_check.check(models, options, devices, timeout, ProgressBar()):
         bad += bool(verdict.reason)
         versions = f"version {', '.join(map(str, verdict.model.chosen))}"
         # One line, whatever a model's exception says.
         click.echo(f"{verdict.model.name}: {' '.join((verdict.reason or versions).split())}", err=bool(verdict.reason))
-        if not verdict.reason and 0 < len(verdict.model.devices) < len(devices):
-            there = ", ".join(verdict.model.devices)
+        there = ", ".join(verdict.model.devices)
+        if not verdict.reason and any(map(device_names.model_of, verdict.model.devices)):
+            click.echo(
+                f"    isolated, in a worker of its own ({there}): it cannot call other models, nor can they call it"
+            )
+        elif not verdict.reason and 0 < len(verdict.model.devices) < len(devices):
             click.echo(f"    on {there} alone of {len(devices)} workers: models on others cannot call it")
         for sentence in verdict.model.without_effect:
             click.echo(f"    {sentence}", err=bool(verdict.reason))
@@ -216,14 +221,22 @@ def _scaled(number: float, step: int, unit: str) -> str:
     return f"{number:.3g} {name}{unit}"
 
 
-def _placed(model: FoundModel, devices: Sequence[Device], options: Options) -> FoundModel:
-    """The model with the workers that would load it, or with why none can."""
-    from tensord.daemon.models import repository
+def _placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
+    """The models with the workers that would load them, or with why none can."""
+    from tensord.daemon.models import isolation, repository
 
-    try:
-        return repository.placed(model, [device.name for device in devices], options)
-    except InvalidArgument as error:
-        return dataclasses.replace(model, error=error.message)
+    placed: list[FoundModel] = []
+    taken: dict[str, float] = {}
+    for model in models:
+        found = model
+        try:
+            found = repository.placed(model, [device.name for device in devices], options)
+            isolation.check(found, taken, options.workers)
+            taken |= isolation.own(found, options.workers)
+        except InvalidArgument as error:
+            found = dataclasses.replace(model, error=error.message)
+        placed.append(found)
+    return placed
 
 
 @main.command("init")

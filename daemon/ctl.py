@@ -19,7 +19,8 @@ import click
 from tensord.daemon.control.runtime_directory import searched
 
 _PROCESS_COLUMNS = (
-    *("name", "pid", "ready", "connections", "device", "cores", "threads", "state", "outputs", "uptime_s", "deaths"),
+    *("name", "pid", "ready", "connections", "device", "isolated", "memory_fraction", "cores", "threads", "memory_mib"),
+    *("state", "outputs", "uptime_s", "deaths"),
 )
 _REGION_COLUMNS = (
     *("name", "kind", "key", "offset", "byte_size", "access", "state"),

@@ -130,9 +130,12 @@ class Supervisor:
             self._answered,
             lambda worker, call: self._tasks.spawn(self._answer_worker(worker, call)),
             self._worker_died,
+            lambda worker: self._models.worker_dismissed(worker.incarnation),
         )
         publish, workers = self._fronts.publish, self._workers
-        self._models = Models(options, workers.by_incarnation, self._model_changed, lambda: workers.devices)
+        self._models = Models(
+            options, workers.by_incarnation, self._model_changed, lambda: workers.devices, self._isolate
+        )
         each = options.workers.devices_per_worker
         self._regions = RegionRegistry(options.regions, workers.ready, lambda: workers.devices, publish, each)
         self._log_settings = LogSettings(options.log, self._log_changed)
@@ -215,7 +218,7 @@ class Supervisor:
     async def _join(self, worker: Worker) -> None:
         """A new worker: regions first, so that no request names one it does not have; then lanes, then models."""
         await self._regions.restore(worker)
-        if not worker.alive:
+        if not worker.alive or worker.stopping:
             return
         for front in self._fronts:
             if front.alive:
@@ -246,8 +249,9 @@ class Supervisor:
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     def _all_up(self) -> bool:
-        """Whether every post is filled, and every worker has what it should have."""
-        return self._fronts.up() and all(worker.ready and not worker.owed for worker in self._workers)
+        """Whether every post is filled, and every worker has what it should have. Of isolated models it is known by now."""
+        workers = [worker for worker in self._workers if worker.ready or not worker.model]
+        return self._fronts.up() and all(worker.ready and not worker.owed for worker in workers)
 
     def _summary(self) -> str:
         return model_list.summary(self._models, (worker.device for worker in self._workers.ready()))
@@ -311,18 +315,28 @@ class Supervisor:
         self._posts.died(worker, lambda: self._workers.start(worker.name, device), doing)
         self._shutdown.child_died()
 
+    def _isolate(self, wanted: Mapping[str, float]) -> None:
+        """Isolated models need these workers now."""
+        if self.phase is Phase.STOPPING:
+            return
+        before = self._workers.posts.keys()
+        self._workers.isolate(wanted)
+        for name in before - self._workers.posts.keys():
+            self._posts.forget(name)
+
     def _front_died(self, front: Front) -> None:
         self._posts.died(front, lambda: self._fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
     def _is_needed(self, child: Child) -> bool:
         """Workers finish what the fronts have accepted; fronts accept nothing once the daemon stops."""
-        over = (Phase.STOPPING,) if isinstance(child, Worker) else (Phase.STOPPING, Phase.DRAINING)
-        return self.phase not in over
+        if isinstance(child, Worker):
+            return self.phase is not Phase.STOPPING and not child.stopping and self._workers.is_vacant(child.name)
+        return self.phase not in (Phase.STOPPING, Phase.DRAINING)
 
-    def _give_up(self, _: Child) -> bool:
-        """A post that was never filled: a daemon that starts stops, one that serves goes on."""
-        if self.phase is not Phase.STARTING:
+    def _give_up(self, child: Child) -> bool:
+        """A post that was never filled: a daemon that starts stops, one that serves goes on, and so it does without one model."""
+        if self.phase is not Phase.STARTING or (isinstance(child, Worker) and child.model):
             return False
         self._shutdown.fail()
         return True

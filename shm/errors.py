@@ -33,6 +33,10 @@ class NotFound(ServingError):
     code = "NOT_FOUND"
 
 
+#: How the sentence of NotFound begins where a model or a version of it is not served.
+UNKNOWN_MODEL = "Request for unknown model: "
+
+
 class AlreadyExists(ServingError):
     """The name is taken."""
 

@@ -99,7 +99,15 @@ def main() -> None:
     explicit = options.repository.control_mode == "explicit"
     try:
         device = device_name.open(options.workers.devices_per_worker)
-        loader = Loader.configured(options, device_name.gpu, device, Inbox(), StatusPage.create(), desk=Apart(explicit))
+        loader = Loader.configured(
+            options,
+            device_name.gpu,
+            device,
+            Inbox(),
+            StatusPage.create(),
+            desk=Apart(explicit),
+            alone=bool(device_name.model),
+        )
         kept: list[LoadedModel] = []
         outcomes = (_tried(loader, load, say, kept) for load in asked.loads)
     except NoDevice as error:

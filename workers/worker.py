@@ -120,6 +120,7 @@ class Worker:
             desk=self._dispatcher.calls,
             outside=outside_compiler(outside),
             aside=(thread := WorkThread("loader", self._inbox)).standing_aside,
+            alone=bool(device_name.model),
         )
         operations = self._dispatcher.calls.daemon = DaemonOperations(channel, thread, self._inbox)
         self._control = Control(

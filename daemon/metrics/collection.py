@@ -85,7 +85,7 @@ class Collection:
             self._footprints(served),
             self._gpus.gpus,
             dict(self._gpus.errors),
-            self._own.families(apart=len(self._workers.posts) > 1),
+            self._own.families(apart=len(self._workers.devices) > 1),
         )
 
     def _footprints(self, served: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Footprint]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tensord.config.options import Options, Repository
-from tensord.daemon.models import ensembles, listing, load_errors, readiness, repository, stranded
+from tensord.daemon.models import ensembles, isolation, listing, load_errors, readiness, repository
 from tensord.daemon.models.coming import Coming
 from tensord.daemon.models.ensembles import Ensembles
 from tensord.daemon.models.given import GivenModels, NotKept
@@ -44,9 +44,15 @@ class Models:
         workers: Mapping[int, Peer],
         publish: Callable[[ModelState | ModelGone | Readiness], None],
         devices: Callable[[], Sequence[str]],
+        isolate: Callable[[Mapping[str, float]], None] = lambda _: None,
     ) -> None:
-        """``devices``: of every worker's post, filled or not."""
+        """
+        Args:
+          devices: of the post of every worker that models share, filled or not.
+          isolate: hears after each change which isolated workers are needed, as ``isolation.wanted`` says.
+        """
         self._devices = devices
+        self._isolate = isolate
         self._placing = options
         self._options = options.repository
         self._workers = workers
@@ -259,6 +265,8 @@ class Models:
                     placed = await self._with_members(found, within, again)
             else:
                 placed = repository.placed(found, self._devices(), self._placing)
+                taken = isolation.wanted(self.lifecycle, self._placing.workers)
+                isolation.check(placed, taken, self._placing.workers)
         except InvalidArgument as error:
             self._refuse(found.name, error.message)
             return load_errors.placement_error(found.name, error.message)
@@ -366,7 +374,11 @@ class Models:
         """Tells fronts that a dead worker serves nothing. ``how`` it ended: "was killed by SIGSEGV". ``usable``: devices."""
         self._judgement.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)
-        self._begin([*left, *stranded.give_up(self.lifecycle.models, usable)])
+        self._begin([*left, *self.lifecycle.stranded(usable)])
+
+    def worker_dismissed(self, incarnation: int) -> None:
+        """Forgets a worker that was told to stop because nobody needs it."""
+        self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def loading(self, incarnation: int, at: Loading) -> None:
         """How far a worker is with a load."""
@@ -404,6 +416,7 @@ class Models:
                     self._retries.later(instruction, self.lifecycle.reason(instruction.name, instruction.version))
                 case Settled(token, error):
                     self._outcomes.settle(token, error)
+        self._isolate(isolation.wanted(self.lifecycle, self._placing.workers))
         self._settle_ensembles()
         self._judge()
 

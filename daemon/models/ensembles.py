@@ -23,6 +23,7 @@ from tensord.daemon.models.load_waits import LoadWaits
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.models.versions import Model, Version, VersionState
 from tensord.shm import rendezvous
+from tensord.shm.device_names import model_of
 from tensord.shm.errors import InvalidArgument
 
 
@@ -99,9 +100,14 @@ class Ensembles:
         ]
         if not common:
             listed = ", ".join(f"'{name}' on {' and '.join(devices)}" for name, devices in named.items())
+            alone = [name for name, devices in named.items() if any(map(model_of, devices))]
+            what = (
+                f"'{alone[0]}' is isolated, which no model of an ensemble with others can be"
+                if alone
+                else "those with the same parameter tensord_together are on one"
+            )
             raise InvalidArgument(
-                f"ensemble '{found.name}' needs its models in one worker, and no worker has all of them: {listed} (those with "
-                "the same parameter tensord_together are on one)"
+                f"ensemble '{found.name}' needs its models in one worker, and no worker has all of them: {listed} ({what})"
             )
         return tuple(common)
 

@@ -22,6 +22,7 @@ from tensord.daemon.models.load_errors import load_error
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.models.versions import Model, Operation, Version, VersionState, awaits, has_members
 from tensord.shm.control_records import Loaded, ModelGone, ModelState, Unload
+from tensord.shm.device_names import model_of
 
 #: A version under which that many workers died while it alone was loading is given up until its next try.
 MAX_LOAD_DEATHS = 2
@@ -210,12 +211,15 @@ class Lifecycle:
             return []
         return self._send_load(free[0][1], version)
 
-    def worker_left(self, worker: int, how: str = "died") -> list[Instruction]:
-        """A worker is dead and fenced. ``how``: the end of a sentence about it."""
+    def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
+        """A worker is dead and fenced. ``how``: the end of a sentence about it.
+
+        ``dismissed``: it was told to stop because nobody needs it; what it does by itself from then on is of no interest.
+        """
         self._workers.pop(worker, None)
         out: list[Instruction] = []
         loading = [v for model in self.models.values() for v in model.versions.values() if worker in v.loading]
-        for version in loading:
+        for version in loading if not dismissed else ():
             version.suspect = True
             version.deaths += len(loading) == 1
         for name, model in self.models.items():
@@ -336,7 +340,40 @@ class Lifecycle:
                     out += self._after_answer(name)
         return out
 
+    def stranded(self, usable: Collection[str]) -> list[Instruction]:
+        """Gives versions up that only workers without a usable device would serve; the first worker that joins loads them.
+
+        ``usable``: the devices to which workers come.
+        """
+        out: list[Instruction] = []
+        for name, model in list(self.models.items()):
+            for number, version in model.versions.items():
+                if not version.wanted or any(version.belongs(device) for device in usable):
+                    continue
+                reason = f"no worker can use {', '.join(version.devices) or 'any device'} at present"
+                if version.ready and not version.loading and model.bringing.get(number) == "":
+                    # It serves as it was, elsewhere; what was to replace that does not come.
+                    model.bringing[number] = reason
+                elif not (version.ready or version.loading or version.postponed or version.given_up):
+                    version.given_up, version.due = reason, True
+                    out += self._failed(name, number, version, reason)
+                else:
+                    continue
+                out += self._after_answer(name)
+        return out
+
     # ------------------------------------------------------------------------------------------------------ questions
+
+    def isolated(self) -> dict[str, bytes]:
+        """The devices of workers that one model has to itself and needs now, with its configuration."""
+        found: dict[str, bytes] = {}
+        for name, model in self.models.items():
+            for version in model.versions.values():
+                there = [self._workers[worker] for worker in (*version.ready, *version.unloading)]
+                for device in (*(version.devices if version.wanted else ()), *there):
+                    if model_of(device) == name:
+                        found[device] = version.load.config
+        return found
 
     def reason(self, name: str, number: int) -> str:
         """Why that version is given up; "": it is not."""

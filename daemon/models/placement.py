@@ -6,6 +6,7 @@
     max_queue_size                           one worker, where a share of each would be so small that it refuses too early
     resources of the rate limiter            one worker for all models that share some over the whole host, or one of each GPU
     tensord_together (a parameter)           one worker for all models with the same value, so that they may call each other
+    isolated (a parameter)                   a worker of its own on each GPU that it would be on, or beside one CPU worker
 
 One worker is found by rendezvous of the model, or of that value, and the devices: the same one after every restart, another one
 for another model.
@@ -14,29 +15,49 @@ for another model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from tensord.config import isolation
+from tensord.config.isolation import TOGETHER
 from tensord.config.model_config import ModelConfig, is_ordered
-from tensord.shm import rendezvous
+from tensord.shm import device_names, rendezvous
 from tensord.shm.device_names import gpu_of, number_of
 from tensord.shm.device_names import name as device_name
 from tensord.shm.errors import InvalidArgument
 
 #: A bound on a queue is shared out where each worker's share is at least that.
 _LEAST_SHARE = 4
-#: Models that name the same are on one worker.
-TOGETHER = "tensord_together"
 
 
 def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
-    """The devices whose workers load it, of those that have a worker.
+    """The devices whose workers load it, of those that have a worker; of an isolated model those of its own workers.
 
     Args:
       rate_limited: whether resources of the rate limiter are looked at.
       each: how many GPUs a worker has, of which its device is the first.
     Raises: InvalidArgument: it names GPUs that are not there; or asks for one worker for two reasons, which are two workers.
     """
+    chosen = _shared(message, devices, rate_limited, each)
+    return _alone(message, chosen) if isolation.is_wanted(message) else chosen
+
+
+def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """The devices of its own workers, where it would be on these shared ones."""
+    gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
+    cpus = [device for device in chosen if not gpu_of(device)]
+    beside = [rendezvous.choose(("isolated", message.name), cpus)] if cpus else []
+    return tuple(device_names.alone(device, message.name) for device in (*gpus, *beside))
+
+
+def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
+    """The devices of the shared workers that load it, or would if it were not isolated."""
     chosen = _named(message, devices, each)
     together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
+    if rate_limited and isolation.is_wanted(message) and _needs(message):
+        raise InvalidArgument(
+            f"model '{message.name}' is to have a worker to itself ({isolation.PARAMETER}), where nobody counts the resources "
+            "that it shares with others (rate_limiter)"
+        )
     sharing = _sharing(message, chosen) if rate_limited else chosen
     if sharing != chosen and together:
         raise InvalidArgument(
@@ -93,7 +114,7 @@ def _first(gpu: int, each: int) -> str:
 
 def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """Where what it needs of the rate limiter is counted: on one worker of all, or on one of each GPU and of the processor."""
-    needs = [each for group in message.instance_group for each in group.rate_limiter.resources if each.count]
+    needs = _needs(message)
     if len(chosen) < 2 or not needs:
         return chosen
     # Not by the model: all that share anything have to be where the one count of it is.
@@ -104,6 +125,11 @@ def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
         places.setdefault(gpu_of(device), []).append(device)
     counted = {rendezvous.choose("rate limiter", workers) for workers in places.values()}
     return tuple(device for device in chosen if device in counted)
+
+
+def _needs(message: ModelConfig) -> list[Any]:
+    """The resources that its instances need."""
+    return [each for group in message.instance_group for each in group.rate_limiter.resources if each.count]
 
 
 def _least_bound(message: ModelConfig) -> int:

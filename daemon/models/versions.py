@@ -62,7 +62,7 @@ class Version:
 
     @property
     def stranded(self) -> bool:
-        """Given up for want of a device, not for what it did (``tensord.daemon.models.stranded``)."""
+        """Given up for want of a device, not for what it did (``Lifecycle.stranded``)."""
         return bool(self.given_up) and not self.deaths
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 from tensord.daemon.processes.child import Child, Worker
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.posts import Posts
+from tensord.shm import device_names
 
 
 def of_fronts(fronts: Fronts, posts: Posts, now_ns: int) -> list[dict[str, Any]]:
@@ -22,10 +23,11 @@ def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dic
     return [
         _entry(worker, posts, now_ns)
         | {
-            "device": worker.device,
+            "device": device_names.shared(worker.device),
             "state": _state(worker),
             "outputs": _outputs(worker),
         }
+        | _own(worker)
         | _cores(worker.pid)
         for worker in workers
     ]
@@ -42,12 +44,22 @@ def _outputs(worker: Worker) -> str:
     return worker.page.outputs.name.lower() if worker.page else "unknown"
 
 
+def _own(worker: Worker) -> dict[str, Any]:
+    """Of a worker that an isolated model has to itself: which one, and the part of a GPU's memory that XLA takes there."""
+    part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
+    return {"isolated": worker.model, **part} if worker.model else {}
+
+
 def _cores(pid: int) -> dict[str, Any]:
-    """What the kernel says: the cores that the process may use, and its threads."""
+    """What the kernel says: the cores that the process may use, its threads, and its memory without that of any GPU."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)
-        return {"cores": values["Cpus_allowed_list"].strip(), "threads": int(values["Threads"])}
+        return {
+            "cores": values["Cpus_allowed_list"].strip(),
+            "threads": int(values["Threads"]),
+            "memory_mib": int(values.get("VmRSS", "0").split()[0]) >> 10,
+        }
     return {}  # it has just ended
 
 

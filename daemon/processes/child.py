@@ -20,7 +20,7 @@ import msgspec
 
 from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.processes.spawned import Spawned, spawn
-from tensord.shm import descriptors, stack_report
+from tensord.shm import descriptors, device_names, stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import Call, ChildReady, FromFront, FromWorker, Load, Reply, Start, Stop, Told
 from tensord.shm.errors import Unavailable, from_code
@@ -241,6 +241,10 @@ class Worker(Child):
     ) -> None:
         super().__init__(module, name, incarnation, FromWorker, on_record, on_exit)
         self.device = device
+        #: The isolated model that it is for; "": models share it.
+        self.model = device_names.model_of(device)
+        #: As of its ``Device``.
+        self.memory_fraction = 0.0
         self.page: StatusPage | None = None
         #: What fronts look for its sequences in.
         self.sequences: SequencePage | None = None

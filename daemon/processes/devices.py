@@ -23,6 +23,8 @@ from tensord.shm import device_names
 
 _log = logging.getLogger(__name__)
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
+#: What part of a GPU's memory XLA takes: the variable, and its former name; JAX takes an empty one for none.
+_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 #: Where JAX looks for its plugins, as a package and as a group of entry points.
 _PLUGINS = "jax_plugins"
 
@@ -41,6 +43,16 @@ class Device:
     environment: Mapping[str, str] = field(default_factory=dict)
     #: The cores near its GPUs, as Linux lists them; "": any.
     cores: str = ""
+    #: Of a worker that an isolated model has to itself: the part of its GPU's memory that XLA takes there. 0: it has no GPU.
+    memory_fraction: float = 0.0
+
+    def alone(self, name: str, memory_fraction: float) -> Device:
+        """That of a worker beside this one, which one model has to itself."""
+        if not device_names.gpu_of(name):
+            return Device(name, self.environment, self.cores)
+        # What XLA is told for the workers that models share does not hold there, whoever says it.
+        own = dict.fromkeys(_MEMORY_VARIABLES, "") | {_MEMORY_VARIABLES[0]: f"{memory_fraction:g}"}
+        return Device(name, {**self.environment, **own}, self.cores, memory_fraction)
 
 
 def find_devices(

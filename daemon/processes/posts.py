@@ -51,6 +51,12 @@ class Posts:
         """How often a dead process was replaced there, ever."""
         return self._restarts[name]
 
+    def forget(self, name: str) -> None:
+        """There is no such post any more."""
+        self._histories.pop(name, None)
+        self._restarts.pop(name, None)
+        self._filled.discard(name)
+
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
         """Has ``start`` put another process into its post, later, if it is needed then. ``start`` may raise OSError.
 

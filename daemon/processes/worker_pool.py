@@ -1,13 +1,16 @@
-"""The worker processes: one post for each device, and what their records mean.
+"""The worker processes: one post for each device and for each isolated model, and what their records mean.
 
 start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unloaded, replies ─▶ died: its owner fills the post again
+
+The post of an isolated model is there as long as the model needs it ("worker-0#m", on "cpu:0#m"): ``isolate``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +20,7 @@ from tensord.daemon.processes.child import Worker
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.missing_parts import OF_JAX, MissingParts
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
-from tensord.shm import descriptors, exit_status
+from tensord.shm import descriptors, device_names, exit_status
 from tensord.shm.control_records import Call, ChildReady, Loaded, Reply, Unloaded
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.progress import Loading
@@ -27,6 +30,10 @@ from tensord.shm.status_page import StatusPage
 _log = logging.getLogger(__name__)
 #: A device is broken when that many workers in a row died before they could use it; one that says so itself is enough.
 _DEATHS_WITHOUT_USE = 3
+#: Until a process is tried again that there was no room for.
+_AGAIN_SECONDS = 1.0
+#: A worker that was dismissed is killed when it has not ended so long after its time.
+_LATE_SECONDS = 2.0
 
 
 class WorkerPool:
@@ -41,11 +48,17 @@ class WorkerPool:
         answered: Callable[[Worker, Loading | Loaded | Unloaded], None],
         asked: Callable[[Worker, Call], None],
         died: Callable[[Worker, Device], None],
+        dismissed: Callable[[Worker], None] = lambda _: None,
     ) -> None:
-        """``program`` as ``python -m`` takes it. ``options()`` are those in force. ``asked`` hears what models want."""
+        """``program`` as ``python -m`` takes it. ``options()`` are those in force. ``asked`` hears what models want.
+
+        ``dismissed`` hears of each worker that is told to stop because its model needs it no more, before it dies.
+        """
         self.by_incarnation: dict[int, Worker] = {}
-        #: Name of every post, whether it is filled now or not -> its device.
-        self.posts: dict[str, str] = {}
+        #: Name of every post that models share, whether it is filled now or not -> its device.
+        self._shared_posts: dict[str, Device] = {}
+        #: The same of isolated models.
+        self._isolated: dict[str, Device] = {}
         #: Name of a post -> sequences that had begun on the workers that died there.
         self.lost_sequences: Counter[str] = Counter()
         #: Device -> workers in a row that could not use it; of how many it is broken (``usable``).
@@ -57,24 +70,76 @@ class WorkerPool:
         self._answered = answered
         self._asked = asked
         self._died = died
+        self._dismissed = dismissed
         self._missing = MissingParts()
         self._jax_lacks = MissingParts(OF_JAX)
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
         """Adopts the first workers, one for each device. Raises OSError: there is no room for a process."""
-        self.posts = {f"worker-{index}": device.name for index, (device, _) in enumerate(spawned)}
-        for name, (device, process) in zip(self.posts, spawned, strict=True):
+        self._shared_posts = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
+        for name, (device, process) in zip(self._shared_posts, spawned, strict=True):
             self._adopt(name, device, process)
 
     @property
+    def posts(self) -> dict[str, str]:
+        """Name of every post, whether it is filled now or not -> its device."""
+        return {name: device.name for name, device in (self._shared_posts | self._isolated).items()}
+
+    @property
     def devices(self) -> list[str]:
-        """Of every post."""
-        return list(self.posts.values())
+        """Of every post that models share."""
+        return [device.name for device in self._shared_posts.values()]
 
     @property
     def usable(self) -> list[str]:
         """The devices to which workers come again: those that a worker could use when one was last started for them."""
-        return [device for device in self.devices if self._without_use[device] < _DEATHS_WITHOUT_USE]
+        return [device for device in self.posts.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
+
+    def is_vacant(self, name: str) -> bool:
+        """Whether there is such a post, and nobody in it who stays."""
+        there = any(worker.name == name and not worker.stopping for worker in self)
+        return name in self.posts and not there
+
+    def isolate(self, wanted: Mapping[str, float]) -> None:
+        """Has a worker for each of these devices of isolated models, and for no other such device.
+
+        Args:
+          wanted: the devices (``tensord.shm.device_names.alone``), with the part of a GPU's memory that XLA takes there.
+        """
+        known = {device.name: name for name, device in self._isolated.items()}
+        for name in [name for device, name in known.items() if device not in wanted]:
+            self._dismiss(name)
+        beside = {device.name: (name, device) for name, device in self._shared_posts.items()}
+        for device in [device for device in wanted if device not in known]:
+            post, shared = beside[device_names.shared(device)]
+            name = device_names.alone(post, device_names.model_of(device))
+            self._isolated[name] = shared.alone(device, wanted[device])
+            self._fill(name)
+
+    def _fill(self, name: str) -> None:
+        """Fills a post of an isolated model that is vacant, later where there is no room."""
+        if not self.is_vacant(name):
+            return
+        try:
+            self.start(name, self._isolated[name])
+        except OSError as error:
+            # No memory, no process slots.
+            _log.error("%s cannot be started: %s", name, error.strerror)
+            asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._fill, name)
+
+    def _dismiss(self, name: str) -> None:
+        """Its model needs the worker no more. What was accepted there is finished first."""
+        device = self._isolated.pop(name)
+        self._without_use.pop(device.name, None)
+        for worker in [worker for worker in self if worker.name == name and not worker.stopping]:
+            _log.info("%s (process %d) ends: its model needs it no more", worker.name, worker.pid)
+            grace = self._options().supervisor.exit_timeout
+            worker.stop(int(grace * 1e9))
+            if worker.ready:
+                asyncio.get_running_loop().call_later(grace + _LATE_SECONDS, worker.kill)
+            else:
+                worker.kill()
+            self._dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
         """Fills a post. Raises OSError: there is no room for a process."""
@@ -83,13 +148,14 @@ class WorkerPool:
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
         def exited(worker: Worker) -> None:
             del self.by_incarnation[worker.incarnation]
-            if not worker.ready:
+            if not worker.ready and not worker.stopping:
                 at_once = worker.returncode == exit_status.NO_DEVICE
                 self._without_use[device.name] += _DEATHS_WITHOUT_USE if at_once else 1
             self.lost_sequences[name] += worker.lost_sequences
             self._died(worker, device)
 
         worker = Worker(self._program, name, self._incarnation(), device.name, self._received, exited)
+        worker.memory_fraction = device.memory_fraction
         worker.adopt(spawned, msgspec.msgpack.encode(self._shared()))
         self.by_incarnation[worker.incarnation] = worker
 
@@ -97,7 +163,7 @@ class WorkerPool:
         """The options of one worker: of what is for all of them its share."""
         options = self._options()
         cache = msgspec.structs.replace(
-            options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self.posts))
+            options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_posts))
         )
         return msgspec.structs.replace(options, response_cache=cache)
 

@@ -4,6 +4,9 @@ a datagram ─▶ its lease is noted (lent) ─▶ the request gets its answer �
 the answer's bytes have left ─▶ release ─▶ the worker learns it ─▶ what was held back for them goes
 
 Of a request with several responses each but the last is ``taken``: its worker sends so many ahead of its client and no more.
+
+A worker that has a request's model no more, because that has moved to another worker meanwhile, is no answer: the request goes
+where the model is.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from tensord.daemon.submit.sending import Sending
 from tensord.daemon.submit.sweeper import Sweeper
 from tensord.shm.arena import LeaseKey
 from tensord.shm.channel import ChannelClosed
-from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError
+from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, from_code
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import Completion, FormCompletion, response_byte_size
 
 _log = logging.getLogger(__name__)
+#: By then a front has read what the supervisor said before it took a model from a worker.
+_TOLD_SECONDS = 0.01
 
 
 class Answers:
@@ -117,6 +122,10 @@ class Answers:
             self._held_back.came_back(pending, self._loop.time())
             self._sweeper.later()
             return
+        if completion.code and pending is not None and pending.is_misplaced(completion):
+            pending.worker = None
+            self._loop.call_later(_TOLD_SECONDS, self._look_again, worker, pending, completion)
+            return
         if pending is not None and not pending.cancelled:
             pending.answered = True
             if pending.sent_at and not completion.final:
@@ -129,6 +138,16 @@ class Answers:
             self.release(worker.lane, lease)
         if pending is not None and completion.final:
             self._dispatch.finish(pending)
+
+    def _look_again(self, worker: Worker, pending: Pending, completion: Completion) -> None:
+        """The worker does not have its model: it is sent to one that does, or that is its answer."""
+        if pending.record.request_id not in self._pending:
+            return  # cancelled meanwhile
+        state = self._choice.state_of(pending.submit)
+        if state is not None and worker.incarnation not in state.workers:
+            self._dispatch.send_again(pending)
+        else:
+            self._dispatch.fail(pending, from_code(completion.code, completion.message))
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
         """The bytes of an answer have left. Harmless where it was said before."""

@@ -15,7 +15,7 @@ import msgspec
 from tensord.daemon.submit.accounts import Account
 from tensord.shm.arena import Lease
 from tensord.shm.control_records import ModelState
-from tensord.shm.errors import DEFECT, Internal, ServingError
+from tensord.shm.errors import DEFECT, UNKNOWN_MODEL, Internal, NotFound, ServingError
 from tensord.shm.forms import Form, whole_answer, whole_request
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Submit
@@ -90,6 +90,11 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     recalled: bool = False
     #: Its sequence, where its model keeps such; once it was sent, or waits to be.
     sequence: Key | None = None
+
+    def is_misplaced(self, completion: Completion) -> bool:
+        """Whether that says that the worker does not have its model, so that it may be run by another one."""
+        unknown = completion.code == NotFound.code and completion.message.startswith(UNKNOWN_MODEL)
+        return unknown and not self.cancelled and not self.answered and self.sequence is None
 
     @property
     def account(self) -> Account | None:

@@ -47,11 +47,14 @@ def stub_of(tmp_path: Path, **options: Any) -> CudaStub:
 
 
 @contextlib.contextmanager
-def serving(stub: CudaStub, repository: Path, visible: str, **workers: Any) -> Iterator[DaemonProcess]:
+def serving(
+    stub: CudaStub, repository: Path, visible: str, more: dict[str, Any] | None = None, **workers: Any
+) -> Iterator[DaemonProcess]:
+    """``more``: other options than those of workers."""
     folder = repository.parent / "daemon"
     folder.mkdir()
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": visible}
-    options = {"workers": GPU_WORKERS | workers}
+    options = {"workers": GPU_WORKERS | workers} | (more or {})
     with DaemonProcess(folder, [repository], options, environment=environment) as running:
         running.wait_ready()
         yield running

@@ -181,7 +181,7 @@ def test_a_model_that_another_worker_has_is_said_to_be_there(http: httpclient.In
     assert run(http, far, CALLED) == (
         "error Model called - Error when running inference: Failed for execute the inference request. Model 'called' is not "
         f"ready. Other workers have it, and calls stay in the worker of their caller, '{far}'; models with the same parameter "
-        "tensord_together are on one worker."
+        "tensord_together are on one worker, and a model that is isolated is on its own."
     )
     assert run(http, far, CALLED.replace("called", "nowhere")).endswith("Model 'nowhere' is not ready.")
 

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tensord.shm import device_names
+
 if TYPE_CHECKING:
     import jax
 
@@ -21,23 +23,27 @@ class NoDevice(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """``cpu:0``, ``cuda:1``, ``cuda:1/2`` (``tensord.shm.device_names``)."""
+    """``cpu:0``, ``cuda:1``, ``cuda:1/2``, ``cuda:1#model`` (``tensord.shm.device_names``)."""
 
     platform: str
     index: int
     #: Which of the workers of its GPU, from 0.
     share: int = 0
+    #: The model that has the process to itself; "": models share it.
+    model: str = ""
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
         """Raises ValueError."""
-        match = re.fullmatch(r"(cpu|cuda):(\d{1,4})(?:/(\d{1,4}))?", text, re.ASCII)
+        device, model = device_names.shared(text), device_names.model_of(text)
+        match = re.fullmatch(r"(cpu|cuda):(\d{1,4})(?:/(\d{1,4}))?", device, re.ASCII)
         if match is None or (match[1] == "cpu" and match[3]):
-            raise ValueError(f"device '{text}': expected cpu:N, cuda:N or cuda:N/M")
-        return cls(match[1], int(match[2]), int(match[3] or 0))
+            raise ValueError(f"device '{text}': expected cpu:N, cuda:N, cuda:N/M, or one of these with #MODEL")
+        return cls(match[1], int(match[2]), int(match[3] or 0), model)
 
     def __str__(self) -> str:
-        return f"{self.platform}:{self.index}" + (f"/{self.share}" if self.share else "")
+        device = f"{self.platform}:{self.index}" + (f"/{self.share}" if self.share else "")
+        return device_names.alone(device, self.model) if self.model else device
 
     @property
     def gpu(self) -> int | None:

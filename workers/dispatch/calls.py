@@ -167,7 +167,7 @@ class Calls:
         def said(elsewhere: bool) -> None:
             why = (
                 f" Other workers have it, and calls stay in the worker of their caller, '{call.caller.port.name}'; models with "
-                "the same parameter tensord_together are on one worker."
+                "the same parameter tensord_together are on one worker, and a model that is isolated is on its own."
             )
             call.answered(NotFound(error.message + why) if elsewhere else error, True)
 

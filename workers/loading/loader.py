@@ -112,7 +112,7 @@ class Loader:
           cuda: the GPU as the thread has it that will run what is loaded.
           desk: None: nothing will be served.
           aside: the loader's thread is in it while other loads may go on.
-          shared: the process is somebody else's too, who may change what all of it shares.
+          shared: the process is somebody else's too, or one model's own, who may change what all of it shares.
         """
         own_flags.prepare()
         self._compiling = compiling = functools.partial(compiling_alone, aside, threading.Lock())
@@ -167,6 +167,7 @@ class Loader:
         desk: Desk | None = None,
         outside: OutsideCompiler | None = None,
         aside: Aside = contextlib.nullcontext,
+        alone: bool = False,
     ) -> Loader:
         """One as the configuration says.
 
@@ -174,6 +175,7 @@ class Loader:
           cache: None: the configured one, with JAX's own turned on in this process, which is the loader's alone.
           outside: what compiles for that.
           aside: as of the constructor.
+          alone: one model has the process to itself, and may do with it as it likes.
         """
         small = single_thread.choose(device, options.workers.single_thread_flops)
         shared = cache is not None
@@ -194,7 +196,7 @@ class Loader:
             options.executables.max_state_byte_size,
             rate_limits.limits(options.rate_limit, gpu),
             desk,
-            shared,
+            shared or alone,
             aside,
         )
 

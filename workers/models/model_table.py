@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-from tensord.shm.errors import InvalidArgument, NotFound
+from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import ModelStatistics
@@ -71,8 +71,8 @@ class ModelTable:
         if (name, number) in self._passive:
             raise InvalidArgument(f"model '{name}' has only passive instances, which take no requests")
         if (name, 0) in self._found:
-            raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
-        raise NotFound(f"Request for unknown model: '{name}' is not found")
+            raise NotFound(f"{UNKNOWN_MODEL}'{name}' version {number} is not found")
+        raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def _steps(self, loaded: LoadedModel) -> list[ModelStatistics]:
         """What the steps of an ensemble are counted in; of one that loses a model this moment, in nothing."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tensord.daemon.models import readiness, stranded
+from tensord.daemon.models import readiness
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.repository import FoundModel
 from tensord.shm.control_records import Loaded
@@ -35,14 +35,14 @@ def judged(lifecycle: Lifecycle, strict: bool) -> bool:
 
 
 def test_what_no_worker_will_serve_is_given_up_until_one_comes(lifecycle: Lifecycle) -> None:
-    assert stranded.give_up(lifecycle.models, BOTH) == []
+    assert lifecycle.stranded(BOTH) == []
     # Its replacement may come any moment.
     assert not judged(lifecycle, strict=True)
-    out = stranded.give_up(lifecycle.models, ("cuda:0",))
+    out = lifecycle.stranded(("cuda:0",))
     assert [(one.state.name, one.state.state, one.state.reason) for one in out] == [  # type: ignore[union-attr]
         ("second", "UNAVAILABLE", "no worker can use cuda:1 at present")
     ]
-    assert stranded.give_up(lifecycle.models, ("cuda:0",)) == []
+    assert lifecycle.stranded(("cuda:0",)) == []
     lifecycle.check_invariants()
     # That is the model's trouble; the others' host is ready.
     assert judged(lifecycle, strict=True)
@@ -54,12 +54,12 @@ def test_what_no_worker_will_serve_is_given_up_until_one_comes(lifecycle: Lifecy
 
 def test_a_host_that_serves_nothing_is_not_ready(lifecycle: Lifecycle) -> None:
     lifecycle.worker_left(0)
-    assert len(stranded.give_up(lifecycle.models, ())) == 3
+    assert len(lifecycle.stranded(())) == 3
     assert not judged(lifecycle, strict=True)
 
 
 def test_one_that_failed_by_itself_holds_readiness_up(lifecycle: Lifecycle) -> None:
-    stranded.give_up(lifecycle.models, ("cuda:0",))
+    lifecycle.stranded(("cuda:0",))
     lifecycle.worker_joined(2, "cuda:1")
     lifecycle.loaded(2, Loaded("second", 1, reason="OSError: no"))
     assert not judged(lifecycle, strict=True)

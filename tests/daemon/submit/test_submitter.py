@@ -393,6 +393,37 @@ def test_an_unknown_model(setting: Setting) -> None:
     assert [final.code for final in asked.finals] == ["NOT_FOUND"]
 
 
+def test_a_model_that_moves_takes_its_requests_along(setting: Setting) -> None:
+    """
+    1. Its worker has it no more when two requests come there; one of them is cancelled.
+    2. Fronts learn a moment later that another worker has it.
+    Result: the other request runs there. Where nobody has told of another place, what the worker said is the answer.
+    """
+    former, other = setting.open_worker(), setting.open_worker()
+    setting.ready(former)
+    asked, cancelled = setting.ask(), setting.ask()
+    setting.turn()
+    unknown = "Request for unknown model: 'm' is not found"
+    for _ in range(2):
+        former.complete(former.next().request_id, code="NOT_FOUND", message=unknown)
+    setting.turn()
+    setting.submitter.cancel(cancelled.request_id)
+    cancelled.cancelled = True
+    setting.ready(other)
+    setting.sleep(0.1)
+    other.echo(other.next())
+    setting.turn()
+    assert other.idle()
+    assert [final.code for final in asked.finals] == [""]
+    for message in (unknown, "the model says so"):
+        refused = setting.ask()
+        setting.turn()
+        other.complete(other.next().request_id, code="NOT_FOUND", message=message)
+        setting.sleep(0.1)
+        assert [(final.code, final.message) for final in refused.finals] == [("NOT_FOUND", message)]
+    assert setting.submitter.statistics()["leases"] == 0
+
+
 def test_room_is_given_in_the_order_of_asking(setting: Setting) -> None:
     held = [setting.submitter.loan(200_000) for _ in range(4)]
     assert setting.submitter.loan(200_000) is None

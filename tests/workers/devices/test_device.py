@@ -17,9 +17,11 @@ def test_names() -> None:
     assert str(DeviceName.parse("cuda:12")) == "cuda:12"
     assert str(DeviceName.parse("cuda:1/2")) == "cuda:1/2"
     assert DeviceName.parse("cuda:1/2").gpu == 1
+    assert DeviceName.parse("cuda:1#a,b").model == "a,b"
+    assert str(DeviceName.parse("cpu:3#m")) == "cpu:3#m"
     assert (DeviceName("cpu", 3).gpu, DeviceName("cuda", 3).gpu) == (None, 3)
     for text in ("", "cpu", "cpu:", "cpu:-1", "tpu:0", "cpu:0 ", "cuda:1x", "cuda:99999", "cpu:0/1", "cuda:0/"):
-        with pytest.raises(ValueError, match="expected cpu:N, cuda:N or cuda:N/M"):
+        with pytest.raises(ValueError, match="expected cpu:N, cuda:N, cuda:N/M, or one of these with #MODEL"):
             DeviceName.parse(text)
 
 

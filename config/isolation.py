@@ -1,0 +1,53 @@
+"""Models that have a worker process to themselves: the parameters ``isolated`` and ``isolated_memory_fraction``."""
+
+from __future__ import annotations
+
+from tensord.config import ensemble_checks
+from tensord.config.model_config import ModelConfig, wants
+from tensord.shm.errors import InvalidArgument
+
+PARAMETER = "isolated"
+MEMORY_FRACTION = "isolated_memory_fraction"
+#: Models that name the same are on one worker.
+TOGETHER = "tensord_together"
+
+
+def is_wanted(message: ModelConfig) -> bool:
+    """Raises InvalidArgument: it says neither yes nor no."""
+    return wants(message, PARAMETER)
+
+
+def memory_fraction(message: ModelConfig, default: float) -> float:
+    """Returns the part of a GPU's memory that XLA takes in the model's process. Raises InvalidArgument: it is no such number.
+
+    Args:
+      default: the operator's, for models that do not say (``workers.isolated_memory_fraction``).
+    """
+    if MEMORY_FRACTION not in message.parameters:
+        return default
+    said = message.parameters[MEMORY_FRACTION].string_value
+    try:
+        fraction = float(said)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise InvalidArgument(
+            f"model '{message.name}': parameter {MEMORY_FRACTION} is {said[:100]!r}; expected a number above 0, up to 1"
+        )
+    return fraction
+
+
+def check(message: ModelConfig) -> None:
+    """Raises InvalidArgument: the parameters are wrong, or ask for what no process can be."""
+    memory_fraction(message, 1.0)
+    if not is_wanted(message):
+        return
+    if ensemble_checks.is_ensemble(message):
+        raise InvalidArgument(
+            f"ensemble '{message.name}' cannot be {PARAMETER}: it has no code of its own, and runs in the worker of its models"
+        )
+    if TOGETHER in message.parameters:
+        raise InvalidArgument(
+            f"model '{message.name}' is to have a worker to itself ({PARAMETER}), and to share one with the models of "
+            f"'{message.parameters[TOGETHER].string_value}' ({TOGETHER})"
+        )

@@ -1,0 +1,60 @@
+"""Isolated models: which worker processes of their own they need now, and whether there may be one more. Pure.
+
+wanted, loading, serving or being unloaded ─▶ its process is there          neither ─▶ its process ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tensord.config import isolation, model_config
+from tensord.config.options import Workers
+from tensord.daemon.models.lifecycle import Lifecycle
+from tensord.daemon.models.repository import FoundModel
+from tensord.shm.device_names import gpu_of, model_of
+from tensord.shm.errors import InvalidArgument
+
+
+def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
+    """Returns the devices of all isolated workers that are needed now, with the part of a GPU's memory that each gets."""
+    return {
+        device: isolation.memory_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
+        for device, config in lifecycle.isolated().items()
+    }
+
+
+def own(found: FoundModel, options: Workers) -> dict[str, float]:
+    """Returns the devices of a placed model's own workers, with their parts as of ``wanted``; empty: it is not isolated."""
+    devices = [device for device in found.devices if model_of(device) == found.name]
+    if not devices:
+        return {}
+    message = model_config.from_bytes(found.config)
+    return dict.fromkeys(devices, isolation.memory_fraction(message, options.isolated_memory_fraction))
+
+
+def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
+    """Refuses an isolated model that there is no room for. It is placed.
+
+    Args:
+      taken: as ``wanted`` says, of all models.
+    Raises: InvalidArgument: with both numbers.
+    """
+    name, devices = found.name, own(found, options)
+    others = {device: part for device, part in taken.items() if model_of(device) != name}
+    count = len({model_of(device) for device in others})
+    if devices and count >= options.max_isolated:
+        raise InvalidArgument(
+            f"model '{name}' is to have a worker to itself ({isolation.PARAMETER}), and {count} models have one; at most "
+            f"{options.max_isolated} may (workers.max_isolated)"
+        )
+    for device, part in devices.items():
+        gpu = gpu_of(device)
+        beside = sum(fraction for other, fraction in others.items() if gpu and gpu_of(other) == gpu)
+        # Sums of decimal fractions: 0.7 and three times 0.1 are 1.
+        taken_before = round(options.gpu_memory_fraction + beside, 6)
+        if gpu and (total := round(taken_before + part, 6)) > 1:
+            raise InvalidArgument(
+                f"model '{name}' is to have {part:g} of the memory of {gpu} to itself ({isolation.MEMORY_FRACTION}), and "
+                f"{taken_before:g} of it are taken: {options.gpu_memory_fraction:g} by the workers that models share "
+                f"(workers.gpu_memory_fraction), {round(beside, 6):g} by other isolated models; that would be {total:g}"
+            )
