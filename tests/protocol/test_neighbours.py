@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import tritonclient.http as httpclient
 
 from tests import prepared
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonProcess, wait_until
 from tests.repositories import write_model
 
 DECLARED = """
@@ -166,3 +167,104 @@ def test_a_check_says_the_same(repository: Path, tmp_path: Path, monkeypatch: py
     assert "models: 2 good, 2 bad" in done.stdout
     assert "second: version 1: AssertionError: not alone" in done.stderr
     assert "third: version 1: its process exited with status 3 while loading it" in done.stderr
+
+
+#: Runs the code that its requests bring; a Triton model does so in a coroutine, one by one.
+RUNS = """
+import json
+import numpy as np
+inputs, outputs, host = {"code": "BYTES[1]"}, {"said": "BYTES[1]"}, True
+def create(path, config, device):
+    def apply(params, inputs):
+        scope = {}
+        exec(inputs["code"][0].decode(), scope)
+        return {"said": np.array([json.dumps(scope["said"])], np.object_)}
+    return apply, None
+"""
+COROUTINE = """
+import json
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton_python_backend_utils as pb
+class TritonPythonModel:
+    def initialize(self, args):
+        jax.config.update("jax_enable_x64", True)
+    def is_ready(self):
+        return str(jnp.ones(2, "float64").dtype) == "float64"
+    async def execute(self, requests):
+        for request in requests:
+            scope = {"jnp": jnp}
+            exec(pb.get_input_tensor_by_name(request, "code").as_numpy()[0].decode(), scope)
+            answer = pb.Tensor("said", np.array([json.dumps(scope["said"])], np.object_))
+            sender = request.get_response_sender()
+            sender.send(pb.InferenceResponse([answer]), pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+COROUTINE_FIELDS = """
+backend: "python"
+model_transaction_policy { decoupled: true }
+input [ { name: "code" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "said" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+STATE = """
+import sys, threading, warnings
+import jax
+found = []
+thread = threading.Thread(target=lambda: found.append(jax.config.values["jax_enable_x64"]))
+thread.start()
+thread.join()
+said = [found[0], sorted(str(entry[2]) for entry in warnings.filters if entry[0] == "error"), len(sys.path) > 2]
+"""
+CHANGES = {
+    "jax": "import jax, threading\nthread = threading.Thread(target=jax.config.update, args=('jax_enable_x64', True))\n"
+    "thread.start()\nthread.join()\nsaid = 0",
+    "warnings": "import warnings\nwarnings.simplefilter('error')\nsaid = 0",
+    "path": "import sys\nsys.path.clear()\nsaid = 0",
+}
+
+
+def test_what_is_changed_at_a_request_is_put_back_after_it(leaves_nothing: None, tmp_path: Path) -> None:
+    """Before it is answered, and named in the log once for each version; also what a coroutine changes."""
+    models = tmp_path / "models"
+    names = {"by_host": "jax", "by_host_too": "warnings", "other": ""}
+    for name in names:
+        write_model(models, name, RUNS)
+    write_model(models, "by_coroutine", COROUTINE, COROUTINE_FIELDS)
+    with DaemonProcess(tmp_path, [models]) as running:
+        running.wait_ready()
+
+        def run(model: str, code: str) -> object:
+            status, answer = running.request(
+                "POST", f"/v2/models/{model}/generate", json.dumps({"code": code}).encode()
+            )
+            assert status == 200, answer
+            return json.loads(json.loads(answer)["said"])
+
+        before = run("other", STATE)
+        assert before == [False, before[1], True]  # type: ignore[index]
+        for _ in range(2):
+            for model in ("by_host", "by_host_too", "by_coroutine"):
+                for code in CHANGES.values():
+                    run(model, code)
+                    if model == "by_coroutine":
+                        # Its response has left before its coroutine ends.
+                        wait_until(lambda: run("other", STATE) == before, "what it was", running)
+                    else:
+                        assert run("other", STATE) == before
+        told = [line for line in running.log.splitlines() if "it is put back" in line]
+        assert len(told) == 3
+        assert "model 'by_host' or one that ran beside it, at a request, changed what all models" in told[0]
+        assert "jax_enable_x64 was True instead of False" in told[0]
+        # What may stay is looked at once.
+        run("by_host", "import sys, warnings\nsys.path.append('/nowhere')\nwarnings.simplefilter('ignore')\nsaid = 0")
+        assert run("other", "import sys\nsaid = '/nowhere' in sys.path") is True
+
+
+def test_coroutines_and_readiness_have_their_models_settings(leaves_nothing: None, tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "by_coroutine", COROUTINE, COROUTINE_FIELDS)
+    with DaemonProcess(tmp_path, [tmp_path / "models"]) as running:
+        running.wait_ready()
+        body = json.dumps({"code": "said = str(jnp.ones(2, 'float64').dtype)"}).encode()
+        status, answer = running.request("POST", "/v2/models/by_coroutine/generate", body)
+        assert (status, json.loads(json.loads(answer)["said"])) == (200, "float64")
+        assert running.get("/v2/models/by_coroutine/ready")[0] == 200

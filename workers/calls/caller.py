@@ -14,7 +14,8 @@ import contextlib
 import enum
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,12 +40,26 @@ class Held(Protocol):
 class ModelPort:
     """One loaded version's way to the rest of its worker."""
 
-    def __init__(self, name: str, version: int, desk: Desk | None, metrics: MetricRegistry | None = None) -> None:
-        """``desk``: None where nothing is served, as in a check."""
+    def __init__(
+        self,
+        name: str,
+        version: int,
+        desk: Desk | None,
+        metrics: MetricRegistry | None = None,
+        code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """
+        Args:
+          desk: None where nothing is served, as in a check.
+          code: what a thread of ours is in while it runs the model's code.
+        """
         self.name = name
         self.version = version
         self.desk = desk
         self.metrics = MetricRegistry() if metrics is None else metrics
+        self.code = code
+        #: Called when code of the model has run, in its thread.
+        self.ran: Callable[[], None] | None = None
         #: It is being loaded.
         self.loading = True
         #: The worker's.
@@ -138,6 +153,8 @@ def calling(caller: Caller) -> Iterator[Caller]:
         yield caller
     finally:
         _current.reset(token)
+        if caller.port.ran is not None:
+            caller.port.ran()
 
 
 def caller() -> Caller | None:

@@ -47,6 +47,12 @@ _CONTEXTS = {
 _thread = threading.local()
 
 
+class WholeProcess:
+    """Counts what was asked of JAX's configuration for the whole process, so that looking for changes costs one comparison."""
+
+    updates = 0
+
+
 class OwnFlags:
     """The settings of one loaded version."""
 
@@ -105,6 +111,7 @@ def prepare() -> None:
     def update(name: str, val: Any) -> None:
         own = getattr(_thread, "own", None)
         if own is None or not hasattr(jax, _CONTEXTS.get(name, "no such name")):
+            WholeProcess.updates += 1
             usual(name, val)  # type: ignore[no-untyped-call]
         else:
             flags, stack = own

@@ -1,4 +1,8 @@
-"""What all models of a process share, and none may change for the others: it is put back after each load, and named in the log.
+"""What all models of a process share, and none may change for the others: it is put back, and named in the log.
+
+    after a load                    all of it
+    after a model's code has run    JAX's configuration, warnings that are errors, sys.path; the rest with the next load, because
+                                    libraries change it for a moment in other threads (``sys.setrecursionlimit``)
 
 Of JAX's configuration a model has its own as far as JAX can part it (``own_flags``); the rest of it is among these.
 """
@@ -16,6 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+
+from tensord.workers.imports.own_flags import WholeProcess
 
 _log = logging.getLogger(__name__)
 #: Settings that have a function to read and one to write them.
@@ -53,6 +59,42 @@ class ProcessState:
                 self._put_back(" or ".join(self._loading))
                 self._loading.remove(who)
 
+    def watch(self, who: str) -> Callable[[], None]:
+        """Returns what is to be called each time that the code of a version has run; ``who`` is named in the log once.
+
+        It costs little where nothing has changed.
+        """
+        told = False
+
+        def ran() -> None:
+            nonlocal told
+            if (
+                WholeProcess.updates == self._updates
+                and sys.path == self._seen_path
+                # Where it is another list somebody is in ``warnings.catch_warnings``, in whatever thread.
+                and (warnings.filters == self._seen_filters or warnings.filters is not self._filters)
+            ):
+                return
+            if (changed := self._ran()) and not told:
+                told = True
+                _warn(f"{who} or one that ran beside it, at a request,", changed)
+
+        return ran
+
+    def _ran(self) -> list[str]:
+        """Puts back what code at a request has changed, and says what."""
+        with self._lock:
+            if self._loading:
+                return []  # a model that is being loaded may have, which is looked at when it is
+            changed = [*self._put_back_warnings(), *self._put_back_path()]
+            if WholeProcess.updates != self._updates:
+                # This thread may have settings of a model's own.
+                beside = threading.Thread(target=lambda: changed.extend(self._put_back_flags()))
+                beside.start()
+                beside.join()
+            self._saw()
+            return changed
+
     def _look(self) -> None:
         """Before the first model."""
         self._known = True
@@ -60,6 +102,14 @@ class ProcessState:
         self._settings = {name: ask() for name, (ask, _) in _SETTINGS.items()}
         self._errors = [entry for entry in warnings.filters if entry[0] == "error"]
         self._path = list(sys.path)
+        self._filters = warnings.filters
+        self._saw()
+
+    def _saw(self) -> None:
+        """What it is now is as it may be."""
+        self._updates = WholeProcess.updates
+        self._seen_filters = list(warnings.filters)
+        self._seen_path = list(sys.path)
 
     def _put_back(self, who: str) -> None:
         """Makes it what it was. ``who``: the beginning of a sentence."""
@@ -69,10 +119,9 @@ class ProcessState:
             *self._put_back_warnings(),
             *self._put_back_path(),
         ]
+        self._saw()
         if changed:
-            _log.warning(
-                "%s changed what all models of this process share; it is put back: %s", who, "; ".join(changed)
-            )
+            _warn(who, changed)
 
     def _put_back_flags(self) -> Iterator[str]:
         now = jax.config.values
@@ -112,3 +161,7 @@ class ProcessState:
 
     def __repr__(self) -> str:
         return "<ProcessState>"
+
+
+def _warn(who: str, changed: list[str]) -> None:
+    _log.warning("%s changed what all models of this process share; it is put back: %s", who, "; ".join(changed))

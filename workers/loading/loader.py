@@ -215,7 +215,7 @@ class Loader:
         folders = (Path(record.version_path), Path(record.model_path))
         imports = ModelImports.of_version(record.name, folders)
         flags = OwnFlags(record.name)
-        imports.join(ModelPort(record.name, record.version, self._desk, self.metrics))
+        imports.join(ModelPort(record.name, record.version, self._desk, self.metrics, flags.code))
         try:
             message = model_config.from_bytes(record.config)
             message.name = message.name or record.name
@@ -231,6 +231,8 @@ class Loader:
                     module = imports.run(folders[0] / file)
             loaded = self._load(record, message, module, imports, flags, progress)
             imports.port.loading = False
+            if self._process is not None:
+                imports.port.ran = self._process.watch(f"model '{record.name}'")
             return loaded
         except BaseException as error:
             imports.forget()

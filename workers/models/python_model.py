@@ -87,7 +87,7 @@ class PythonModel:
         self._port = port
         self._sequences = sequences
         self._decoupled = message.model_transaction_policy.decoupled
-        self._coroutines = CoroutineThread(f"{instance} coroutines")
+        self._coroutines = CoroutineThread(f"{instance} coroutines", port.code)
         self._signature = signature
         self._outputs = outputs
         self._instance = instance
@@ -130,7 +130,7 @@ class PythonModel:
 
     def _is_ready(self) -> object:
         """Calls the model's ``is_ready``, in any thread. Raises whatever the model raises."""
-        with calling(Caller(self._port, phase=Phase.APART)):
+        with self._port.code(), calling(Caller(self._port, phase=Phase.APART)):
             said = self._model.is_ready()
             return asyncio.run(said) if inspect.iscoroutine(said) else said
 
@@ -234,6 +234,8 @@ class PythonModel:
     ) -> None:
         """A coroutine of ``execute`` has ended; in its thread."""
         caller.close()
+        if self._port.ran is not None:
+            self._port.ran()
         failed: ServingError = Internal(NOT_COMPLETED)
         if error is not None:
             failed = own_failure(self, error, Execution(requests, time.monotonic_ns()))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from typing import Any
 
 
 class CoroutineThread:
     """One per instance of a model; used from that instance's thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
+        """``code``: what the thread is in while it runs the model's code."""
         self._name = name
+        self._code = code
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -53,8 +57,12 @@ class CoroutineThread:
             self._thread.start()
         return self._loop
 
+    def _main(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._code():
+            self._live(loop)
+
     @staticmethod
-    def _main(loop: asyncio.AbstractEventLoop) -> None:
+    def _live(loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         loop.run_forever()
         tasks = asyncio.all_tasks(loop)
