@@ -252,7 +252,7 @@ class Responses(Section, frozen=True):
 class ResponseCache(Section, frozen=True):
     """Answers that are given again, of models that ask for it."""
 
-    #: Inputs and outputs of all answers kept, of all workers together: each has its share; 0: none are.
+    #: Inputs and outputs of all answers kept, of all shared workers together: each has its share; 0: none are.
     byte_size: ByteSize = 0
 
 

@@ -27,6 +27,7 @@ NOT_RUN = {
     "    config.pbtxt           optional": "shows a folder",
     "  config.pbtxt                 optional": "shows a folder",
     'outputs = {"scores": ("FP32[10]", "FP32[1]")}': "leaves the function's body to the reader",
+    'parameters { key: "isolated" value': "is a line of a configuration; tests/protocol/test_isolated.py has it",
     "program = torch.export.export(": "needs PyTorch; tests/examples/test_frameworks.py has it where it is installed",
     'output { name: "y" data_type: TYPE_FP32 dims: 3 }': "is of the program before it",
 }

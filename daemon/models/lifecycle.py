@@ -347,6 +347,7 @@ class Lifecycle:
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
+            before = len(out), dict(model.bringing)
             for number, version in model.versions.items():
                 if not version.wanted or any(version.belongs(device) for device in usable):
                     continue
@@ -357,8 +358,7 @@ class Lifecycle:
                 elif not (version.ready or version.loading or version.postponed or version.given_up):
                     version.given_up, version.due = reason, True
                     out += self._failed(name, number, version, reason)
-                else:
-                    continue
+            if (len(out), model.bringing) != before:
                 out += self._after_answer(name)
         return out
 

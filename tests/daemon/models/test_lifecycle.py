@@ -356,6 +356,7 @@ class Histories(RuleBasedStateMachine):
         self.owed: dict[int, list[Load | Unload]] = {}
         #: What each living worker has.
         self.has: dict[int, set[tuple[str, int]]] = {}
+        self.devices: dict[int, str] = {}
         self.open: set[int] = set()
         self.retries: list[Retry] = []
 
@@ -392,14 +393,32 @@ class Histories(RuleBasedStateMachine):
         self.next_worker += 1
         self.owed[self.next_worker] = []
         self.has[self.next_worker] = set()
+        self.devices[self.next_worker] = device
         self.take(self.lifecycle.worker_joined(self.next_worker, device))
 
     @rule(choice=st.integers(0, 100))
     def die(self, choice: int) -> None:
         if self.owed:
             worker = sorted(self.owed)[choice % len(self.owed)]
-            del self.owed[worker], self.has[worker]
+            del self.owed[worker], self.has[worker], self.devices[worker]
             self.take(self.lifecycle.worker_left(worker))
+
+    @rule(choice=st.integers(0, 100))
+    def dismiss(self, choice: int) -> None:
+        if self.owed:
+            worker = sorted(self.owed)[choice % len(self.owed)]
+            blamed = self.blamed()
+            del self.owed[worker], self.has[worker], self.devices[worker]
+            self.take(self.lifecycle.worker_left(worker, dismissed=True))
+            assert self.blamed() <= blamed
+
+    def blamed(self) -> int:
+        """Deaths that are counted against versions."""
+        return sum(version.deaths for model in self.lifecycle.models.values() for version in model.versions.values())
+
+    @rule(more=st.sets(st.sampled_from(("cpu:0", "cpu:1"))))
+    def strand(self, more: set[str]) -> None:
+        self.take(self.lifecycle.stranded({*self.devices.values(), *more}))
 
     @rule(choice=st.integers(0, 100))
     def retry(self, choice: int) -> None:

@@ -161,3 +161,22 @@ def test_workers_of_several_gpus() -> None:
         InvalidArgument, match=r"invalid or unsupported gpu id 4\. GPUs that models run on are: 0-1, 2-3"
     ):
         placed("4")
+
+
+def test_an_isolated_model_has_workers_of_its_own_beside_those_where_it_would_be() -> None:
+    alone = "parameters { key: 'isolated' value { string_value: 'true' } }"
+    assert placed(alone, CPUS[:1]) == ("cpu:0#m",)
+    assert {placed(alone, name=f"m{number}")[0].partition("#")[0] for number in range(100)} == {*CPUS}
+    assert placed(alone, GPUS) == ("cuda:0#m", "cuda:1#m", "cuda:2#m")
+    assert placed("instance_group { gpus: [ 1 ] }" + alone, ("cuda:0", "cuda:1", "cuda:0/1", "cuda:1/1")) == (
+        "cuda:1#m",
+    )
+    assert placed("instance_group { kind: KIND_CPU }" + alone, (*GPUS, "cpu:0")) == ("cpu:0#m",)
+    assert len(placed("dynamic_batching { preserve_ordering: true }" + alone, GPUS)) == 1
+    assert {gpu_of(device) for device in placed(alone, GPUS)} == {*GPUS}
+    limited = f"instance_group {{ kind: KIND_CPU {LIMITED} }}" + alone
+    with pytest.raises(
+        InvalidArgument, match=r"nobody counts the resources that it shares with others \(rate_limiter\)"
+    ):
+        placed(limited)
+    assert len(placed(limited, rate_limited=False)) == 1

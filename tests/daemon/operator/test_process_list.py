@@ -66,3 +66,10 @@ def test_fronts() -> None:
 
     listed = process_list.of_fronts(cast(Fronts, Two()), posts(), SECOND)
     assert [(entry["name"], entry["connections"]) for entry in listed] == [("http-0", 0), ("http-1", 7)]
+
+
+def test_a_worker_that_one_model_has_to_itself() -> None:
+    worker = Worker("m", "worker-1#digits", 3, "cuda:1#digits", lambda *_: None, lambda _: None)
+    worker.memory_fraction = 0.25
+    (entry,) = process_list.of_workers([worker], posts(), SECOND)
+    assert (entry["device"], entry["isolated"], entry["memory_fraction"]) == ("cuda:1", "digits", 0.25)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from tensord.config.options import Options
 from tensord.daemon.processes.child import Worker
 from tensord.daemon.processes.devices import Device
-from tensord.daemon.processes.spawned import spawn_worker
+from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.shm.control_records import ChildReady, Load, Loaded, Unload, Unloaded
 
@@ -30,6 +32,7 @@ class Owner:
             lambda worker, record: self.heard.put_nowait((worker.name, record)),
             lambda worker, call: self.heard.put_nowait((worker.name, call)),
             lambda worker, device: self.heard.put_nowait(("died", worker.name, device.name)),
+            lambda worker: self.heard.put_nowait(("dismissed", worker.name)),
         )
 
     def incarnation(self) -> int:
@@ -82,3 +85,70 @@ async def test_one_that_reports_without_its_page() -> None:
     owner.worker_pool._reported(worker, ChildReady(1), [])
     assert owner.heard.empty()
     assert worker.page is None
+
+
+async def test_workers_of_isolated_models_come_and_go() -> None:
+    """
+    1. One is wanted, and there; another one besides.
+    2. The first is wanted no more, and again at once.
+    Result: its process ends without an accident, and another one has the post; nobody else's is touched.
+    """
+    owner = Owner()
+    worker_pool = owner.worker_pool
+    worker_pool.start_all([(DEVICES[0], spawn_worker(FAKE, DEVICES[0]))])
+    assert await owner.hear(1) == [("joined", "worker-0", "cpu:0")]
+    worker_pool.isolate({"cpu:0#m": 0.1})
+    assert await owner.hear(1) == [("joined", "worker-0#m", "cpu:0#m")]
+    worker_pool.isolate({"cpu:0#m": 0.1, "cpu:0#n": 0.1})
+    assert await owner.hear(1) == [("joined", "worker-0#n", "cpu:0#n")]
+    assert worker_pool.posts == {"worker-0": "cpu:0", "worker-0#m": "cpu:0#m", "worker-0#n": "cpu:0#n"}
+    assert (worker_pool.devices, worker_pool.usable) == (["cpu:0"], ["cpu:0", "cpu:0#m", "cpu:0#n"])
+    _, former, other = worker_pool.ready()
+    assert (former.model, other.model, worker_pool.is_vacant("worker-0#m")) == ("m", "n", False)
+    worker_pool.isolate({"cpu:0#n": 0.1})
+    assert await owner.hear(1) == [("dismissed", "worker-0#m")]
+    assert not worker_pool.is_vacant("worker-0#m")
+    worker_pool.isolate({"cpu:0#m": 0.1, "cpu:0#n": 0.1})
+    assert await owner.hear(2) == [("died", "worker-0#m", "cpu:0#m"), ("joined", "worker-0#m", "cpu:0#m")]
+    assert (former.returncode, other.alive) == (0, True)
+    # One that is killed leaves its post vacant: whoever fills posts fills it.
+    next(worker for worker in worker_pool if worker.name == "worker-0#m").kill()
+    assert await owner.hear(1) == [("died", "worker-0#m", "cpu:0#m")]
+    assert worker_pool.is_vacant("worker-0#m")
+    worker_pool.isolate({})
+    assert await owner.hear(2) == [("died", "worker-0#n", "cpu:0#n"), ("dismissed", "worker-0#n")]
+    assert worker_pool.posts == {"worker-0": "cpu:0"}
+    for worker in worker_pool:
+        worker.kill()
+    await owner.hear(1)
+
+
+async def test_there_is_no_room_for_one_yet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    owner = Owner()
+    worker_pool = owner.worker_pool
+    worker_pool.start_all([(DEVICES[0], spawn_worker(FAKE, DEVICES[0]))])
+    await owner.hear(1)
+
+    def fails(*_: object) -> Spawned:
+        monkeypatch.undo()
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("tensord.daemon.processes.worker_pool.spawn_worker", fails)
+    worker_pool.isolate({"cpu:0#m": 0.1})
+    assert "worker-0#m cannot be started: Resource temporarily unavailable" in caplog.text
+    assert await owner.hear(1) == [("joined", "worker-0#m", "cpu:0#m")]
+    for worker in worker_pool:
+        worker.kill()
+    await owner.hear(2)
+
+
+def test_the_environment_of_an_isolated_worker_of_a_gpu() -> None:
+    shared = Device("cuda:1", {"CUDA_VISIBLE_DEVICES": "1"}, "0-3")
+    alone = shared.alone("cuda:1#m", 0.25)
+    assert (alone.name, alone.cores, alone.memory_fraction) == ("cuda:1#m", "0-3", 0.25)
+    assert alone.environment == {
+        "CUDA_VISIBLE_DEVICES": "1",
+        "XLA_CLIENT_MEM_FRACTION": "0.25",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "",
+    }
+    assert DEVICES[0].alone("cpu:0#m", 0.25) == Device("cpu:0#m")
