@@ -74,7 +74,6 @@ class _Batch:
         self.programs: Sequence[AnyProgram | None] = model.programs(key, most) if most <= _fast_path.MAX_ROWS else []
         #: Runs of other sizes have computed something for nobody.
         self._full = None if isinstance(model, EnsembleChain) else model.full_sizes
-        self._pace = model.pace(key)
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
@@ -106,11 +105,6 @@ class _Batch:
             run = self._runs.program(program)
         return run, program.rows, program.clears, memory
 
-    @property
-    def changed(self) -> bool:
-        """Whether other programs are for them now, because they have become slower, or faster."""
-        return self.model.pace(self._key) != self._pace
-
     def count(self, turns: Turns) -> None:
         """Counts what was done of them."""
         self.version.statistics.add(turns)
@@ -119,16 +113,10 @@ class _Batch:
             return
         if self._full is not None and not self._full.issuperset([size for size, *_ in turns.batches]):
             self.version.statistics.padded(*self.model.padding(self._key, turns))
-        if turns.single_runs and self.model.series is not None:
-            # Also of a shape that was too slow for series when it was learned.
-            took_ns = turns.single_ns // turns.single_runs
-            self.model.series.meet(self._key, took_ns, lambda: sum([step for _, _, step in self.inputs]))
 
 
 class _Alone:
     """Large requests of one load and one shape, each of which is run by itself."""
-
-    changed = False
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -246,8 +234,6 @@ class FastPath(Poller):
                 # The plan says how that program's outputs lie; those of the others lie alike.
                 if program in batch.programs:
                     self._learn(batch, request, form, plan)
-                elif batch.changed:
-                    self._seen = _NEVER
 
     def _batch(self, version: ModelVersion, model: JaxModel | EnsembleChain, key: Shapes) -> _Batch:
         runs: SequenceRuns | None = None
@@ -345,8 +331,6 @@ class FastPath(Poller):
         """Counts what was done outside of Python."""
         for batch, *figures in self._native.figures():
             batch.count(Turns(*figures))
-            if batch.changed:
-                self._seen = _NEVER
 
     def _forget(self) -> None:
         self._settle()

@@ -395,6 +395,7 @@ class Loader:
                 spread,
             )
             jitted.executables.warm(progress)
+            jitted.prepare_series()
             prepared = prepared_samples(record, message, described, made_inputs)
             run_samples(jitted, prepared, None if spread is not None else self._own_cuda, message.name, self._check)
         if not threads:

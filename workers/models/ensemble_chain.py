@@ -72,10 +72,6 @@ class EnsembleChain:
         """As ``JaxModel.programs``: by the rows that wait, up to ``most``."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
-    def pace(self, key: Shapes) -> int:
-        """Another number when ``programs`` are others."""
-        return sum([program.long for program in self._made.values()])
-
     def run(self, execution: Execution, program: ChainProgram) -> None:
         """Fills in the results. Raises whatever a program raises."""
         requests = execution.requests
@@ -103,7 +99,7 @@ class EnsembleChain:
         rows = sum([request.rows for request in execution.requests])
         took, count = execution.computed_ns - execution.gathered_ns, len(execution.requests)
         batch = (rows, 1, 0, took, 0)
-        self.credit(Turns(count, rows, 1, 0, 0, 0, (0, count * took, 0), 0, 0, [batch]))
+        self.credit(Turns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, turns: Turns) -> None:
         """Counts runs for its models: each had all of the requests, and a share of the time that the programs took."""

@@ -66,7 +66,11 @@ class JaxModel:
         #: Where requests cannot share a batch, quick ones may share a call.
         alone = bool(alone or signature.batches or buckets.axes or reshaped or instances > 1)
         # A series is stacked by the host, for programs of which a call is most of the cost.
-        self.series = None if alone or executables.device is not None else Series(signature, executables.apply)
+        self.series = (
+            None
+            if alone or executables.device is not None
+            else Series(signature, executables.apply, self._single_program)
+        )
         #: The state of its sequences, if it keeps any, where the worker's loop runs it.
         self._carry = executables.carry()
         self._version = version
@@ -118,9 +122,9 @@ class JaxModel:
         Asking changes nothing.
         """
         if self.series is not None:
-            if self.series.pace(key) or not self._plain:
+            if self.series.shares(key) or not self._plain:
                 return [self.series.ready(key, waiting) for waiting in range(1, MOST + 1)]
-            # What is no quick one runs them one after the other.
+            # What does not share calls is run one after the other.
             single = self.executables.find(Wanted(1, key))
             return [single] * MOST
         if not self._plain or self.ragged:
@@ -128,9 +132,14 @@ class JaxModel:
         planned = [self.executables.planned(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
         return [program if program is not None and program.gathers else None for program in planned]
 
-    def pace(self, key: Shapes) -> int:
-        """Another number when ``programs`` are others, because they have become slower, or faster."""
-        return 0 if self.series is None else self.series.pace(key)
+    def prepare_series(self) -> None:
+        """Makes the programs for requests that share calls, when those that run one are made. Raises whatever tracing raises."""
+        if self.series is not None:
+            self.series.prepare([shapes for _, shapes in self._buckets.planned()], self.executables.placement)
+
+    def _single_program(self, shapes: Shapes) -> jax.stages.Compiled | None:
+        found = self.executables.find(Wanted(1, shapes))
+        return None if found is None else found.program
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
         """What runs requests of sequences that are gathered into the memory of that program.
@@ -225,8 +234,6 @@ class JaxModel:
         )
         if self._pads or len(requests) > 1 or requests[0].rows != rows:
             execution.padding = self._padding(executable, requests)
-        if self.series is not None:
-            self.series.note(requests[0], execution.computed_ns - execution.gathered_ns)
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
@@ -301,8 +308,6 @@ class JaxModel:
         stacks = program.run()
         execution.computed_ns = time.monotonic_ns()
         execution.runs = len(execution.requests)
-        if execution.runs == 1 and self.series is not None:
-            self.series.note(execution.requests[0], execution.computed_ns - execution.gathered_ns)
         execution.computed(program.uncut(stacks) if _leave(execution.requests) else None, lambda: program.split(stacks))
 
     def _split(self, requests: Sequence[Request], bucket: int, outputs: dict[str, Array]) -> list[Result]:

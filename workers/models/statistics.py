@@ -32,9 +32,6 @@ class Turns(NamedTuple):
     copied_byte_size: int
     #: Input, infer and output of each run, once for each of its requests.
     compute_ns: tuple[int, int, int]
-    #: Runs of one request, and what they took.
-    single_runs: int
-    single_ns: int
     #: Batch size, how often the model was applied to such a batch, and input, infer and output of each run once.
     batches: list[tuple[int, int, int, int, int]]
 
@@ -42,7 +39,7 @@ class Turns(NamedTuple):
         """As one of several models has them that ran one after the other, and took ``share`` of the ``whole`` time."""
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
-        return Turns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), 0, 0, batches)
+        return Turns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
 
 
 class Failure(enum.Enum):
@@ -164,7 +161,7 @@ class ModelStatistics:
         self._count_batches(size, runs, input_ns, infer_ns, output_ns)
         if steps := self.steps():
             batch = (size, runs, 0, infer_ns, 0)
-            turns = Turns(good, rows, runs, 0, 0, 0, (0, good * infer_ns, 0), 0, 0, [batch])
+            turns = Turns(good, rows, runs, 0, 0, 0, (0, good * infer_ns, 0), [batch])
             for step in steps:
                 step.add(turns.part(1, len(steps)))
 

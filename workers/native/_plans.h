@@ -41,8 +41,6 @@ typedef struct {
     uint64_t answered, rows, runs, request_ns, queue_ns, copied;
     /* Input, infer and output of each run, once for each of its requests. */
     uint64_t compute_ns[3];
-    /* Runs of one request, and what they took. */
-    uint64_t single_runs, single_ns;
     /* By the size of the batch that the model saw. */
     size_figures_t sizes[MAX_ROWS + 1];
 } figures_t;
@@ -261,9 +259,8 @@ static PyObject *take_figures(batch_t *batch) {
     }
     if (sizes == NULL)
         return NULL;
-    PyObject *found = Py_BuildValue("OKKKKKK(KKK)KKN", batch->owner, made->answered, made->rows, made->runs, made->request_ns,
-                                    made->queue_ns, made->copied, made->compute_ns[0], made->compute_ns[1], made->compute_ns[2],
-                                    made->single_runs, made->single_ns, sizes);
+    PyObject *found = Py_BuildValue("OKKKKKK(KKK)N", batch->owner, made->answered, made->rows, made->runs, made->request_ns,
+                                    made->queue_ns, made->copied, made->compute_ns[0], made->compute_ns[1], made->compute_ns[2], sizes);
     memset(made, 0, sizeof *made);
     return found;
 }

@@ -32,10 +32,6 @@ static void count_run(batch_t *batch, const request_t *requests, int count, int 
         size->ns[part] += took;
         figures->compute_ns[part] += took * (uint64_t)count;
     }
-    if (count == 1) {
-        figures->single_runs++;
-        figures->single_ns += moments[2] - moments[1];
-    }
 }
 
 /* The requests at the head that can share a run: how many, and for how many rows. NULL: that is Python's affair. */

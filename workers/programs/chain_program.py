@@ -19,14 +19,14 @@ from tensord.shm.arrays import Array, address_of
 from tensord.workers.jax_internals.wide import enable_x64
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.gather_buffer import GatherBuffer
+from tensord.workers.programs.weight import work_of
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.batch_outputs import OutputLayout
 from tensord.workers.tensors.signature import Signature
 
-#: What takes longer is worth more than what a chain spares: others shall have their turn between the programs, and join them.
-_LONG_NS = 50_000_000
-#: One run may have met a busy machine, or be the first: a chain takes as long as the quickest of so many.
-_RUNS = 8
+#: What has more to do is worth more than what a chain spares: others shall have their turn between the programs, and join them.
+#: Floating-point operations and bytes of all programs together; a core takes some ten milliseconds for as much.
+_MOST_WORK = 1 << 28
 
 
 class Link(NamedTuple):
@@ -72,13 +72,8 @@ class ChainProgram:
         self.layout: OutputLayout | None = None
         #: How long each program was called for so far.
         self.call_ns = [0] * len(links)
-        self._runs = 0
-        self._quickest_ns = _LONG_NS
-
-    @property
-    def long(self) -> bool:
-        """Whether a run takes so long that the programs should rather be run one at a time."""
-        return self._runs >= _RUNS and self._quickest_ns >= _LONG_NS
+        #: Whether a run has so much to do that the programs should rather be run one at a time.
+        self.long = sum([max(work_of(link.executable.program)) for link in links]) > _MOST_WORK
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
@@ -108,7 +103,7 @@ class ChainProgram:
         """The outputs, readable. Raises whatever a program raises."""
         tensors = dict(arguments)
         with enable_x64(True) if self._wide else contextlib.nullcontext():
-            first = began = time.monotonic_ns()
+            began = time.monotonic_ns()
             for number, (call, inputs, outputs) in enumerate(self._links):
                 made = call(
                     {name: np.asarray(tensors[tensor]) if moved else tensors[tensor] for name, tensor, moved in inputs}
@@ -118,10 +113,7 @@ class ChainProgram:
                 ended = time.monotonic_ns()
                 self.call_ns[number] += ended - began
                 began = ended
-            found = [np.asarray(tensors[name]) for name in self._outputs]
-        self._runs += 1
-        self._quickest_ns = min(self._quickest_ns, time.monotonic_ns() - first)
-        return found
+            return [np.asarray(tensors[name]) for name in self._outputs]
 
     def __repr__(self) -> str:
         return f"<ChainProgram of {len(self._links)} programs, {self.rows} rows>"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
@@ -121,6 +122,11 @@ class Executable:
     def rows(self) -> int:
         """The rows of its batch."""
         return self.wanted.rows
+
+    @property
+    def program(self) -> jax.stages.Compiled:
+        """As it was compiled: of parameters and inputs."""
+        return self._program.call
 
     @property
     def placement(self) -> Placement:

@@ -32,7 +32,6 @@ from tensord.workers.requests.submitter import Submitter
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
 from tests.repositories import scale_model, write_model
-from tests.workers.made_requests import request_of
 
 OPTIONS = Options(
     arenas=Arenas(byte_size=1 << 20, max_byte_size=1 << 20, inline_byte_size=64, wait=600),
@@ -155,7 +154,7 @@ def test_what_waits_runs_together(bench: Bench) -> None:
 
 
 def quick_series(bench: Bench) -> tuple[ModelVersion, Callable[[int], SeriesProgram]]:
-    """A model whose requests are so quick that they share calls, and what makes and adds the program for so many of them."""
+    """A model whose requests are so small that they share calls, and what makes and adds the program for so many of them."""
     version = bench.load("any")
     assert version.jitted is not None
     series, executables = version.jitted.series, version.jitted.executables
@@ -165,7 +164,6 @@ def quick_series(bench: Bench) -> tuple[ModelVersion, Callable[[int], SeriesProg
     bench.compiler.work()
     bench.turn()
     (key,) = {known.key for known in version.familiar._known.values()}
-    series.note(request_of({}, key=key), 0)
 
     def add(length: int) -> SeriesProgram:
         program = series.compile(SeriesWanted(length, key), executables.placement(key))

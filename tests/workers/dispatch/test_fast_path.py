@@ -170,16 +170,13 @@ def test_figures(native: Native) -> None:
     native.learn()
     native.send(*[request(n, received_ns=n) for n in range(1, 6)])
     native.fast.wait(0, True)
-    ((owner, answered, rows, runs, request_ns, queue_ns, copied, compute_ns, singles, single_ns, sizes),) = (
-        native.fast.figures()
-    )
-    assert (owner, answered, rows, runs, copied, singles) == (native, 5, 5, 2, 5 * 16, 1)
+    ((owner, answered, rows, runs, request_ns, queue_ns, copied, compute_ns, sizes),) = native.fast.figures()
+    assert (owner, answered, rows, runs, copied) == (native, 5, 5, 2, 5 * 16)
     assert [size[:2] for size in sizes] == [(1, 1), (4, 1)]
     # Of a run of four and one of one: each part counts for each request.
     for part in range(3):
         assert compute_ns[part] == sizes[0][2 + part] + 4 * sizes[1][2 + part]
     assert request_ns > queue_ns > sum(compute_ns)
-    assert single_ns == sizes[0][3]
     assert native.fast.figures() == []
 
 

@@ -113,7 +113,7 @@ def test_figures(native: Native) -> None:
     alone.makes = lambda: (5, 4096, 77, [b"ab"])
     native.send(FormSubmit(1, 4, (PLACE,), received_ns=1))
     native.fast.wait(0, True)
-    ((owner, answered, rows, runs, _, _, copied, _, _, _, sizes),) = native.fast.figures()
+    ((owner, answered, rows, runs, _, _, copied, _, sizes),) = native.fast.figures()
     assert (owner, answered, rows, runs, copied) == (alone, 1, 3, 1, 2)
     assert [size[:2] for size in sizes] == [(3, 1)]
 

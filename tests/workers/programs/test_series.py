@@ -1,13 +1,16 @@
-"""Series: programs for several requests are wished for only where they are missed, quick and small."""
+"""Series: programs for several requests are made at load, and wished for only where they are missed, light and small."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tensord.config.model_config import parse_pbtxt
+from tensord.workers.programs.executables import Apply
 from tensord.workers.programs.placement import Placement
 from tensord.workers.programs.series import LENGTHS, Series
 from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted
@@ -41,10 +44,21 @@ def request_of(seed: int) -> Request:
     return made_requests.request_of({"a": rng.random(3, np.float32), "b": rng.random(2, np.float32)}, key=KEY)
 
 
-def series(single_ns: int = 60_000) -> Series:
-    made = Series(SIGNATURE, apply)
-    made.note(request_of(0), single_ns)
-    return made
+def light(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same with about as much to do as a call costs."""
+    made = apply(parameters, inputs)
+    square = jnp.outer(jnp.arange(100.0), jnp.arange(100.0)) + inputs["b"].sum()
+    return made | {"largest": made["largest"] + 0 * jnp.sin(square).sum(keepdims=True)[0]}
+
+
+def single(of: Apply = apply, key: Any = KEY) -> Any:
+    """The program for one request of that shape."""
+    given = {name: PLACEMENT.spec(shape, np.dtype(np.float32)) for name, shape in zip("ab", key, strict=True)}
+    return PLACEMENT.compile(jax.jit(of).lower(PLACEMENT.parameter_specs, given))
+
+
+def series(of: Apply = light) -> Series:
+    return Series(SIGNATURE, of, {KEY: single(of)}.get)  # type: ignore[arg-type]
 
 
 def with_program(made: Series, length: int) -> SeriesProgram:
@@ -92,7 +106,7 @@ def test_the_longest_that_is_ready_for_those_who_wait(order: tuple[int, ...]) ->
 
 
 def test_tiny_requests_rather_share_a_series_that_is_not_full() -> None:
-    made = series(single_ns=20_000)
+    made = series(apply)
     wish = wish_of(made, 5)
     assert wish.length == 8
     for length in LENGTHS:
@@ -121,21 +135,58 @@ def test_what_was_never_run_alone_is_not_missed() -> None:
     assert made.wish is None
 
 
-def test_slow_or_large_runs_go_alone() -> None:
-    slow = Series(SIGNATURE, apply)
-    slow.note(request_of(0), 5_000_000)
-    large = Series(SIGNATURE, apply)
-    large.note(made_requests.request_of({"a": np.zeros(1 << 20, np.float32)}, key=KEY), 10_000)
-    for made in (slow, large):
-        for _ in range(500):
-            assert made.find(KEY, 8) is None
-        assert made.wish is None
+def looping(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    made = apply(parameters, inputs)
+    return made | {"sum": jax.lax.fori_loop(0, 5, lambda i, x: x + 1, made["sum"])}
 
 
-def test_what_becomes_slow_goes_alone_again() -> None:
+def multiplying(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    square = jnp.outer(jnp.arange(200.0), jnp.arange(200.0)) + inputs["b"].sum()
+    made = apply(parameters, inputs)
+    return made | {"sum": made["sum"] + (square @ square).sum()}
+
+
+@pytest.mark.parametrize("of", [looping, multiplying])
+def test_what_has_much_to_do_or_nobody_knows_how_much_goes_alone(of: Apply) -> None:
+    made = series(of)
+    for _ in range(500):
+        assert made.find(KEY, 8) is None
+    assert made.wish is None
+    assert not made.shares(KEY)
+
+
+def test_large_inputs_go_alone() -> None:
+    key = ((1 << 20,), (2,))
+    made = Series(SIGNATURE, apply, {key: single(key=key)}.get)  # type: ignore[arg-type]
+    for _ in range(500):
+        assert made.find(key, 8) is None
+    assert made.wish is None
+
+
+def test_shapes_that_are_known_at_load_have_their_programs_then() -> None:
     made = series()
-    made.add(made.compile(SeriesWanted(2, KEY), PLACEMENT))
-    assert made.find(KEY, 2) is not None
-    for _ in range(50):
-        made.note(request_of(0), 10_000_000)
-    assert made.find(KEY, 2) is None
+    assert made.ready(KEY, 1) is None
+    made.prepare([KEY], lambda shapes: PLACEMENT)
+    ready = [made.ready(KEY, waiting) for waiting in range(1, 9)]
+    assert [program and program.wanted.length for program in ready] == [1, 2, 2, 4, 4, 4, 4, 8]
+    for _ in range(500):
+        assert made.find(KEY, 3) is ready[2]
+    assert made.wish is None
+
+
+def test_shapes_that_are_known_at_load_are_not_forgotten_for_others() -> None:
+    program = single(apply)
+    made = Series(SIGNATURE, apply, lambda shapes: program)
+    made.prepare([KEY], lambda shapes: PLACEMENT)
+    for length in range(100):
+        assert made.find(((4 + length,), (2,)), 1) is None
+    assert made.ready(KEY, 8) is not None
+    assert "33 shapes" not in repr(made), "others are bounded"
+
+
+def test_a_shape_without_a_program_is_not_known_yet() -> None:
+    programs: dict[Any, Any] = {}
+    made = Series(SIGNATURE, apply, programs.get)
+    assert not made.shares(KEY)
+    programs[KEY] = single()
+    assert made.shares(KEY)

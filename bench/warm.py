@@ -1,0 +1,76 @@
+"""How soon a daemon that has just started answers as fast as it ever does: the rate of each second of load.
+
+python -m bench.warm [--seconds 30] [--models addsub,identity]       a daemon of its own for each model, with an empty cache
+
+Sixteen connections ask from the moment that the daemon is ready. Given are the answers of the first, third and tenth second, each
+as a part of those of the median second of the last third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.closed_loop import Row, connected, infer_request
+from bench.server import serving
+
+ADDRESS = "127.0.0.1:18100"
+CONNECTIONS = 16
+SHOWN = (1, 3, 10)
+
+
+def rows() -> dict[str, Row]:
+    """A kind of load for each model."""
+    a, b = np.arange(16, dtype=np.float32).reshape(1, 16), np.full((1, 16), 2, np.float32)
+    small = infer_request("addsub", [("INPUT0", a), ("INPUT1", b)], "OUTPUT0")
+    large = infer_request("identity", [("INPUT0", a.ravel())], "OUTPUT0")
+    return {
+        "addsub": Row("addsub", CONNECTIONS, small, a + b),
+        "identity": Row("identity", CONNECTIONS, large, a.ravel()),
+    }
+
+
+def each_second(address: str, row: Row, seconds: int) -> list[int]:
+    """Right answers in each second of load."""
+    counts = [0] * seconds
+    with connected(address, row.connection, row.connections) as (poll, connections):
+        begin = time.perf_counter()
+        for connection in connections:
+            connection.send(row.request)
+        while (now := int(time.perf_counter() - begin)) < seconds:
+            for key, _ in poll.select(1):
+                if key.data.read():
+                    row.check(key.data.received)
+                    counts[now] += 1
+                    key.data.send(row.request)
+    return counts
+
+
+def main() -> None:
+    """A line for each model."""
+    parser = argparse.ArgumentParser(
+        prog="bench.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=int, default=30)
+    parser.add_argument("--models", default=",".join(rows()))
+    arguments = parser.parse_args()
+    for name in arguments.models.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["XDG_CACHE_HOME"] = folder
+            command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml"]
+            with serving(command, ADDRESS, Path(folder, "log")):
+                counts = each_second(ADDRESS, rows()[name], arguments.seconds)
+        settled = statistics.median(counts[-max(1, len(counts) // 3) :])
+        parts = ", ".join(f"second {at}: {counts[at - 1] / settled:.2f}" for at in SHOWN if at <= len(counts))
+        print(f"{name:10} {settled:7.0f} answers a second; {parts}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""How much a compiled program has to do beside what its call costs, read from the program before it ever runs.
+
+XLA tells of a program its floating-point operations and the bytes that its operations read and write. It counts one iteration of
+a loop, and nothing of what is called outside of XLA: a program with either may take any time. No clock is asked, so a program
+weighs the same on every host, on a busy one too.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import NamedTuple
+
+import jax
+
+#: Operations of a compiled program whose cost XLA does not count, as its text has them.
+_UNCOUNTED = re.compile(r" (while|custom-call)\(")
+
+
+class Weight(enum.IntEnum):
+    """A program's work, compared with the cost of a call (some ten microseconds)."""
+
+    #: More than a call, or not known.
+    HEAVY = 0
+    #: About as much as a call.
+    LIGHT = 1
+    #: Much less than a call.
+    TINY = 2
+
+
+class _Most(NamedTuple):
+    flops: int
+    byte_size: int
+
+
+#: One core does a few of either in a nanosecond.
+_LIGHT = _Most(1 << 18, 512 << 10)
+_TINY = _Most(1 << 14, 64 << 10)
+
+
+def work_of(program: jax.stages.Compiled) -> tuple[float, float]:
+    """Returns the floating-point operations of a program and the bytes they read and write; -1: XLA does not tell."""
+    cost = program.cost_analysis() or {}
+    return cost.get("flops", -1.0), cost.get("bytes accessed", -1.0)
+
+
+def weight_of(program: jax.stages.Compiled) -> Weight:
+    """Returns the weight of a program. One whose cost XLA does not tell is heavy."""
+    flops, byte_size = work_of(program)
+    if not (0 <= flops <= _LIGHT.flops and 0 <= byte_size <= _LIGHT.byte_size):
+        return Weight.HEAVY
+    if _UNCOUNTED.search(program.as_text() or ""):
+        return Weight.HEAVY
+    return Weight.TINY if flops <= _TINY.flops and byte_size <= _TINY.byte_size else Weight.LIGHT
