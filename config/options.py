@@ -272,6 +272,8 @@ class Executables(Section, frozen=True):
     cache_directory: str = ""
     #: In which CPU workers compile what they load, each of them in so many. "auto": one for two cores, up to 4; 0: in the worker.
     compile_processes: Literal["auto"] | Annotated[int, Meta(ge=0, le=64)] = "auto"
+    #: A program that is being compiled for so long lets other models be compiled beside it; 0: they wait for its end.
+    long_compile: Seconds = 30.0
     #: Shapes of one model version compiled because a request asked for them, besides its buckets; the oldest makes room.
     max_unexpected_shapes: Count = 32
     #: The inputs and outputs of a model's largest batch together; a model that needs more is not loaded.

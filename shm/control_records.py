@@ -10,7 +10,7 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
 
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
-                Call Reply LogChanged                    Unloaded Loading Call
+                CancelLoad Call Reply LogChanged         Unloaded Loading Call
 
 A Call, by a front, by a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
 ``tensord.shm.operations``.
@@ -176,6 +176,15 @@ class Load(Record, frozen=True, tag="load"):
     config: bytes
     #: How many workers load it: they share its bounds.
     workers: int = 1
+    #: Digest of its files and configuration but for the number of its instances: with the same one only that has changed.
+    content: str = ""
+
+
+class CancelLoad(Record, frozen=True, tag="cancel-load"):
+    """Nobody wants what the loads of that version bring that came before: they end as soon as they can, each with its answer."""
+
+    name: str
+    version: int
 
 
 class Loaded(Record, frozen=True, tag="loaded"):
@@ -184,6 +193,8 @@ class Loaded(Record, frozen=True, tag="loaded"):
     name: str
     version: int
     reason: str = ""
+    #: It did not fail: it was given up, because nobody wants it any more.
+    cancelled: bool = False
     metadata: bytes = b""
     config: bytes = b""
     #: As in ModelState.
@@ -245,5 +256,5 @@ ToFront = (
     | Reply
 )
 FromFront = ChildReady | Seen | Call
-ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | Unload | Call | Reply
+ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | CancelLoad | Unload | Call | Reply
 FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | Call

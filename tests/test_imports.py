@@ -63,7 +63,7 @@ INSIDE = {
     "workers.scheduling": (),
     "workers.threads": (),
     "workers.jax_internals": (),
-    "workers.compiling": ("jax_internals",),
+    "workers.compiling": ("threads", "jax_internals"),
     "workers.native": (),
     "workers.tensors": (),
     "workers.devices": ("threads", "jax_internals"),
@@ -73,7 +73,7 @@ INSIDE = {
     "workers.python_backend": ("jax_internals", "requests", "calls"),
     "workers.imports": ("calls", "python_backend"),
     "workers.programs": (
-        *("scheduling", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests"),
+        *("scheduling", "threads", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests"),
     ),
     "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "requests", "programs"),
     "workers.models": (

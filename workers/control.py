@@ -2,6 +2,7 @@
 
 LaneOpened + fd                 a submitter more
 Load, Unload                    a version more or less; answered with Loaded (after Loading), Unloaded
+CancelLoad                      what it was sent to load of a version is not wanted any more; each Load still has its answer
 Call                            answered with Reply: statistics, figures for metrics, register and unregister regions
 Reply                           to a Call of this worker's models
 LogChanged                      another level or format of the log
@@ -17,7 +18,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,7 +26,18 @@ from tensord.config import log
 from tensord.config.options import Log
 from tensord.shm import descriptors
 from tensord.shm.channel import Channel, DescriptorsLost
-from tensord.shm.control_records import Call, LaneOpened, Load, Loaded, LogChanged, Reply, Stop, Unload, Unloaded
+from tensord.shm.control_records import (
+    Call,
+    CancelLoad,
+    LaneOpened,
+    Load,
+    Loaded,
+    LogChanged,
+    Reply,
+    Stop,
+    Unload,
+    Unloaded,
+)
 from tensord.shm.cuda_regions import DeviceLost
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.figures import Figures
@@ -48,9 +60,17 @@ from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.threads.cancellation import REASON, Cancellation
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
+
+
+class _Running(NamedTuple):
+    """A load that is not answered yet."""
+
+    cancellation: Cancellation
+    begin: Callable[[], None]
 
 
 class Control:
@@ -77,11 +97,8 @@ class Control:
         self._open_lane = open_lane
         self._adopt = adopt
         self._stop = stop
-        #: (name, version) -> number of the load whose result is wanted; an unload or another load makes older ones stale.
-        self._loads: dict[tuple[str, int], int] = {}
-        self._serial = 0
         #: (name, version) -> loads that wait for the one before them, beginning with that: answers keep the order of loads.
-        self._waiting: dict[tuple[str, int], deque[Callable[[], None]]] = {}
+        self._running: dict[tuple[str, int], deque[_Running]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
         """Owns the descriptors. Raises InvalidArgument: the supervisor is out of step."""
@@ -90,6 +107,8 @@ class Control:
                 self._open_lane(record.peer, socket.socket(fileno=fds.pop()))
             elif isinstance(record, Load):
                 self._load(record)
+            elif isinstance(record, CancelLoad):
+                self._cancel((record.name, record.version))
             elif isinstance(record, Unload):
                 self._unload(record)
             elif isinstance(record, Call):
@@ -108,19 +127,27 @@ class Control:
     # ----------------------------------------------------------------------------------------------------------- models
 
     def _load(self, record: Load) -> None:
-        self._serial += 1
         key = record.name, record.version
-        serial = self._loads[key] = self._serial
+        self._cancel(key)
+        cancellation = Cancellation()
 
         def tell(number: int, total: int, compiled: int) -> None:
             at = Loading(record.name, record.version, number, total, compiled)
             self._thread.tell(lambda: self._channel.put(at))
 
-        def load() -> LoadedModel:
+        def load(serving: ModelVersion | None) -> LoadedModel:
             tell(0, 0, 0)
-            return self._loader.load(record, tell)
+            if serving is not None:
+                regrouped = self._loader.regrouped(record, serving.loaded, cancellation)
+                if regrouped is not None:
+                    return regrouped
+            return self._loader.load(record, tell, cancellation)
 
-        def made(outcome: LoadedModel | Exception) -> None:
+        def begin() -> None:
+            serving = self._models.serving(*key)
+            self._thread.do(lambda: load(serving), lambda outcome: made(outcome, serving))
+
+        def made(outcome: LoadedModel | Exception, former: ModelVersion | None) -> None:
             if not isinstance(outcome, Exception) and outcome.ensemble is not None:
                 try:
                     outcome, members = joined(outcome, self._models)
@@ -128,58 +155,71 @@ class Control:
                     outcome = error
                 else:
                     if outcome.fuses:
-                        progress = LoadProgress(record.name, record.version, tell)
+                        progress = LoadProgress(record.name, record.version, tell, cancellation)
                         job = functools.partial(self._loader.fuse, record, outcome, members, progress)
                         self._thread.do(job, done)
                         return
-            done(outcome)
+            done(outcome, former)
 
-        def done(outcome: LoadedModel | Exception) -> None:
-            waiting = self._waiting[key]
-            waiting.popleft()
-            answer(outcome)
-            if waiting:
-                waiting[0]()
+        def done(outcome: LoadedModel | Exception, former: ModelVersion | None = None) -> None:
+            running = self._running[key]
+            running.popleft()
+            self._answer(record, outcome, cancellation, former)
+            if running:
+                running[0].begin()
             else:
-                del self._waiting[key]
+                del self._running[key]
 
-        def answer(outcome: LoadedModel | Exception) -> None:
-            # Each Load has one answer: the supervisor counts them.
-            if isinstance(outcome, DeviceLost):
-                return  # nothing is said of the model: this process ends, and its replacement loads it
-            if isinstance(outcome, Exception):
-                self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
-                return
-            version = self._adopt(outcome)
-            if self._loads.get(key) != serial:
+        running = self._running.setdefault(key, deque())
+        running.append(_Running(cancellation, begin))
+        if len(running) == 1:
+            running[0].begin()
+
+    def _answer(
+        self,
+        record: Load,
+        outcome: LoadedModel | Exception,
+        cancellation: Cancellation,
+        former: ModelVersion | None,
+    ) -> None:
+        """Each Load has one answer: the supervisor counts them. ``former``: what served when it began."""
+        if isinstance(outcome, DeviceLost):
+            return  # nothing is said of the model: this process ends, and its replacement loads it
+        if cancellation.cancelled:
+            if not isinstance(outcome, Exception):
+                version = self._adopt(outcome)
+                if outcome.taken_over and former is not None:
+                    version.hand_over(former.loaded)
                 self._models.discard(version)
-                reason = "it was unloaded, or another load of it came, before it was ready"
-                self._channel.put(Loaded(record.name, record.version, reason=reason))
-                return
-            self._models.add(version)
-            _log.info("model '%s' version %d is ready", record.name, record.version)
-            self._channel.put(
-                Loaded(
-                    record.name,
-                    record.version,
-                    metadata=outcome.metadata,
-                    config=outcome.config,
-                    repeatable=outcome.repeatable,
-                    sticky=outcome.sticky,
-                    streams=outcome.streams,
-                    joins=outcome.stepped is not None and outcome.stepped.gather == "concat",
-                    judges=outcome.own_readiness is not None,
-                    footprint=outcome.footprint,
-                )
+            self._channel.put(Loaded(record.name, record.version, reason=REASON, cancelled=True))
+            return
+        if isinstance(outcome, Exception):
+            self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
+            return
+        self._models.add(self._adopt(outcome))
+        _log.info("model '%s' version %d is ready", record.name, record.version)
+        self._channel.put(
+            Loaded(
+                record.name,
+                record.version,
+                metadata=outcome.metadata,
+                config=outcome.config,
+                repeatable=outcome.repeatable,
+                sticky=outcome.sticky,
+                streams=outcome.streams,
+                joins=outcome.stepped is not None and outcome.stepped.gather == "concat",
+                judges=outcome.own_readiness is not None,
+                footprint=outcome.footprint,
             )
+        )
 
-        waiting = self._waiting.setdefault(key, deque())
-        waiting.append(functools.partial(self._thread.do, load, made))
-        if len(waiting) == 1:
-            waiting[0]()
+    def _cancel(self, key: tuple[str, int]) -> None:
+        """Gives up what is being loaded of a version, and what waits to be."""
+        for load in self._running.get(key, ()):
+            load.cancellation.cancel()
 
     def _unload(self, record: Unload) -> None:
-        self._loads.pop((record.name, record.version), None)
+        self._cancel((record.name, record.version))
         self._models.remove(
             record.name, record.version, lambda: self._channel.put(Unloaded(record.name, record.version))
         )

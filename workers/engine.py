@@ -43,7 +43,7 @@ class Engine:
         """The version that requests are for from now on; its instances wait for resources while it lives."""
         version = ModelVersion(loaded, self.sequences)
         self.dispatcher.limiter.add(loaded.instances)
-        version.when_closed(lambda: self.dispatcher.limiter.remove(loaded.instances))
+        version.when_closed(lambda: self.dispatcher.limiter.remove(version.own_instances))
         return version
 
     def close(self) -> None:

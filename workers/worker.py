@@ -118,7 +118,7 @@ class Worker:
             self._page,
             self._cuda,
             desk=self._dispatcher.calls,
-            outside=outside_compiler(outside),
+            outside=outside_compiler(outside, options.executables.long_compile),
             aside=(thread := WorkThread("loader", self._inbox)).standing_aside,
             alone=bool(device_name.model),
         )
@@ -350,7 +350,8 @@ class Worker:
     def _adopt(self, loaded: LoadedModel) -> ModelVersion:
         """Gives each instance a desk on the status page for as long as it lives."""
         for instance in loaded.instances:
-            instance.desk = self._free_desks.pop() if self._free_desks else DESKS
+            # Those of the version before it have one.
+            instance.desk = instance.desk or (self._free_desks.pop() if self._free_desks else DESKS)
         version = self._engine.adopt(loaded)
         if loaded.cached and self._cache.max_byte_size:
             version.use(self._cache)
@@ -359,7 +360,9 @@ class Worker:
                 "model '%s' asks for the response cache, and there is none: response_cache.byte_size is 0", loaded.name
             )
         version.when_closed(
-            lambda: self._free_desks.extend(instance.desk for instance in loaded.instances if instance.desk < DESKS)
+            lambda: self._free_desks.extend(
+                instance.desk for instance in version.own_instances if 0 < instance.desk < DESKS
+            )
         )
         return version
 

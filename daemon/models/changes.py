@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tensord.config.options import Options, Repository
 from tensord.daemon.models import ensembles, isolation, listing, load_errors, readiness, repository
@@ -73,6 +74,8 @@ class Models:
         self._named: set[str] = set()
         #: Ensembles that are loaded again because a member is another one or back.
         self._again: dict[str, asyncio.Task[None]] = {}
+        #: Names that are loaded because of what a look at the repositories found, the last one of each.
+        self._latest: dict[str, asyncio.Task[str]] = {}
         #: ``repository.load`` as it was last acted upon.
         self._listed: set[str] = set()
         self._outcomes = Outcomes()
@@ -209,7 +212,7 @@ class Models:
         self._wanted.update(wanted)
         self._judgement.begin({*self._wanted, *self._repositories.unreadable}, options.required)
         self._judge()
-        return [asyncio.ensure_future(self._bring_wanted(name, found.get(name))) for name in wanted]
+        return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
     async def follow(self, found: Mapping[str, FoundModel], changed: Sequence[FoundModel], gone: Sequence[str]) -> None:
         """Loads what has changed in the repositories, unloads what is gone from them, and waits until that is over."""
@@ -220,7 +223,7 @@ class Models:
         self._forget(found)
         self._wanted.update(model.name for model in changed)
         self._judge()
-        await asyncio.gather(*(self._bring_wanted(model.name, model) for model in changed))
+        await asyncio.gather(*[self._bring_wanted(model.name, model) for model in changed])
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
         """What is in no repository any more and serves nothing is neither listed nor counted."""
@@ -230,7 +233,13 @@ class Models:
         for name in self._refused.keys() - self._wanted - found.keys():
             self._dismiss(name)
 
-    async def _bring_wanted(self, name: str, found: FoundModel | None) -> str:
+    def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
+        """Begins to load what was found; the result is why it could not be."""
+        task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
+        task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
+        return task
+
+    async def _bring_found(self, name: str, found: FoundModel | None) -> str:
         if found is not None and (given := self._overrides.of(found)):
             try:
                 return await self._bring(await asyncio.to_thread(repository.overridden, found.path, given))
@@ -270,6 +279,10 @@ class Models:
         except InvalidArgument as error:
             self._refuse(found.name, error.message)
             return load_errors.placement_error(found.name, error.message)
+        latest = self._latest.get(found.name)
+        if not (within or again or asked) and latest not in (None, asyncio.current_task()):
+            # It has waited, for its models say, and what was found after it has overtaken it.
+            return await asyncio.shield(latest)
         self._dismiss(found.name)
         known = self.lifecycle.models.get(found.name)
         if known is None or known.fingerprint != placed.fingerprint:
@@ -312,11 +325,7 @@ class Models:
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
-            task.add_done_callback(functools.partial(self._came_again, found.name))
-
-    def _came_again(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._again.get(name) is task:
-            del self._again[name]
+            task.add_done_callback(functools.partial(_drop_if_same, self._again, found.name))
 
     async def _bring_again(self, found: FoundModel) -> None:
         if error := await self._bring(found, again=True):
@@ -388,7 +397,9 @@ class Models:
     def loaded(self, incarnation: int, answer: Loaded) -> None:
         """A worker's answer to Load."""
         self._judgement.loads(incarnation, None)
-        if answer.reason:
+        if answer.cancelled:
+            _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
+        elif answer.reason:
             _log.error("model '%s' version %d failed to load: %s", answer.name, answer.version, answer.reason)
         else:
             _log.info("model '%s' version %d is loaded", answer.name, answer.version)
@@ -427,3 +438,9 @@ class Models:
 
     def _paths(self) -> list[Path]:
         return [Path(path) for path in self._options.paths]
+
+
+def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.Task[Any]) -> None:
+    """It is over."""
+    if tasks.get(name) is task:
+        del tasks[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tensord.shm.control_records import Load, ModelGone, ModelState, Unload
+from tensord.shm.control_records import CancelLoad, Load, ModelGone, ModelState, Unload
 from tensord.shm.record import Record
 
 
@@ -22,7 +22,7 @@ class Send:
     """A record for one worker."""
 
     worker: int
-    record: Load | Unload
+    record: Load | CancelLoad | Unload
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ A version keeps serving until what replaces it is ready everywhere, so no reques
 model happen one after the other; different models do not wait for each other. A worker that joins gets every wanted version; one
 that leaves takes nothing along: a version whose last worker died stays READY without workers, and its requests wait for the next.
 
+A load is given up once an unload, or a load of something else, comes behind it: workers are told (CancelLoad), and who waits for
+it gets what comes of the later load.
+
 A version whose loading killed workers is given up until its next try: on one worker, alone, later and later. Whoever killed those
 workers may have been somebody else (the kernel, for want of memory), so no version is given up for good.
 """
@@ -21,7 +24,7 @@ from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send
 from tensord.daemon.models.load_errors import load_error
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.models.versions import Model, Operation, Version, VersionState, awaits, has_members
-from tensord.shm.control_records import Loaded, ModelGone, ModelState, Unload
+from tensord.shm.control_records import CancelLoad, Loaded, ModelGone, ModelState, Unload
 from tensord.shm.device_names import model_of
 
 #: A version under which that many workers died while it alone was loading is given up until its next try.
@@ -49,15 +52,55 @@ class Lifecycle:
           again: also those that serve already from the same files.
         """
         model = self.models.setdefault(found.name, Model())
-        model.waiting.append(Operation(token, found, again))
-        return self._advance(found.name)
+        return self._follow(found.name, model, Operation((token,), found, again))
 
     def unload(self, name: str, token: int) -> list[Instruction]:
         """Takes a model away; unknown or unloaded names settle at once."""
         if name not in self.models:
             return [Settled(token)]
-        self.models[name].waiting.append(Operation(token, None))
-        return self._advance(name)
+        return self._follow(name, self.models[name], Operation((token,), None))
+
+    def _follow(self, name: str, model: Model, later: Operation) -> list[Instruction]:
+        """Queues an operation; loads before it that nobody wants any more because of it are given up."""
+        overtaken: list[Operation] = []
+        while model.waiting and model.waiting[-1].overtaken_by(later):
+            overtaken.insert(0, model.waiting.pop())
+        out: list[Instruction] = []
+        running = model.running
+        if running is not None and not model.waiting and running.overtaken_by(later) and self._loads(model):
+            overtaken.insert(0, running)
+            out += self._give_up(name, model, later.found)
+        tokens = tuple(token for each in overtaken for token in each.tokens)
+        if later.found is not None:
+            later.tokens = (*tokens, *later.tokens)
+        else:
+            reason = "it was unloaded before it was ready"
+            failed = dict.fromkeys((number for each in overtaken if each.found for number in each.found.chosen), reason)
+            out += [Settled(token, load_error(name, failed)) for token in tokens]
+        model.waiting.append(later)
+        return out + self._advance(name)
+
+    @staticmethod
+    def _loads(model: Model) -> bool:
+        """Whether the running load waits for workers, and not only for what it has replaced to go."""
+        brought = [model.versions[number] for number in model.bringing]
+        return any(v.loading or v.postponed or v.state is VersionState.LOADING for v in brought)
+
+    def _give_up(self, name: str, model: Model, heir: FoundModel | None) -> list[Instruction]:
+        """Ends the running load without its outcome; what serves goes on. ``heir``: what is loaded in its place."""
+        out: list[Instruction] = []
+        for number in model.bringing:
+            version = model.versions[number]
+            out += [Send(worker, CancelLoad(name, number)) for worker in sorted(version.loading)]
+            version.postponed = set()
+            if version.state is VersionState.LOADING:
+                version.wanted, version.given_up, version.due = False, "", False
+                # Its requests go on waiting where another load of it follows.
+                if heir is None or number not in heir.chosen:
+                    version.state, version.reason = VersionState.UNAVAILABLE, "unloaded"
+                    out.append(self._publish(number, version))
+        model.running, model.bringing, model.fingerprint = None, {}, ""
+        return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
         """The versions of a name whose folders are in the repository: of others what serves nothing is not known any more."""
@@ -146,10 +189,11 @@ class Lifecycle:
         if operation is None:
             return []
         if operation.found is None:
-            if any(version.unloading for version in model.versions.values()):
+            # What was given up may take a while to end.
+            if any(version.unloading or version.loading for version in model.versions.values()):
                 return []
             model.running = None
-            return [Settled(operation.token)]
+            return [Settled(token) for token in operation.tokens]
         out: list[Instruction] = []
         brought = [model.versions[number] for number in model.bringing]
         for number, version in zip(model.bringing, brought, strict=True):
@@ -175,7 +219,8 @@ class Lifecycle:
         model.running, model.bringing = None, {}
         if failed:
             model.fingerprint = ""
-        return [*out, Settled(operation.token, load_error(name, failed) if failed else "")]
+        error = load_error(name, failed) if failed else ""
+        return [*out, *(Settled(token, error) for token in operation.tokens)]
 
     def _retire_replaced(self, name: str, model: Model) -> list[Instruction]:
         serving = [number for number, version in model.versions.items() if version.state is VersionState.READY]

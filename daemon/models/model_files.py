@@ -30,12 +30,20 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         raise
 
 
-def fingerprint(path: Path, config: bytes) -> str:
-    """Changes when any file that can be reached from a model's folder does, or ``config``. Raises OSError: it cannot be read."""
-    digest = hashlib.sha256(config)
+def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str]:
+    """Two digests of the files that can be reached from a model's folder: with ``config``, and with ``content`` in its place.
+
+    The first one changes when any file does; the second one not with ``config.pbtxt``, of which ``content`` says what counts.
+
+    Raises OSError: it cannot be read.
+    """
+    all_of_it, rest = hashlib.sha256(config), hashlib.sha256(content)
     for name, identity in itertools.islice(_walk(path), MAX_ENTRIES):
-        digest.update(f"{name}\0{identity}\0".encode(errors="surrogateescape"))
-    return digest.hexdigest()
+        entry = f"{name}\0{identity}\0".encode(errors="surrogateescape")
+        all_of_it.update(entry)
+        if name != "config.pbtxt":
+            rest.update(entry)
+    return all_of_it.hexdigest(), rest.hexdigest()
 
 
 def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

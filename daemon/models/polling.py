@@ -1,6 +1,7 @@
 """Follows the repositories (control mode poll): what has changed is loaded again, what is gone is unloaded.
 
-A folder that is being written is left alone until two looks in a row have found it alike.
+A folder that is being written is left alone until two looks in a row have found it alike. Nothing waits for a load: what changes
+again, or goes, while it is loaded is seen meanwhile.
 """
 
 from __future__ import annotations
@@ -63,15 +64,16 @@ class Polling:
 
     async def run(self) -> None:
         """Looks every ``repository.poll_interval`` seconds until it is cancelled."""
-        while True:
-            await asyncio.sleep(self._options().poll_interval)
-            try:
-                found = await self._models.scan(self._options())
-            except ServingError as error:
-                _log.error("polling: %s; what is served stays as it is", error)
-                continue
-            changed, gone = self._changes.look(found)
-            for name in gone:
-                _log.info("model '%s' is in no repository any more", name)
-            if changed or gone:
-                await self._models.follow(found, changed, gone)
+        async with asyncio.TaskGroup() as under_way:
+            while True:
+                await asyncio.sleep(self._options().poll_interval)
+                try:
+                    found = await self._models.scan(self._options())
+                except ServingError as error:
+                    _log.error("polling: %s; what is served stays as it is", error)
+                    continue
+                changed, gone = self._changes.look(found)
+                for name in gone:
+                    _log.info("model '%s' is in no repository any more", name)
+                if changed or gone:
+                    under_way.create_task(self._models.follow(found, changed, gone))

@@ -52,6 +52,8 @@ class FoundModel:
     chosen: tuple[int, ...] = ()
     #: Changes when any file of the model does.
     fingerprint: str = ""
+    #: Changes with it, but not where only the number of instances does.
+    content: str = ""
     #: Why it cannot be polled, for the operator; "" when it can.
     error: str = ""
     #: Whether that is something which is not offered here, and not a mistake.
@@ -73,7 +75,7 @@ class FoundModel:
     def load(self, number: int) -> Load:
         """What brings a version into a worker."""
         path = str(self.path / str(number))
-        return Load(self.name, number, str(self.path), path, self.config, max(1, len(self.devices)))
+        return Load(self.name, number, str(self.path), path, self.config, max(1, len(self.devices)), self.content)
 
 
 def _no_folder(others: Sequence[str]) -> str:
@@ -212,7 +214,7 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
         message.backend = _guess_backend(path, message, chosen[-1])
     config = message.SerializeToString(deterministic=True)
     without_effect = tuple(model_fields.without_effect(message))
-    fingerprint = model_files.fingerprint(path, config)
+    fingerprint, content = model_files.fingerprints(path, config, _without_counts(message))
     members = dict.fromkeys((step.model_name, step.model_version) for step in message.ensemble_scheduling.step)
     return FoundModel(
         name,
@@ -221,10 +223,22 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
         versions,
         chosen,
         fingerprint,
+        content,
         without_effect=without_effect,
         others=others,
         members=tuple(members),
     )
+
+
+def _without_counts(message: ModelConfig) -> bytes:
+    """The configuration, whatever number of instances its groups have. Without a group there is one that says nothing."""
+    rest = model_config.empty()
+    rest.CopyFrom(message)
+    for group in rest.instance_group:
+        group.ClearField("count")
+    if not rest.instance_group:
+        rest.instance_group.add()
+    return rest.SerializeToString(deterministic=True)
 
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:

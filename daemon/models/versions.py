@@ -100,10 +100,18 @@ class Version:
 class Operation:
     """A load (with the model as found) or an unload (without)."""
 
-    token: int
+    #: Of whoever waits for it: also of those whose own load it has overtaken.
+    tokens: tuple[int, ...]
     found: FoundModel | None
     #: Load also what serves already from the same files.
     again: bool = False
+
+    def overtaken_by(self, later: Operation) -> bool:
+        """Whether nobody wants what it loads, because of what was asked for after it."""
+        if self.found is None:
+            return False
+        new = later.found
+        return new is None or (new.fingerprint, new.devices) != (self.found.fingerprint, self.found.devices)
 
 
 @dataclass(slots=True)

@@ -4,21 +4,24 @@
                                   │ killed, crashed, out of memory
                                   └─▶ CompilerDied: that program's load fails; the next one gets a new process
 
-Each process ends by itself when nothing was asked of it for a while, and with its worker.
+Each process ends by itself when nothing was asked of it for a while, and with its worker. It is killed where nobody wants what
+it compiles any more. A program that takes very long does not stand before others: for these there is another process then.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from multiprocessing import Pipe
 
 from tensord.shm.record import encoder
 from tensord.workers.compiling.records import FROM_PROCESS, Compile, Compiled, Refused
+from tensord.workers.threads.cancellation import Cancellation
+from tensord.workers.threads.turns import Turns
 
 
 class CompilerDied(Exception):
@@ -28,30 +31,34 @@ class CompilerDied(Exception):
 class Compilers:
     """Up to ``count`` processes. Used by any number of threads; those beyond ``count`` wait."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, long_seconds: float = 0.0) -> None:
+        """``long_seconds``: a program that takes longer is not counted (``Turns``)."""
         self.count = count
+        self._turns = Turns(count, long_seconds)
         # The one that was used last is taken first: the others may end.
-        self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
-        for _ in range(count):
-            self._free.put(None)
+        self._free: deque[_Process] = deque()
 
-    def compile(self, asked: Compile) -> Compiled | Refused:
-        """Has it compiled. Raises CompilerDied; OSError: no process can be started."""
-        process = self._free.get()
-        try:
+    def compile(self, asked: Compile, cancellation: Cancellation) -> Compiled | Refused:
+        """Has it compiled. Raises CompilerDied; Cancelled: nobody wants it any more; OSError: no process can be started."""
+        with self._turns.turn(cancellation):
             while True:
-                if process is None:
-                    process = _Process()
-                answer = process.compile(asked)
+                process = self._taken()
+                try:
+                    with cancellation.interrupting(process.kill):
+                        answer = process.compile(asked)
+                except CompilerDied:
+                    cancellation.check()
+                    raise
+                # Else it had nothing to do for too long.
                 if answer is not None:
+                    if not process.killed:
+                        self._free.append(process)
                     return answer
-                # It had nothing to do for too long.
-                process = None
-        except CompilerDied:
-            process = None
-            raise
-        finally:
-            self._free.put(process)
+
+    def _taken(self) -> _Process:
+        with contextlib.suppress(IndexError):
+            return self._free.pop()
+        return _Process()
 
     def __repr__(self) -> str:
         return f"<Compilers up to {self.count}>"
@@ -77,6 +84,8 @@ class _Process:
             theirs.close()
         self._connection = ours
         self._lock = threading.Lock()
+        #: It is of no use to anybody else.
+        self.killed = False
         # It ends when it likes.
         threading.Thread(target=self._bury, name="compile process", daemon=True).start()
 
@@ -92,6 +101,11 @@ class _Process:
         with contextlib.suppress(ValueError):
             raise CompilerDied(f"was killed by {signal.Signals(-status).name}")
         raise CompilerDied(f"exited with status {status}")
+
+    def kill(self) -> None:
+        """What it compiles is not wanted; for any thread."""
+        self.killed = True
+        self._process.kill()
 
     def _bury(self) -> None:
         self._process.wait()

@@ -17,6 +17,7 @@ import functools
 import itertools
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from importlib.machinery import (
     BYTECODE_SUFFIXES,
@@ -50,8 +51,12 @@ class ModelImports(Importer):
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
         self._port: ModelPort | None = None
+        self._lock = threading.Lock()
         #: First part of an imported name -> whether it is the model's own, once that is known.
         self._is_own: dict[str, bool] = {}
+        #: Who still runs its code, and whether it is to go after that.
+        self._holders = 0
+        self._forgotten = False
         self._builtins = {**vars(builtins), "__import__": self.import_}
         self._finders: dict[str, FileFinder] = {}
         root = ModuleType(package)
@@ -99,8 +104,25 @@ class ModelImports(Importer):
         setattr(sys.modules[self.package], stem, module)
         return module
 
+    def hold(self) -> None:
+        """Some of its code runs that nobody can end: its modules stay until that calls ``release``."""
+        with self._lock:
+            self._holders += 1
+
+    def release(self) -> None:
+        """Undoes one ``hold``."""
+        with self._lock:
+            self._holders -= 1
+            forgotten = self._forgotten and not self._holders
+        if forgotten:
+            self.forget()
+
     def forget(self) -> None:
-        """Lets its modules go, and what it has made outside of itself. Idempotent."""
+        """Lets its modules go, and what it has made outside of itself, once nobody holds it. Idempotent."""
+        with self._lock:
+            self._forgotten = True
+            if self._holders:
+                return
         if self._port is not None:
             self._port.close()
         for name in list(sys.modules):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ from tensord.shm.errors import Internal, InvalidArgument, ServingError
 from tensord.workers.declarations.declaration import check_size, choose_buckets
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.single_thread import SingleThreadDevice
-from tensord.workers.loading.instance_groups import Aside
 from tensord.workers.models.author_error import describe_exception
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.loaded_model import LoadedModel
@@ -45,7 +45,7 @@ def fuse(
     members: Sequence[LoadedModel],
     progress: LoadProgress,
     *,
-    compiling: Aside,
+    compiling: Callable[[LoadProgress], AbstractContextManager[None]],
     cache: ExecutableCache,
     cuda: CudaDevice | None,
     single_thread: SingleThreadDevice | None,
@@ -92,7 +92,7 @@ def fuse(
     )
     jitted = JaxModel(record.version, loaded.signature, buckets, executables)
     try:
-        with compiling():
+        with compiling(progress):
             executables.warm(progress)
     except ServingError:
         raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,9 +13,13 @@ from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.shm.status_page import StatusPage
 from tensord.workers.models.instance import Instance, Instantiated
-from tensord.workers.models.warmup import Sample
+from tensord.workers.models.instance_maker import InstanceMaker
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.run_errors import CheckDevice
+from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
+from tensord.workers.threads.turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -25,9 +28,16 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def compiling_alone(aside: Aside, lock: threading.Lock) -> Iterator[None]:
-    """One model is compiled, and run for the first time, at a time; others are loaded meanwhile up to there."""
-    with aside(), lock:
+def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
+    """One model is compiled, and run for the first time, at a time; others are loaded meanwhile up to there.
+
+    Each model's compilation takes memory of its own, hundreds of megabytes for a large program, and on a GPU also some of the
+    device's, for the kernels that are tried. So a start compiles one model after the other. But a program that takes very long
+    lets the next model begin beside it (``Turns``): a few more at the most, so that what they take stays bounded.
+
+    Raises Cancelled: the load was given up while it waited.
+    """
+    with aside(), turns.turn(progress.cancellation) as progress.renew:
         yield
 
 
@@ -36,6 +46,8 @@ class Planned:
     """One instance."""
 
     name: str
+    #: The group that it is of, and its number there.
+    place: tuple[int, int]
     #: It is loaded, and never gets a request.
     passive: bool
     #: Resource of the rate limiter -> how much; empty: it runs whenever it is free.
@@ -71,7 +83,7 @@ class InstanceGroups:
         #: Where it is loaded without being meant to, as anywhere else.
         groups = groups or list(message.instance_group)
         self.instances: list[Planned] = []
-        for group in groups:
+        for row, group in enumerate(groups):
             needs: dict[str, int] = {}
             for resource in group.rate_limiter.resources if limits is not None else ():
                 if resource.count:
@@ -84,7 +96,8 @@ class InstanceGroups:
                     )
             priority = group.rate_limiter.priority
             self.instances += [
-                Planned(f"{group.name}_{index}", group.passive, needs, priority) for index in range(group.count)
+                Planned(f"{group.name}_{index}", (row, index), group.passive, needs, priority)
+                for index in range(group.count)
             ]
 
     @property
@@ -132,42 +145,53 @@ class Starting:
     def start(
         self,
         message: ModelConfig,
-        create: Callable[[str], Instantiated],
-        prepared: Sequence[Sample],
-        code: Callable[[], AbstractContextManager[None]],
+        maker: InstanceMaker,
+        jitted: JaxModel | None,
+        cancellation: Cancellation,
+        former: Sequence[Instance] = (),
     ) -> tuple[Instance, ...]:
         """A thread for each configured instance, all initialised at the same time, and warm.
 
-        Raises what one of them raises, and ends the others.
+        Raises what one of them raises, and ends the others. Cancelled: the load was given up; those that are being initialised
+        end when that is over.
 
         Args:
-          prepared: what each runs before it counts as started.
-          code: as of ``Instance``.
+          jitted: the model that they run, if it is compiled.
+          former: instances of the version that this one replaces: of those that are asked for again nothing is begun anew.
         """
+        cancellation.check()
+        create = maker.create(message, jitted)
 
         def warm(model: Instantiated) -> None:
-            for sample in prepared:
+            for sample in maker.prepared:
                 sample.run(model, message.name, self.check)
 
+        known = {instance.place: instance for instance in former}
+        all_of_them: list[Instance] = []
         made: list[Instance] = []
         for planned in self.groups(message):
-            instance = Instance(
-                planned.name, functools.partial(create, planned.name), self.inbox, self.page, warm, self.check, code
-            )
-            instance.passive, instance.needs, instance.priority = planned.passive, planned.needs, planned.priority
-            made.append(instance)
+            instance = known.get(planned.place)
+            if instance is None:
+                one = functools.partial(create, planned.name)
+                instance = Instance(planned.name, one, self.inbox, self.page, warm, self.check, maker.code)
+                instance.place, instance.passive = planned.place, planned.passive
+                instance.needs, instance.priority = planned.needs, planned.priority
+                made.append(instance)
+            all_of_them.append(instance)
         for instance in made:
             instance.start()
         failures: list[BaseException] = []
         with self.aside():
             for instance in made:
                 try:
-                    instance.wait_started()
+                    instance.wait_started(cancellation)
                 except BaseException as error:
                     failures.append(error)
         if failures:
-            # Those that failed have ended.
             for instance in made:
-                instance.close(lambda: None)
+                if not instance.failed:
+                    # Their code is needed until the last of them has ended.
+                    maker.imports.hold()
+                    instance.close(maker.imports.release)
             raise failures[0]
-        return tuple(made)
+        return tuple(all_of_them)

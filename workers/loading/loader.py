@@ -14,12 +14,12 @@ import functools
 import importlib
 import logging
 import sys
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import jax
+import msgspec
 
 from tensord.config import ensemble_checks, model_checks, model_config, rate_limits
 from tensord.config.model_config import ModelConfig
@@ -63,7 +63,8 @@ from tensord.workers.models.author_error import described_failure, without_frame
 from tensord.workers.models.free_state import program_signature
 from tensord.workers.models.generator_model import GeneratorModel
 from tensord.workers.models.host_model import HostModel
-from tensord.workers.models.instance import Instance
+from tensord.workers.models.instance import Instance, Instantiated
+from tensord.workers.models.instance_maker import InstanceMaker
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.jitted_instance import JittedInstance
 from tensord.workers.models.loaded_model import LoadedModel
@@ -81,7 +82,9 @@ from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.tensors.ragged import declare_ragged, ragged_signature
 from tensord.workers.tensors.signature import Signature, signature
 from tensord.workers.tensors.state import declare_state, state_specs
+from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
+from tensord.workers.threads.turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -106,16 +109,18 @@ class Loader:
         desk: Desk | None = None,
         shared: bool = True,
         aside: Aside = contextlib.nullcontext,
+        long_compile: float = 0.0,
     ) -> None:
         """
         Args:
           cuda: the GPU as the thread has it that will run what is loaded.
           desk: None: nothing will be served.
           aside: the loader's thread is in it while other loads may go on.
+          long_compile: seconds after which a program that is being compiled lets other models be compiled beside it; 0: never.
           shared: the process is somebody else's too, or one model's own, who may change what all of it shares.
         """
         own_flags.prepare()
-        self._compiling = compiling = functools.partial(compiling_alone, aside, threading.Lock())
+        self._compiling = compiling = functools.partial(compiling_alone, aside, Turns(1, long_compile))
         self._process = None if shared else ProcessState()
         self._desk = desk
         #: That models keep themselves.
@@ -198,18 +203,24 @@ class Loader:
             desk,
             shared or alone,
             aside,
+            options.executables.long_compile,
         )
 
-    def load(self, record: Load, tell: Tell = nobody) -> LoadedModel:
-        """Brings it into memory. ``tell``: as of ``LoadProgress``.
+    def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
+        """Brings it into memory. ``tell`` and ``cancellation``: as of ``LoadProgress``.
 
-        Raises: ServingError: with one calm sentence, whatever went wrong; details are in the log.
+        Raises: ServingError: with one calm sentence, whatever went wrong; details are in the log.  Cancelled: it was given up.
         """
+        progress = LoadProgress(record.name, record.version, tell, cancellation)
         try:
-            with contextlib.nullcontext() if self._process is None else self._process.kept(f"model '{record.name}'"):
-                return self._load_alone(record, LoadProgress(record.name, record.version, tell))
+            progress.cancellation.check()
+            with self._kept(record):
+                return self._load_alone(record, progress)
         except BaseException as error:
             raise without_frames(error) from None
+
+    def _kept(self, record: Load) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._process is None else self._process.kept(f"model '{record.name}'")
 
     def _load_alone(self, record: Load, progress: LoadProgress) -> LoadedModel:
         folders = (Path(record.version_path), Path(record.model_path))
@@ -236,6 +247,8 @@ class Loader:
             return loaded
         except BaseException as error:
             imports.forget()
+            # Whatever it was that ended a load which nobody wants.
+            progress.cancellation.check()
             if isinstance(error, (Internal, InvalidArgument, Unsupported)):
                 raise
             _log.error("loading model '%s' version %d failed", record.name, record.version, exc_info=error)
@@ -270,7 +283,8 @@ class Loader:
             state_axes = declare_state(message, module)
             segments = declare_ragged(message, module)
         steps = declare_steps(message, module) if message.backend == "jax" else None
-        model_config.complete(message, gpus(message, module, len(self._devices), self._gpu))
+        run_on = gpus(message, module, len(self._devices), self._gpu)
+        model_config.complete(message, run_on)
         model_checks.check(message, whole=True)
         model_checks.check_device(message, self._gpu)
         described = signature(message, axes, read_labels(message, Path(record.model_path)))
@@ -285,9 +299,10 @@ class Loader:
         jitted: JaxModel | None = None
         stepped: SteppedModel | None = None
         instances: tuple[Instance, ...] = ()
+        maker: InstanceMaker | None = None
         own_readiness: OwnReadiness | None = None
         if steps is not None:
-            with self._compiling():
+            with self._compiling(progress):
                 stepped = self._load_stepped(record, message, module, taken, steps, asked, flags, progress)
                 stepped.warm(prepared_samples(record, message, taken, made_inputs))
         elif message.backend == "python":
@@ -297,14 +312,21 @@ class Loader:
                 )
             own_readiness = OwnReadiness.of(module, record.name, self._starting.inbox)
             kind = "CPU" if self._gpu is None else "GPU"
-            instances = self._starting.start(
-                message,
-                PythonModel.maker(record, module, message, described, kind, imports.port, sequences, own_readiness),
+            python = functools.partial(
+                PythonModel.maker, record, module, described, kind, imports.port, sequences, own_readiness
+            )
+            maker = InstanceMaker(
+                lambda configuration, _: python(configuration),
                 prepared_samples(record, message, described, made_inputs),
                 flags.code,
+                imports,
+                run_on,
             )
+            instances = self._starting.start(message, maker, None, progress.cancellation)
         else:
-            jitted, instances = self._create(record, message, module, taken, progress, made_inputs, imports.port, flags)
+            jitted, instances, maker = self._create(
+                record, message, module, taken, progress, made_inputs, imports, flags, run_on
+            )
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
         return LoadedModel(
             record.name,
@@ -330,6 +352,9 @@ class Loader:
             made_inputs=made_inputs,
             stepped=stepped,
             footprint=progress.footprint(),
+            record=record,
+            # Where sequences are is a matter of how many instances there are.
+            maker=None if sticky else maker,
         )
 
     def _create(
@@ -340,9 +365,15 @@ class Loader:
         described: Signature,
         progress: LoadProgress,
         made_inputs: MadeInputs,
-        port: ModelPort,
+        imports: ModelImports,
         flags: OwnFlags,
-    ) -> tuple[JaxModel | None, tuple[Instance, ...]]:
+        run_on: Sequence[int],
+    ) -> tuple[JaxModel | None, tuple[Instance, ...], InstanceMaker]:
+        def started(host: Instantiated) -> tuple[None, tuple[Instance, ...], InstanceMaker]:
+            prepared = prepared_samples(record, message, described, made_inputs)
+            maker = InstanceMaker(lambda *_: lambda _: host, prepared, flags.code, imports, run_on)
+            return None, self._starting.start(message, maker, None, progress.cancellation), maker
+
         host = bool(getattr(module, "host", False))
         if host and described.states:
             raise Unsupported(
@@ -365,25 +396,22 @@ class Loader:
         apply, parameters, first = created(module, described, returned, made_inputs.asked)
         if is_generator(returned):
             declare_streams(message)
-            streaming = GeneratorModel(record.version, described, apply, parameters, port)
-            return None, self._starting.start(
-                message, lambda _: streaming, prepared_samples(record, message, described, made_inputs), flags.code
-            )
+            streaming = GeneratorModel(record.version, described, apply, parameters, imports.port)
+            return started(streaming)
         if message.model_transaction_policy.decoupled:
             raise InvalidArgument(
                 f"model '{message.name}' is decoupled: create() must return a generator function, which yields its responses"
             )
         if host:
-            model = HostModel(record.version, described, apply, parameters, port)
-            return None, self._starting.start(
-                message, lambda _: model, prepared_samples(record, message, described, made_inputs), flags.code
-            )
+            model = HostModel(record.version, described, apply, parameters, imports.port)
+            return started(model)
         if flags.wide:
             described = dataclasses.replace(described, doubles=True)
             buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
         warn_of_keys(message.name, parameters)
         warn_of_leaves(message.name, parameters)
-        with self._compiling():
+        alone = message.HasField("sequence_batching") or bool(made_inputs)
+        with self._compiling(progress):
             jitted = self._jitted_model(
                 record,
                 message,
@@ -391,16 +419,83 @@ class Loader:
                 buckets,
                 (flags.applied(apply), parameters, first),
                 count,
-                threads or message.HasField("sequence_batching") or bool(made_inputs),
+                threads or alone,
                 spread,
             )
             jitted.executables.warm(progress)
             jitted.prepare_series()
             prepared = prepared_samples(record, message, described, made_inputs)
             run_samples(jitted, prepared, None if spread is not None else self._own_cuda, message.name, self._check)
-        if not threads:
-            return jitted, ()
-        cuda = self._cuda
-        return jitted, self._starting.start(
-            message, lambda _: JittedInstance(jitted, None if cuda is None else cuda.beside()), prepared, flags.code
+        maker = InstanceMaker(
+            self._jitted_instances,
+            prepared,
+            flags.code,
+            imports,
+            run_on,
+            alone or spread is not None,
+            spread is not None,
         )
+        instances = self._starting.start(message, maker, jitted, progress.cancellation) if threads else ()
+        return jitted, instances, maker
+
+    def _jitted_instances(self, _: ModelConfig, jitted: JaxModel | None) -> Callable[[str], Instantiated]:
+        assert jitted is not None
+        cuda = self._cuda
+        return lambda _: JittedInstance(jitted, None if cuda is None else cuda.beside())
+
+    def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
+        """A serving version with another number of instances, if nothing else of it has changed; None: it has to be loaded.
+
+        Instances that stay are not begun anew, and nothing is compiled. Raises as ``load``.
+        """
+        maker, known = former.maker, former.record
+        if maker is None or known is None or not record.content or record.config == known.config:
+            return None
+        if record != msgspec.structs.replace(known, config=record.config):
+            return None
+        message = model_config.parse_json(former.config.decode(), record.name)
+        groups = [self._completed(message, each, maker).instance_group for each in (known, record)]
+        if list(message.instance_group) != list(groups[0]):
+            return None  # the model itself has said something of them
+        del message.instance_group[:]
+        message.instance_group.extend(groups[1])
+        model_checks.check(message, whole=True)
+        planned, jitted = self._starting.groups(message), former.jitted
+        threads = not maker.takes_turns and (planned.active > 1 or planned.limited)
+        if jitted is not None:
+            jitted = jitted.for_instances(planned.active if threads else 1, threads or maker.alone)
+        try:
+            with self._kept(record):
+                instances = (
+                    self._starting.start(message, maker, jitted, cancellation, (*former.instances, *former.passive))
+                    if threads or jitted is None
+                    else ()
+                )
+        except BaseException as error:
+            cancellation.check()
+            if isinstance(error, (Internal, InvalidArgument, Unsupported)):
+                raise without_frames(error) from None
+            _log.error("more instances of model '%s' version %d failed", record.name, record.version, exc_info=error)
+            self._check()
+            folders = (Path(record.version_path), Path(record.model_path))
+            raise without_frames(Internal(described_failure(error, folders))) from None
+        return dataclasses.replace(
+            former,
+            config=model_config.to_json(message),
+            jitted=jitted,
+            instances=tuple(instance for instance in instances if not instance.passive),
+            passive=tuple(instance for instance in instances if instance.passive),
+            is_passive=not planned.active,
+            record=record,
+            taken_over=True,
+        )
+
+    @staticmethod
+    def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
+        """The configuration with the groups that were given with that record, as they are completed."""
+        given, made = model_config.from_bytes(record.config), model_config.empty(message.name)
+        made.CopyFrom(message)
+        del made.instance_group[:]
+        made.instance_group.extend(given.instance_group)
+        model_config.complete(made, maker.gpus)
+        return made

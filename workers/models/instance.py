@@ -20,6 +20,7 @@ from typing import Protocol
 from tensord.shm.status_page import StatusPage
 from tensord.workers.models.execution import Execution, Model, run
 from tensord.workers.programs.run_errors import CheckDevice, works
+from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
 
 
@@ -73,6 +74,8 @@ class Instance:
         self.depth = 1
         #: It only holds the model.
         self.passive = False
+        #: The group that it is of, and its number there.
+        self.place = (0, 0)
         #: What it needs of the rate limiter, and how much its turns count.
         self.needs: Mapping[str, int] = {}
         self.priority = 0
@@ -84,12 +87,20 @@ class Instance:
         """Begins to initialise and warm the model; ``wait_started`` says what came of it."""
         self._thread.start()
 
-    def wait_started(self) -> None:
-        """Returns once the model is initialised and warm. Raises whatever it raised."""
-        self._started.wait()
+    def wait_started(self, cancellation: Cancellation) -> None:
+        """Returns once the model is initialised and warm. Raises whatever it raised; Cancelled: nobody wants it any more."""
+        # What it is in nobody can cut short: it is left to itself, and is to be closed all the same.
+        with cancellation.interrupting(self._started.set):
+            self._started.wait()
+        cancellation.check()
         if self._failure is not None:
             self._thread.join()
             raise self._failure
+
+    @property
+    def failed(self) -> bool:
+        """Whether the model could not be started; then the thread has ended, or is about to."""
+        return self._failure is not None
 
     @property
     def busy(self) -> bool:
@@ -112,8 +123,21 @@ class Instance:
         self._jobs.put((execution, done))
 
     def close(self, closed: Callable[[], None]) -> None:
-        """Ends the model and the thread after what was given to it; ``closed`` is called on the loop."""
+        """Ends the model and the thread after what was given to it; ``closed`` is called on the loop.
+
+        One that is being initialised ends after that.
+        """
         self._jobs.put(_Closing(closed))
+        if self._failure is not None:
+            self._say_closed()
+
+    def _say_closed(self) -> None:
+        """It has failed, and runs nothing of what it was given."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if isinstance(job, _Closing):
+                    self._inbox.post(job.closed)
 
     def _main(self) -> None:
         with self._code():
@@ -127,6 +151,7 @@ class Instance:
                 self._warm(model)
         except BaseException as error:  # a model may call sys.exit() as well
             self._failure = error
+            self._say_closed()
             return
         finally:
             self._started.set()

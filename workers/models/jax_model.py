@@ -98,6 +98,10 @@ class JaxModel:
         #: And it is made in host memory.
         self._processor = self._plain and executables.device is None
 
+    def for_instances(self, count: int, alone: bool) -> JaxModel:
+        """The same model and programs, executed by so many threads; for one without sequences. ``alone``: as it was made."""
+        return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
+
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
         """The executable for a batch of compatible requests."""
         first = requests[0]

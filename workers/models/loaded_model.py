@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tensord.shm.control_records import Load
 from tensord.shm.footprint import Footprint
 from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.models.instance import Instance
+from tensord.workers.models.instance_maker import InstanceMaker
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.own_readiness import OwnReadiness
 from tensord.workers.models.stepped_model import SteppedModel
@@ -62,6 +64,11 @@ class LoadedModel:
     own_readiness: OwnReadiness | None = None
     #: What it takes.
     footprint: Footprint = field(default_factory=Footprint)
+    #: What asked for it, and how further instances of it are made; None: another number of instances is another load.
+    record: Load | None = None
+    maker: InstanceMaker | None = None
+    #: It has the code and instances of the version that it replaces: only the number of these has changed.
+    taken_over: bool = False
 
     def join(self, request: Request) -> None:
         """Gives a request what its model takes besides what clients send. Raises InvalidArgument: that cannot be made of it."""

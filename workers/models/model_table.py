@@ -38,6 +38,9 @@ class ModelTable:
     def add(self, version: ModelVersion) -> None:
         """From now on requests find it; a version it replaces drains."""
         old = self._serving.pop((version.name, version.version), None)
+        if old is not None and version.loaded.taken_over:
+            old.hand_over(version.loaded)
+            version.join_programs()
         self._serving[version.name, version.version] = version
         self._index(version.name)
         version.serve()
@@ -58,6 +61,10 @@ class ModelTable:
             return
         self._index(name)
         self._drain(version, done)
+
+    def serving(self, name: str, number: int) -> ModelVersion | None:
+        """The version, if it serves, or only holds its model."""
+        return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
         """Ends a version that was never added."""

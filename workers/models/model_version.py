@@ -12,6 +12,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import VersionFigures
 from tensord.workers.models.host_model import shapes_key
+from tensord.workers.models.instance import Instance
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from tensord.workers.models.statistics import ModelStatistics
@@ -92,7 +93,9 @@ class ModelVersion:
         #: Shapes being compiled, with the requests that wait for them.
         self.compiling: dict[Hashable, list[Request]] = {}
         self._on_closed: list[Callable[[], object]] = []
-        self._open_instances = len(loaded.instances) + len(loaded.passive)
+        self._open_instances = 0
+        #: The version that has its code now, and may have some of its instances.
+        self._heir: LoadedModel | None = None
         #: Whether any instance needs something of the rate limiter.
         self.limited = any(instance.needs for instance in loaded.instances)
         #: Of a model that wants it and has several instances: whose answer may leave.
@@ -157,6 +160,23 @@ class ModelVersion:
             return True
         return bool(len(self.planner) or self.executing or self.senders or self.compiling or self.planner.lives)
 
+    @property
+    def own_instances(self) -> list[Instance]:
+        """Those that are no other version's by now."""
+        kept = () if self._heir is None else (*self._heir.instances, *self._heir.passive)
+        return [each for each in (*self.loaded.instances, *self.loaded.passive) if each not in kept]
+
+    def hand_over(self, heir: LoadedModel) -> None:
+        """Its code, and the instances that both have, are that one's from now on."""
+        self._heir = heir
+
+    def join_programs(self) -> None:
+        """Batches of shapes that were compiled for a request grow as far as there are programs for them."""
+        if self.jitted is not None:
+            executables = self.jitted.executables
+            for shapes in executables.unexpected:
+                self.planner.limit(shapes, executables.limit(shapes))
+
     def serve(self) -> None:
         """Requests find it from now on."""
         if self._registered is not None and self.sequences is not None:
@@ -184,9 +204,11 @@ class ModelVersion:
         """Closes a drained version. True: nothing is left to do for it."""
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
-            for instance in (*self.loaded.instances, *self.loaded.passive):
+            instances = self.own_instances
+            self._open_instances = len(instances)
+            for instance in instances:
                 instance.close(self._instance_closed)
-            if not self._open_instances:
+            if not instances:
                 self._closed()
         return self.state is VersionState.CLOSED and not self._open_instances
 
@@ -196,7 +218,8 @@ class ModelVersion:
             self._closed()
 
     def _closed(self) -> None:
-        self.loaded.imports.forget()
+        if self._heir is None:
+            self.loaded.imports.forget()
         waiting, self._on_closed = self._on_closed, []
         for call in waiting:
             call()

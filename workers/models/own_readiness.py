@@ -9,6 +9,7 @@ meanwhile gets the same answer, and "no" at once where that thread has not come 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ _SECONDS = 5.0
 
 
 class OwnReadiness:
-    """Asks a version's instances for their readiness. ``join`` is for their threads, the rest for the worker's loop."""
+    """Asks a version's instances for their readiness. ``join`` and ``leave`` are for their threads, the rest for the loop."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._name = name
@@ -41,6 +42,11 @@ class OwnReadiness:
         """Adds an instance that is to be asked."""
         self._models.append(is_ready)
 
+    def leave(self, is_ready: Callable[[], object]) -> None:
+        """Asks that instance no more."""
+        with contextlib.suppress(ValueError):
+            self._models.remove(is_ready)
+
     def ask(self, answered: Callable[[bool], None]) -> None:
         """Calls that, on the loop, with whether every instance said ``True``."""
         if self._thread is not None and not self._waiting:
@@ -57,7 +63,7 @@ class OwnReadiness:
     def _check(self) -> None:
         ready = False
         try:
-            ready = all(is_ready() is True for is_ready in self._models)
+            ready = all(is_ready() is True for is_ready in list(self._models))
         except BaseException:
             _log.exception("is_ready of model '%s' failed", self._name)
         self._inbox.post(lambda: self._checked(ready))

@@ -107,12 +107,12 @@ class PythonModel:
         cls,
         record: Load,
         module: ModuleType,
-        message: ModelConfig,
         signature: Signature,
         kind: str,
         port: ModelPort,
         sequences: SequencePlan | None,
         readiness: OwnReadiness | None,
+        message: ModelConfig,
     ) -> Callable[[str], PythonModel]:
         """What makes each of a version's instances, by its name. Raises InvalidArgument: a parameter says what it cannot."""
         outputs, of = DeclaredOutputs(message, signature), (record.version, record.model_path)
@@ -293,6 +293,8 @@ class PythonModel:
 
     def close(self) -> None:
         """``finalize``; what it raises is only logged."""
+        if self._readiness is not None:
+            self._readiness.leave(self._is_ready)
         self._coroutines.close()
         finalize = getattr(self._model, "finalize", None)
         if finalize is None:

@@ -24,9 +24,9 @@ class RateLimiter:
         self._moved = False
 
     def add(self, instances: Iterable[Instance]) -> None:
-        """They come. None of them needs more than the operator gives."""
+        """They come, if they are not there. None of them needs more than the operator gives."""
         for instance in instances:
-            if instance.needs:
+            if instance.needs and instance not in self._known:
                 self._known[instance] = None
                 self._set_limits()
                 self._resources.add(instance, instance.needs, instance.priority)

@@ -24,7 +24,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tensord.config.log import Seldom
@@ -39,6 +39,8 @@ _NEW = "new-"
 _NEW_SECONDS = 3600.0
 #: What is locked while a file is made.
 _LOCK = ".lock"
+#: Who waits for it looks as often.
+_LOCK_SECONDS = 0.02
 #: What files of ours end with; nothing else is ever touched.
 SUFFIXES = (".executable", ".program")
 #: Others may list and enter it, but whoever can write here could run code as us.
@@ -95,13 +97,13 @@ class CacheDirectory:
                 os.rename(new, name, src_dir_fd=place, dst_dir_fd=place)
 
     @contextlib.contextmanager
-    def sole(self, name: str) -> Iterator[None]:
+    def sole(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Whoever makes that file makes it alone: others, in this process and in others, wait. The lock ends with its holder.
 
-        Where there can be no lock, two may make the same.
+        Where there can be no lock, two may make the same. ``check``: called while it waits; what it raises ends that.
         """
         try:
-            lock = self._locked(f"{name}{_LOCK}")
+            lock = self._locked(f"{name}{_LOCK}", check)
         except OSError:
             yield
             return
@@ -114,13 +116,16 @@ class CacheDirectory:
             fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
-    def _locked(self, name: str) -> int:
+    def _locked(self, name: str, check: Callable[[], None]) -> int:
         """A locked file of that name, which is there."""
         while True:
             with self._alone() as place:
                 lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                # Not in one call, which nothing could end: others may make it for a very long time.
+                while not _locks(lock):
+                    check()
+                    time.sleep(_LOCK_SECONDS)
                 if os.fstat(lock).st_nlink:
                     return lock
             except BaseException:
@@ -276,6 +281,15 @@ def _written(place: int, *parts: bytes) -> Iterator[str]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=place)
+
+
+def _locks(fd: int) -> bool:
+    """Returns whether it is locked for the caller now. Raises OSError: there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _remove_all(place: int) -> None:

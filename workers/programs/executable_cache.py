@@ -37,6 +37,7 @@ from tensord.workers.programs.outside_compiler import OutsideCompiler
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.serialized import serialize
 from tensord.workers.programs.small_programs import SmallPrograms
+from tensord.workers.threads.cancellation import Cancellation
 
 _log = logging.getLogger(__name__)
 #: Before JAX 0.7 a program is loaded for the devices that it was compiled for, and nobody is asked.
@@ -97,33 +98,44 @@ class ExecutableCache:
         self.misses = 0
 
     def found_or_made(
-        self, key: str, usual: Placement, small: SmallPrograms | None, what: str, make: Callable[[], CompiledProgram]
+        self,
+        key: str,
+        usual: Placement,
+        small: SmallPrograms | None,
+        what: str,
+        make: Callable[[], CompiledProgram],
+        cancellation: Cancellation,
     ) -> tuple[CompiledProgram, bool]:
         """The executable of that key, and whether it had to be made, as ``make`` does it.
 
         Workers that share the directory make each program once: one does, the others wait and find it.
+
+        Raises: as ``make``; Cancelled: the load was given up.
         """
+        cancellation.check()
         if (found := self.load(key, usual, small)) is not None:
             return found, False
         if self._directory is None:
-            return self.make(key, what, make), True
-        with self._directory.sole(_name(key)):
+            return self.make(key, what, make, cancellation), True
+        with self._directory.sole(_name(key), cancellation.check):
             if (found := self._found(key, usual, small)) is not None:
                 return found, False
-            return self.make(key, what, make), True
+            return self.make(key, what, make, cancellation), True
 
-    def make(self, key: str, what: str, make: Callable[[], CompiledProgram]) -> CompiledProgram:
+    def make(
+        self, key: str, what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
+    ) -> CompiledProgram:
         """Runs a compilation, keeps what came of it, and says how large that is.
 
         JAX's own cache must not answer it: what it answered loads, once it was serialised a second time, and then lacks functions
         when it is run (measured with jaxlib 0.10.2 on CPU).
 
-        Raises: Internal: the process that compiled it died.  Whatever ``make`` raises.
+        Raises: Internal: the process that compiled it died.  Cancelled: the load was given up.  Whatever ``make`` raises.
         """
         with contextlib.ExitStack() as stack:
             if self._programs is not None:
                 stack.enter_context(self._programs.passed_over())
-            known = [] if self._outside is None else stack.enter_context(self._outside.compiling())
+            known = [] if self._outside is None else stack.enter_context(self._outside.compiling(cancellation))
             try:
                 program = make()
             except CompilerDied as error:

@@ -111,7 +111,7 @@ class Executables:
             what = f"model '{self._signature.model}', program for {wanted}"
             lowered = first if wanted == planned[0] else None
             compiling = functools.partial(self._compile, wanted, lowered)
-            return self._cache.found_or_made(key, self._usual, self._small, what, compiling)
+            return self._cache.found_or_made(key, self._usual, self._small, what, compiling, progress.cancellation)
 
         # Of several devices the first program says where the parameters are, for which the others are compiled.
         made = ahead(make, planned, self._cache.threads if self._usual.several is None else 1)
@@ -199,6 +199,11 @@ class Executables:
         while len(self._unexpected) > self._max_unexpected:
             gone.append(self._unexpected.popitem(last=False)[0])
         return gone
+
+    @property
+    def unexpected(self) -> set[Shapes]:
+        """Shapes that were compiled because a request asked."""
+        return {wanted.shapes for wanted in self._unexpected}
 
     def limit(self, shapes: Shapes) -> int:
         """The most rows of those shapes that a ready executable takes; 0: none is ready."""

@@ -12,6 +12,7 @@ import jax
 
 from tensord.shm.footprint import Footprint
 from tensord.workers.programs.placement import CompiledProgram
+from tensord.workers.threads.cancellation import Cancellation
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,7 +27,11 @@ def nobody(number: int, total: int, compiled: int) -> None:
 class LoadProgress:
     """Of one load; belongs to the thread that loads."""
 
-    def __init__(self, name: str, version: int, tell: Tell = nobody) -> None:
+    def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
+        """``cancellation``: None: nobody gives the load up."""
+        self.cancellation = cancellation or Cancellation()
+        #: Called when the next executable is begun.
+        self.renew: Callable[[], None] = lambda: None
         self._what = f"model '{name}' version {version}"
         self._tell = tell
         self._started_ns = time.monotonic_ns()
@@ -42,9 +47,14 @@ class LoadProgress:
         self._largest: tuple[int, float, str] = (0, -1.0, "")
 
     def through(self, wanted: Sequence[T]) -> Iterator[T]:
-        """The executables that are to be made, one by one; says in the end what came of them."""
+        """The executables that are to be made, one by one; says in the end what came of them.
+
+        Raises Cancelled: the load was given up.
+        """
         self._total, started_ns = len(wanted), time.monotonic_ns()
         for self._number, one in enumerate(wanted, 1):
+            self.cancellation.check()
+            self.renew()
             self._began_ns = time.monotonic_ns()
             self._tell(self._number, self._total, self._compiled)
             yield one

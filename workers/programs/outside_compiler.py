@@ -25,6 +25,7 @@ from tensord.workers.compiling.compilers import Compilers
 from tensord.workers.compiling.records import Compile, Refused
 from tensord.workers.devices.device_cpu import thread_count
 from tensord.workers.jax_internals.interfaces import COMPILER, CUSTOM_CALLS, PICKLER, XLA_CLIENT, Missing
+from tensord.workers.threads.cancellation import Cancellation
 
 _log = logging.getLogger(__name__)
 #: One that is larger is not sent around.
@@ -48,7 +49,7 @@ class OutsideCompiler:
         return self._compilers.count
 
     @contextlib.contextmanager
-    def compiling(self) -> Iterator[list[tuple[Any, bytes]]]:
+    def compiling(self, cancellation: Cancellation) -> Iterator[list[tuple[Any, bytes]]]:
         """What this thread compiles meanwhile is compiled outside, and listed: XLA's executable, and as it was serialised.
 
         It cannot be serialised a second time: that gives one which loads, and lacks functions when it is run (jaxlib 0.10.2).
@@ -57,14 +58,22 @@ class OutsideCompiler:
         if self._hook is None:
             yield made
             return
-        self._hook.compile = functools.partial(self._compile, made)
+        self._hook.compile = functools.partial(self._compile, cancellation, made)
         try:
             yield made
         finally:
             self._hook.compile = None
 
-    def _compile(self, made: list[tuple[Any, bytes]], backend: Any, module: Any, devices: Any, options: Any) -> Any:
-        """None: it has to be compiled here. Raises CompilerDied."""
+    def _compile(
+        self,
+        cancellation: Cancellation,
+        made: list[tuple[Any, bytes]],
+        backend: Any,
+        module: Any,
+        devices: Any,
+        options: Any,
+    ) -> Any:
+        """None: it has to be compiled here. Raises CompilerDied; Cancelled: nobody wants it any more."""
         text = io.BytesIO()
         module.operation.write_bytecode(text)
         if not self._loads or text.tell() > _MAX_BYTE_SIZE or backend.platform != "cpu":
@@ -78,7 +87,7 @@ class OutsideCompiler:
             tuple(device.id for device in devices),
         )
         try:
-            answer = self._compilers.compile(asked)
+            answer = self._compilers.compile(asked, cancellation)
         except OSError as error:
             _log.warning("no compile process can be started, programs are compiled in the worker: %s", error)
             return None
@@ -102,11 +111,14 @@ class OutsideCompiler:
         return f"<OutsideCompiler of {self._compilers}>"
 
 
-def outside_compiler(processes: int | Literal["auto"]) -> OutsideCompiler | None:
-    """With so many processes; "auto": one for every two cores, up to four. None: there are to be none."""
+def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0) -> OutsideCompiler | None:
+    """With so many processes; "auto": one for every two cores, up to four. None: there are to be none.
+
+    ``long_seconds``: as of ``Compilers``.
+    """
     # XLA compiles with more than one thread itself.
     count = min(_MOST, max(1, len(os.sched_getaffinity(0)) // 2)) if processes == "auto" else processes
-    return OutsideCompiler(Compilers(count)) if count else None
+    return OutsideCompiler(Compilers(count, long_seconds)) if count else None
 
 
 @functools.cache

@@ -135,7 +135,12 @@ class StepExecutables:
                 return self._compile(known.get(what) or self._lower(what, self._place))
 
             return self._cache.found_or_made(
-                key, self._place, None, f"model '{self._signature.model}', program for {what}", compile_it
+                key,
+                self._place,
+                None,
+                f"model '{self._signature.model}', program for {what}",
+                compile_it,
+                progress.cancellation,
             )
 
         made = ahead(make, wanted, self._cache.threads)

@@ -12,7 +12,7 @@ from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send
 from tensord.daemon.models.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
 from tensord.daemon.models.listing import entries
 from tensord.daemon.models.repository import FoundModel
-from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
+from tensord.shm.control_records import CancelLoad, Load, Loaded, ModelGone, ModelState, Unload
 
 
 def found(name: str, *chosen: int, fingerprint: str = "f", devices: tuple[str, ...] = ()) -> FoundModel:
@@ -154,16 +154,73 @@ def test_unload_and_load_follow_each_other() -> None:
     lifecycle = Lifecycle()
     ready(lifecycle, 1)
     lifecycle.load(found("m", 1), 1)
-    assert lifecycle.unload("m", 2) == []
+    assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(1, "")]
+    assert states(lifecycle.unload("m", 2)) == [(1, "UNLOADING", ())]
     assert lifecycle.load(found("m", 1), 3) == []
-    out = lifecycle.loaded(1, Loaded("m", 1))
-    assert settled(out) == [(1, "")]
-    assert states(out) == [(1, "READY", (1,)), (1, "UNLOADING", ())]
     assert entries(lifecycle)[0]["state"] == "UNLOADING"
     out = lifecycle.unloaded(1, "m", 1)
     assert settled(out) == [(2, "")]
     assert states(out) == [(1, "UNAVAILABLE", ()), (1, "LOADING", ())]
     assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(3, "")]
+
+
+def test_a_load_that_is_unloaded_is_given_up() -> None:
+    """At once for clients; a load that follows begins when the workers have ended what they were at, however they answer."""
+    for answer in (Loaded("m", 1, reason="given up", cancelled=True), Loaded("m", 1)):
+        lifecycle = Lifecycle()
+        ready(lifecycle, 1, 2)
+        lifecycle.load(found("m", 1), 1)
+        out = lifecycle.unload("m", 2)
+        assert sent(out) == [(1, "CancelLoad", 1), (2, "CancelLoad", 1)]
+        assert states(out) == [(1, "UNAVAILABLE", ())]
+        ((token, error),) = settled(out)
+        assert token == 1
+        assert "version 1 is at UNAVAILABLE state: it was unloaded before it was ready" in error
+        assert entries(lifecycle) == [{"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}]
+        assert lifecycle.load(found("m", 1), 3) == []
+        # A worker that comes meanwhile is not sent what nobody wants.
+        assert lifecycle.worker_joined(3, "cpu:3") == []
+        out = lifecycle.loaded(1, answer)
+        assert sent(out) == ([] if answer.reason else [(1, "Unload", 1)])
+        out = lifecycle.loaded(2, Loaded("m", 1, reason="given up", cancelled=True))
+        assert settled(out) == [(2, "")]
+        assert sent(out) == [(1, "Load", 1), (2, "Load", 1), (3, "Load", 1)]
+        lifecycle.check_invariants()
+
+
+def test_a_load_of_something_else_gives_the_one_before_it_up() -> None:
+    """Requests go on waiting, and who waits for the first one gets what comes of the last one, which begins at once."""
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    assert lifecycle.load(found("m", 1), 2) == []
+    out = lifecycle.load(found("m", 1, 2, fingerprint="g"), 3)
+    assert sent(out) == [(1, "CancelLoad", 1), (1, "Load", 1), (1, "Load", 2)]
+    assert (1, "UNAVAILABLE", ()) not in states(out)
+    assert settled(out) == []
+    assert lifecycle.loaded(1, Loaded("m", 1, reason="given up", cancelled=True)) == []
+    assert states(lifecycle.loaded(1, Loaded("m", 1))) == [(1, "READY", (1,))]
+    assert settled(lifecycle.loaded(1, Loaded("m", 2))) == [(1, ""), (2, ""), (3, "")]
+    lifecycle.check_invariants()
+
+
+def test_what_serves_goes_on_while_its_replacement_is_given_up() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.load(found("m", 1, fingerprint="g"), 2)
+    out = lifecycle.load(found("m", 1, fingerprint="f"), 3)
+    assert sent(out) == [(1, "CancelLoad", 1), (1, "Load", 1)]
+    lifecycle.loaded(1, Loaded("m", 1, reason="given up", cancelled=True))
+    assert lifecycle.ready_models() == {"m": [1]}
+    # Gone altogether: also what the worker still loads.
+    out = lifecycle.unload("m", 4)
+    assert sent(out) == [(1, "CancelLoad", 1), (1, "Unload", 1)]
+    assert [token for token, _ in settled(out)] == [2, 3]
+    lifecycle.loaded(1, Loaded("m", 1, reason="given up", cancelled=True))
+    assert settled(lifecycle.unloaded(1, "m", 1)) == [(4, "")]
+    lifecycle.check_invariants()
 
 
 def test_unload_of_the_unknown_and_the_failed() -> None:
@@ -353,7 +410,7 @@ class Histories(RuleBasedStateMachine):
         self.token = 0
         self.next_worker = 0
         #: What each living worker owes, in the order it was sent.
-        self.owed: dict[int, list[Load | Unload]] = {}
+        self.owed: dict[int, list[Load | CancelLoad | Unload]] = {}
         #: What each living worker has.
         self.has: dict[int, set[tuple[str, int]]] = {}
         self.devices: dict[int, str] = {}
@@ -438,6 +495,8 @@ class Histories(RuleBasedStateMachine):
         worker = busy[choice % len(busy)]
         record = self.owed[worker].pop(0)
         key = (record.name, record.version)
+        if isinstance(record, CancelLoad):
+            return  # it came too late, or the Load before it will fail, or not
         if isinstance(record, Unload):
             self.has[worker].discard(key)
             self.take(self.lifecycle.unloaded(worker, *key))

@@ -17,9 +17,11 @@ import numpy as np
 import psutil
 import pytest
 
+from tensord.shm.errors import Cancelled
 from tensord.shm.record import encoder
 from tensord.workers.compiling.compilers import CompilerDied, Compilers
 from tensord.workers.compiling.records import Compile, Compiled, Refused
+from tensord.workers.threads.cancellation import Cancellation
 from tests.daemon_process import nothing_left_behind, wait_until
 
 DEVICE = jax.devices()[0]
@@ -67,7 +69,7 @@ def processes() -> list[psutil.Process]:
 
 
 def test_what_it_makes_runs_here() -> None:
-    answer = Compilers(1).compile(asked(steps=0))
+    answer = Compilers(1).compile(asked(steps=0), Cancellation())
     assert isinstance(answer, Compiled)
     found = DEVICE.client.deserialize_executable(
         answer.executable, executable_devices=DEVICE.client.local_devices()[:1]
@@ -80,34 +82,62 @@ def test_what_it_makes_runs_here() -> None:
 
 def test_what_xla_does_not_take_is_refused() -> None:
     compilers = Compilers(1)
-    answer = compilers.compile(Compile(b"nothing", options(), 1, 1, (0,)))
+    answer = compilers.compile(Compile(b"nothing", options(), 1, 1, (0,)), Cancellation())
     assert isinstance(answer, Refused)
     assert answer.reason
     (process,) = processes()
-    assert isinstance(compilers.compile(asked()), Compiled)
+    assert isinstance(compilers.compile(asked(), Cancellation()), Compiled)
     assert processes() == [process]
 
 
 def test_one_that_is_killed_costs_what_it_compiled_and_nothing_else() -> None:
     compilers = Compilers(1)
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        compiling = executor.submit(compilers.compile, asked(steps=100))
+        compiling = executor.submit(compilers.compile, asked(steps=100), Cancellation())
         wait_until(processes, "a compile process")
         os.kill(processes()[0].pid, signal.SIGKILL)
         with pytest.raises(CompilerDied, match="was killed by SIGKILL"):
             compiling.result()
-    assert isinstance(compilers.compile(asked()), Compiled)
+    assert isinstance(compilers.compile(asked(), Cancellation()), Compiled)
+
+
+def test_one_that_nobody_wants_any_more_is_killed() -> None:
+    """Nobody waits for its end: neither who asked for it, nor who waits for the process; and the next one is as ever."""
+    compilers, unwanted, behind = Compilers(1), Cancellation(), Cancellation()
+    with concurrent.futures.ThreadPoolExecutor(2) as executor:
+        compiling = executor.submit(compilers.compile, asked(steps=1000), unwanted)
+        wait_until(processes, "a compile process")
+        waiting = executor.submit(compilers.compile, asked(steps=1000), behind)
+        behind.cancel()
+        with pytest.raises(Cancelled):
+            waiting.result()
+        unwanted.cancel()
+        with pytest.raises(Cancelled):
+            compiling.result()
+    assert isinstance(compilers.compile(asked(), Cancellation()), Compiled)
+
+
+def test_one_that_takes_very_long_stands_before_nobody() -> None:
+    compilers, unwanted = Compilers(1, long_seconds=0.5), Cancellation()
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        compiling = executor.submit(compilers.compile, asked(steps=1000), unwanted)
+        wait_until(processes, "a compile process")
+        assert isinstance(compilers.compile(asked(), Cancellation()), Compiled)
+        assert not compiling.done()
+        unwanted.cancel()
+        with pytest.raises(Cancelled):
+            compiling.result()
 
 
 def test_several_at_once_and_none_when_there_is_nothing_to_do() -> None:
     """Threads beyond the processes wait. A process that has ended is replaced when it is needed."""
     compilers = Compilers(2)
     with concurrent.futures.ThreadPoolExecutor(4) as executor:
-        answers = list(executor.map(compilers.compile, [asked(steps=20)] * 4))
+        answers = list(executor.map(compilers.compile, [asked(steps=20)] * 4, [Cancellation()] * 4))
     assert [type(answer) for answer in answers] == [Compiled] * 4
     assert 1 <= len(processes()) <= 2
     wait_until(lambda: not processes(), "their end")
-    assert isinstance(compilers.compile(asked()), Compiled)
+    assert isinstance(compilers.compile(asked(), Cancellation()), Compiled)
 
 
 def test_it_ends_with_its_worker_in_the_middle_of_a_compilation(tmp_path: Path) -> None:
@@ -116,7 +146,8 @@ def test_it_ends_with_its_worker_in_the_middle_of_a_compilation(tmp_path: Path) 
         "import sys\n"
         "from tensord.workers.compiling.compilers import Compilers\n"
         "from tensord.workers.compiling.records import TO_PROCESS\n"
-        "Compilers(1).compile(TO_PROCESS.decode(open(sys.argv[1], 'rb').read()))\n"
+        "from tensord.workers.threads.cancellation import Cancellation\n"
+        "Compilers(1).compile(TO_PROCESS.decode(open(sys.argv[1], 'rb').read()), Cancellation())\n"
     )
     worker = psutil.Popen([sys.executable, "-c", source, str(tmp_path / "asked")])
     try:

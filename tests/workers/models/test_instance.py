@@ -16,6 +16,7 @@ from tensord.shm.errors import Internal
 from tensord.shm.status_page import StatusPage
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.instance import Instance
+from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
 from tests.workers.made_requests import request_of
 
@@ -82,7 +83,7 @@ def test_life(inbox: Inbox, page: StatusPage) -> None:
     instance = Instance("m_0", lambda: model, inbox, page)
     instance.desk = 4
     instance.start()
-    instance.wait_started()
+    instance.wait_started(Cancellation())
     done: list[Execution] = []
     instance.run(execution_of(1), done.append)
     instance.run(execution_of(-1), done.append)
@@ -107,7 +108,7 @@ def test_a_model_that_does_not_start(inbox: Inbox, page: StatusPage, trouble: Ba
     instance = Instance("m_0", lambda: AModel(trouble), inbox, page)
     instance.start()
     with pytest.raises(type(trouble)):
-        instance.wait_started()
+        instance.wait_started(Cancellation())
 
 
 def test_an_idle_instance_keeps_nothing_of_its_last_requests(inbox: Inbox, page: StatusPage) -> None:
@@ -116,7 +117,7 @@ def test_an_idle_instance_keeps_nothing_of_its_last_requests(inbox: Inbox, page:
     model.may_run.set()
     instance = Instance("m_0", lambda: model, inbox, page)
     instance.start()
-    instance.wait_started()
+    instance.wait_started(Cancellation())
     execution = execution_of(1)
     ended = threading.Event()
     weakref.finalize(execution.requests[0].arrays["x"], ended.set)

@@ -1,0 +1,32 @@
+"""How instances of a loaded version are made: when it is loaded, and when its configuration asks for another number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from tensord.config.model_config import ModelConfig
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.models.instance import Instantiated
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.warmup import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceMaker:
+    """Belongs to one load, and to those that took its instances over."""
+
+    #: Gives what makes an instance by its name; of a model that is compiled, one that runs it.
+    create: Callable[[ModelConfig, JaxModel | None], Callable[[str], Instantiated]]
+    #: What each runs before it counts as started.
+    prepared: Sequence[Sample]
+    #: As of ``Instance``.
+    code: Callable[[], AbstractContextManager[None]]
+    imports: ModelImports
+    #: The numbers of the GPUs that it runs on; none on the processor.
+    gpus: Sequence[int]
+    #: Of a compiled model: requests that cannot share a batch share no call either, however many instances there are.
+    alone: bool = False
+    #: And its instances have no threads, but take turns with one program of several devices.
+    takes_turns: bool = False

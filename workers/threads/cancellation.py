@@ -1,0 +1,61 @@
+"""Tells a long piece of work, a load, that nobody wants its result any more.
+
+The loop cancels; the work looks between its steps (``check``), and says what is to be called where a step can be cut short
+(``interrupting``). A step that nobody can cut short ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from tensord.shm.errors import Cancelled
+
+#: Why there is no result.
+REASON = "it was unloaded, or another load of it came, before it was ready"
+
+
+class Cancellation:
+    """Belongs to one load. Used by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._interrupts: list[Callable[[], None]] = []
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody wants the result."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Nobody wants the result any more. Idempotent."""
+        with self._lock:
+            self._cancelled = True
+            interrupts, self._interrupts = self._interrupts, []
+        for interrupt in interrupts:
+            interrupt()
+
+    def check(self) -> None:
+        """Raises Cancelled: nobody wants the result."""
+        if self._cancelled:
+            raise Cancelled(REASON)
+
+    @contextlib.contextmanager
+    def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
+        """Calls ``interrupt`` if the work is cancelled meanwhile: in the thread that cancels, which it must not hold up.
+
+        Raises Cancelled: it was cancelled before.
+        """
+        with self._lock:
+            self.check()
+            self._interrupts.append(interrupt)
+        try:
+            yield
+        finally:
+            with self._lock, contextlib.suppress(ValueError):
+                self._interrupts.remove(interrupt)
+
+    def __repr__(self) -> str:
+        return f"<Cancellation{' cancelled' if self._cancelled else ''}>"
