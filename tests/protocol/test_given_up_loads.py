@@ -63,8 +63,8 @@ def test_a_compilation_that_has_become_pointless(
     """
     1. A model whose compilation takes for ever, and one behind it. 2. The first one is edited while it is compiled, to no end.
     3. It is edited again, to be quick. 4. Another endless one comes, and is removed.
-    Result: the second one is served beside the first one's compilation; what was edited serves as soon as it can; what was removed
-    is gone, with the process that compiled it, and readiness is as if it had not been there.
+    Result: the second one is served beside the first one's compilation; what was edited serves as soon as it can; what was
+    removed is gone, with the process that compiled it, and readiness is as if it had not been there.
     """
     models = tmp_path / "models"
     write_model(models, "a_slow", IO + ENDLESS)
