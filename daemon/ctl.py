@@ -20,7 +20,7 @@ from tensord.daemon.control.runtime_directory import searched
 
 _PROCESS_COLUMNS = (
     *("name", "pid", "ready", "connections", "device", "isolated", "memory_fraction", "cores", "threads", "memory_mib"),
-    *("state", "outputs", "uptime_s", "deaths"),
+    *("state", "outputs", "uptime_s", "deaths", "oldest_execution", "oldest_load"),
 )
 _REGION_COLUMNS = (
     *("name", "kind", "key", "offset", "byte_size", "access", "state"),
@@ -181,6 +181,11 @@ def _print_table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        # What a worker is at, and for how long.
+        value = f"{value['model']} {value['version']}, {value['seconds']:.1f} s"
     if isinstance(value, list):
         value = ",".join(map(str, value))
     # One line a row, whatever a reason holds.

@@ -402,7 +402,9 @@ class Supervisor:
             "http": self._fronts.urls("http"),
             "grpc": self._fronts.urls("grpc"),
             "metrics": self._metrics.url,
-            "workers": process_list.of_workers(self._workers, self._posts, now_ns),
+            "workers": process_list.of_workers(
+                self._workers, self._posts, self._models.lifecycle.known_versions(), now_ns
+            ),
             "fronts": process_list.of_fronts(self._fronts, self._posts, now_ns),
             **model_list.of_models(self._models),
             "regions": self._regions.statistics(),

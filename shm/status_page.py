@@ -5,24 +5,27 @@ is and which requests it was running. Nameless and sealed like every segment; on
 
     word 0   state (WorkerState)        word 1   since (ns)
     word 2   last turn of the loop (ns) word 3   outputs (Outputs)
-    desk k   at word 512 * (k + 1):     count, then count x (submitter, request id)
+    desk k   at word 512 * (k + 1):     count, then count x (submitter, request id); word 510 model (``model_key``), 511 since
 
-A desk belongs to one execution thread. ``begin`` writes the ids before the count and ``end`` clears the count, so a reader of a
-dead worker's page never sees an id of an earlier batch.
+A desk belongs to one execution thread. ``begin`` writes the count last and ``end`` clears it, so a reader of a dead worker's page
+never sees an id of an earlier batch. Desk 0 is the main loop's: what that executes shows in word 0 as well.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tensord.shm.segment import Segment
 
 _WORDS = 512
+_MODEL, _SINCE = 510, 511
 #: More execution threads than this share no desk: what they run is not recorded.
 DESKS = 63
 #: Ids beyond this in one batch are not recorded, so they are run again without a strike.
-IDS_PER_DESK = (_WORDS - 1) // 2
+IDS_PER_DESK = (_MODEL - 1) // 2
 _BYTE_SIZE = (DESKS + 1) * _WORDS * 8
 
 
@@ -48,6 +51,20 @@ class Outputs(enum.IntEnum):
     IN_PLACE = 1
     #: They are copied there.
     COPIED = 2
+
+
+class Running(NamedTuple):
+    """Something that is being executed."""
+
+    #: CLOCK_MONOTONIC.
+    since_ns: int
+    #: ``model_key`` of what it is.
+    model: int
+
+
+def model_key(name: str, version: int) -> int:
+    """A model version in one word; whoever knows the models finds it again."""
+    return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 
 class StatusPage:
@@ -108,12 +125,14 @@ class StatusPage:
         """Where a desk begins."""
         return _WORDS * (desk + 1)
 
-    def begin(self, desk: int, requests: Sequence[tuple[int, int]]) -> None:
-        """Notes what the thread at that desk starts to run: (submitter, request id) each."""
+    def begin(self, desk: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
+        """Notes what the thread at that desk starts to run: (submitter, request id) each. ``model``: its ``model_key``."""
         if desk >= DESKS:
             return
         at = self.word(desk)
         words = self._words
+        words[at + _MODEL] = model
+        words[at + _SINCE] = now_ns
         if len(requests) == 1:
             ((words[at + 1], words[at + 2]),) = requests
             words[at] = 1
@@ -137,6 +156,15 @@ class StatusPage:
             for i in range(min(self._words[at], IDS_PER_DESK)):
                 found.add((self._words[at + 1 + 2 * i], self._words[at + 2 + 2 * i]))
         return found
+
+    def oldest(self) -> Running | None:
+        """What has been executed for longest, of what is being executed now."""
+        words, state = self._words, self.state
+        busy = [at for at in map(self.word, range(1, DESKS)) if words[at]]
+        running = [Running(words[at + _SINCE], words[at + _MODEL]) for at in busy]
+        if state[0] is WorkerState.EXECUTING:
+            running.append(Running(state[1], words[self.word(0) + _MODEL]))
+        return min(running, default=None)
 
     def close(self) -> None:
         """Idempotent."""

@@ -28,7 +28,7 @@ from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.lane import RequestRecord, WorkerLane
 from tensord.shm.messages import Cancel, RequestForm, Taken
-from tensord.shm.status_page import DESKS, Outputs, WorkerState
+from tensord.shm.status_page import DESKS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
 from tensord.workers.devices.device import DeviceName
@@ -352,6 +352,7 @@ class Worker:
         for instance in loaded.instances:
             # Those of the version before it have one.
             instance.desk = instance.desk or (self._free_desks.pop() if self._free_desks else DESKS)
+            instance.page_key = model_key(loaded.name, loaded.version)
         version = self._engine.adopt(loaded)
         if loaded.cached and self._cache.max_byte_size:
             version.use(self._cache)

@@ -450,6 +450,10 @@ class Lifecycle:
             return False
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
+    def known_versions(self) -> dict[str, list[int]]:
+        """Versions by name, in whatever state."""
+        return {name: list(model.versions) for name, model in self.models.items()}
+
     def ready_models(self) -> dict[str, list[int]]:
         """READY versions by name."""
         found = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from tensord.daemon.processes.child import Child, Worker
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.posts import Posts
 from tensord.shm import device_names
+from tensord.shm.status_page import model_key
 
 
 def of_fronts(fronts: Fronts, posts: Posts, now_ns: int) -> list[dict[str, Any]]:
@@ -18,14 +19,19 @@ def of_fronts(fronts: Fronts, posts: Posts, now_ns: int) -> list[dict[str, Any]]
     return [_entry(front, posts, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
 
 
-def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dict[str, Any]]:
-    """One entry a worker, with its device and what its status page says."""
+def of_workers(
+    workers: Iterable[Worker], posts: Posts, models: Mapping[str, Iterable[int]], now_ns: int
+) -> list[dict[str, Any]]:
+    """One entry a worker, with its device and what its status page says. ``models``: names and versions that it may have."""
+    names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}
     return [
         _entry(worker, posts, now_ns)
         | {
             "device": device_names.shared(worker.device),
             "state": _state(worker),
             "outputs": _outputs(worker),
+            "oldest_execution": _oldest_execution(worker, names, now_ns),
+            "oldest_load": None if worker.oldest_load is None else _since(*worker.oldest_load, now_ns),
         }
         | _own(worker)
         | _cores(worker.pid)
@@ -48,6 +54,16 @@ def _own(worker: Worker) -> dict[str, Any]:
     """Of a worker that an isolated model has to itself: which one, and the part of a GPU's memory that XLA takes there."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
+
+
+def _oldest_execution(worker: Worker, names: Mapping[int, tuple[str, int]], now_ns: int) -> dict[str, Any] | None:
+    running = None if worker.page is None else worker.page.oldest()
+    # One that is gone from the repository and still runs has no name here.
+    return None if running is None else _since(*names.get(running.model, ("?", 0)), running.since_ns, now_ns)
+
+
+def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, Any]:
+    return {"model": model, "version": version, "seconds": round(max(0, now_ns - since_ns) / 1e9, 3)}
 
 
 def _cores(pid: int) -> dict[str, Any]:

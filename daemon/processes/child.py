@@ -254,8 +254,10 @@ class Worker(Child):
         self.owed: list[tuple[str, int]] = []
         #: Since when it has answered none (ns).
         self.load_progress_ns = 0
-        #: How far the first of them is, as it said last.
+        #: How far it is, as it said last.
         self.loading: Loading | None = None
+        #: Those that it has begun: name and version, and since when (ns).
+        self._begun: list[tuple[str, int, int]] = []
         self._calls: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
         self._next_call = 1
 
@@ -267,10 +269,22 @@ class Worker(Child):
             self.owed.append((record.name, record.version))
         super().send(record, *fds)
 
+    def load_progressed(self, at: Loading) -> None:
+        """A Loading came."""
+        if not at.total and (at.name, at.version) not in {begun[:2] for begun in self._begun}:
+            self._begun.append((at.name, at.version, time.monotonic_ns()))
+        self.loading = at
+
+    @property
+    def oldest_load(self) -> tuple[str, int, int] | None:
+        """What it has been loading for longest: name and version, and since when (ns)."""
+        return self._begun[0] if self._begun else None
+
     def load_answered(self, name: str, version: int) -> None:
         """A Loaded came."""
         if (name, version) in self.owed:
             self.owed.remove((name, version))
+        self._begun = [begun for begun in self._begun if begun[:2] != (name, version)]
         self.loading = None
         self.load_progress_ns = time.monotonic_ns()
 

@@ -181,7 +181,7 @@ class WorkerPool:
                 worker.load_answered(record.name, record.version)
                 self._answered(worker, record)
             case Loading():
-                worker.loading = record
+                worker.load_progressed(record)
                 self._answered(worker, record)
             case Unloaded():
                 self._answered(worker, record)

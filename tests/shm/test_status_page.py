@@ -13,22 +13,23 @@ def test_what_the_worker_notes_is_what_others_read() -> None:
     assert reader.state == (WorkerState.STARTING, 0)
     page.set_state(WorkerState.EXECUTING, 5)
     page.beat(7)
-    page.begin(0, [(1, 2), (3, 2**63 - 1)])
-    page.begin(DESKS - 1, [(9, 9)])
-    page.begin(DESKS, [(4, 4)])
+    page.begin(0, [(1, 2), (3, 2**63 - 1)], 2**64 - 1, 5)
+    page.begin(DESKS - 1, [(9, 9)], 1, 5)
+    page.begin(DESKS, [(4, 4)], 1, 5)
     page.close()
     assert reader.state == (WorkerState.EXECUTING, 5)
     assert reader.last_beat_ns == 7
+    assert reader.oldest() == (5, 1)
     assert reader.executing() == {(1, 2), (3, 2**63 - 1), (9, 9)}
     reader.close()
 
 
 def test_a_batch_that_ended_is_gone_and_a_huge_one_is_cut() -> None:
     page = StatusPage.create()
-    page.begin(3, [(1, i) for i in range(IDS_PER_DESK + 50)])
+    page.begin(3, [(1, i) for i in range(IDS_PER_DESK + 50)], 1, 5)
     assert len(page.executing()) == IDS_PER_DESK
     page.end(3)
-    page.begin(3, [(1, 999)])
+    page.begin(3, [(1, 999)], 1, 5)
     assert page.executing() == {(1, 999)}
     page.end(3)
     page.end(DESKS)

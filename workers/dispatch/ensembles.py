@@ -131,7 +131,9 @@ class EnsembleRuns:
     ) -> bool:
         """False: it failed, and the steps will say of whom."""
         execution = Execution(batch, now_ns)
-        self._page.begin(_DESK, [(request.submitter.peer, request.request_id) for request in batch])
+        self._page.begin(
+            _DESK, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
+        )
         try:
             chain.run(execution, program)
         except Exception:

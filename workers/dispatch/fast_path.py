@@ -92,6 +92,7 @@ class _Batch:
         sequences = None if self._runs is None else (self._runs.seat, self._runs.fail)
         return (
             self,
+            self.version.page_key,
             rules.max_size,
             series,
             tuple([self._callable(program) for program in made]),
@@ -127,7 +128,7 @@ class _Alone:
         """The batch as the C part wants it: where several wait and fit into one run, no program of those is for them."""
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
         most = min(self._version.batcher.at_once(shapes), _fast_path.MAX_ROWS)
-        return self, rules.max_size, False, (), (-1,) * max(1, most), None
+        return self, self._version.page_key, rules.max_size, False, (), (-1,) * max(1, most), None
 
     def count(self, turns: Turns) -> None:
         """Counts what was done of them."""

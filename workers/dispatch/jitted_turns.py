@@ -95,7 +95,9 @@ class JittedTurns:
         if sizes is not None:
             self._outbox.prepare(execution, sizes)
         # Written before and cleared after, so that a batch that kills this process is known by its requests.
-        self._page.begin(LOOP_DESK, [(request.submitter.peer, request.request_id) for request in batch])
+        self._page.begin(
+            LOOP_DESK, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
+        )
         self._page.set_state(WorkerState.EXECUTING, now_ns)
         run(model, execution, self._check)
         self._page.end(LOOP_DESK)

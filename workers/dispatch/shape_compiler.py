@@ -75,7 +75,9 @@ class ShapeCompiler:
         version.compiling[key] = batch + version.queue.take(key, version.queue.rows(key))
         _log.info("compiling model '%s' version %d for %s", version.name, version.version, wanted)
         running = [(request.submitter.peer, request.request_id) for request in batch]
-        self._thread.do(lambda: self._compile(model.executables, wanted, running), self._compiled(version, key))
+        self._thread.do(
+            lambda: self._compile(version, model.executables, wanted, running), self._compiled(version, key)
+        )
 
     def _refuse(self, version: ModelVersion, batch: list[Request]) -> None:
         now_ns, count = self._clock(), len(version.compiling)
@@ -84,9 +86,11 @@ class ShapeCompiler:
             self._outbox.fail_all(version.planner.dropped(request, now_ns), now_ns)
             self._outbox.refuse(request, Refusal.COMPILING, error, now_ns)
 
-    def _compile(self, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]) -> Executable:
+    def _compile(
+        self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
+    ) -> Executable:
         """In the compiler's thread. A compilation may kill the process as well as an execution may."""
-        self._page.begin(COMPILER_DESK, running)
+        self._page.begin(COMPILER_DESK, running, version.page_key, self._clock())
         try:
             return executables.compile(wanted)
         except Exception:

@@ -34,6 +34,8 @@ from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.scheduling.step_batcher import Answer, Step
 
 _log = logging.getLogger(__name__)
+#: On the status page: the loop's place. It says which model is stepped, not for whom.
+_DESK = 0
 
 
 class _Given(NamedTuple):
@@ -162,7 +164,9 @@ class Stepping:
         while self._given and (wait or self._given[0].run.ready):
             wait = False
             what, run, began_ns = self._given.popleft()
-            self._page.set_state(WorkerState.EXECUTING, self._clock())
+            began = self._clock()
+            self._page.begin(_DESK, (), self._version.page_key, began)
+            self._page.set_state(WorkerState.EXECUTING, began)
             try:
                 rows = run.read()
             except BaseException as error:

@@ -79,8 +79,9 @@ class Instance:
         #: What it needs of the rate limiter, and how much its turns count.
         self.needs: Mapping[str, int] = {}
         self.priority = 0
-        #: Where on the status page it notes what it runs.
+        #: Where on the status page it notes what it runs, and as which model's.
         self.desk = 0
+        self.page_key = 0
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -168,9 +169,8 @@ class Instance:
             execution, done = job
             execution.began_ns = time.monotonic_ns()
             execution.resume = self._jobs.put
-            self._page.begin(
-                self.desk, [(request.submitter.peer, request.request_id) for request in execution.requests]
-            )
+            running = [(request.submitter.peer, request.request_id) for request in execution.requests]
+            self._page.begin(self.desk, running, self.page_key, execution.began_ns)
             try:
                 run(model, execution, self._check)
             finally:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import VersionFigures
+from tensord.shm.status_page import model_key
 from tensord.workers.models.host_model import shapes_key
 from tensord.workers.models.instance import Instance
 from tensord.workers.models.loaded_model import LoadedModel
@@ -47,6 +48,8 @@ class ModelVersion:
         self.loaded = loaded
         self.name = loaded.name
         self.version = loaded.version
+        #: As the status page names it.
+        self.page_key = model_key(loaded.name, loaded.version)
         self.signature = loaded.signature
         self.repeatable = loaded.repeatable
         self.ordered = loaded.ordered

@@ -45,10 +45,11 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
 
 /* A plan without its tensors. */
 static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_form) {
-    unsigned long long most_waiting;
+    unsigned long long model, most_waiting;
     int series;
     PyObject *owner, *programs, *by_rows, *sequences;
-    if (!PyArg_ParseTuple(given, "OKpO!O!O", &owner, &most_waiting, &series, &PyTuple_Type, &programs, &PyTuple_Type, &by_rows, &sequences))
+    if (!PyArg_ParseTuple(given, "OKKpO!O!O", &owner, &model, &most_waiting, &series, &PyTuple_Type, &programs, &PyTuple_Type, &by_rows,
+                          &sequences))
         return NULL;
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
     if (plan == NULL)
@@ -57,7 +58,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     plan->form = answer_form;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(owner, most_waiting, series, programs, by_rows, sequences);
+        plan->batch = make_batch(owner, model, most_waiting, series, programs, by_rows, sequences);
     if (plan->batch != NULL)
         plan->batch->plans++;
     else
@@ -292,7 +293,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         Py_DECREF(self);
         return NULL;
     }
-    if (desk < 0 || (size_t)self->page_buffer.len < ((size_t)desk + 1 + 2 * MAX_ROWS) * sizeof(uint64_t)) {
+    if (desk < 0 || (size_t)self->page_buffer.len < ((size_t)desk + DESK_SINCE + 1) * sizeof(uint64_t)) {
         Py_DECREF(self);
         PyErr_SetString(PyExc_ValueError, "that is no status page");
         return NULL;

@@ -17,7 +17,7 @@ Described = list[tuple[int, int, int]]
 Sequences = tuple[Callable[[Asked], int], Callable[[Described, Exception | None], None]]
 #: Whose requests they are, how many of them may wait, whether a run applies the model to each by itself, all programs, which
 #: of them by the number of rows that wait: -1 for none; and what is asked of sequences.
-Batch = tuple[object, int, bool, tuple[Program, ...], tuple[int, ...], Sequences | None]
+Batch = tuple[object, int, int, bool, tuple[Program, ...], tuple[int, ...], Sequences | None]
 
 class FastPath:
     def __init__(

@@ -16,6 +16,9 @@
 #define MAX_FORMS 1024
 /* Rows of one run; as many have room on a desk of the status page. */
 #define MAX_ROWS 128
+/* Words of a desk (shm/status_page.py). */
+#define DESK_MODEL 510
+#define DESK_SINCE 511
 #define MAX_FDS 4
 
 typedef struct {
@@ -48,6 +51,8 @@ typedef struct {
 typedef struct {
     PyObject *owner;
     int plans;
+    /* As the status page names it. */
+    uint64_t model;
     uint64_t most_waiting;
     /* Whether a run applies the model to each request by itself. */
     int series;
@@ -175,13 +180,14 @@ static int read_sequences(PyObject *sequences, batch_t *batch) {
     return 0;
 }
 
-static batch_t *make_batch(PyObject *owner, unsigned long long most_waiting, int series, PyObject *programs, PyObject *by_rows,
-                           PyObject *sequences) {
+static batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, int series, PyObject *programs,
+                           PyObject *by_rows, PyObject *sequences) {
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
         return (batch_t *)PyErr_NoMemory();
     Py_INCREF(owner);
     batch->owner = owner;
+    batch->model = model;
     batch->most_waiting = most_waiting;
     batch->series = series;
     if (read_batch(batch, programs, by_rows) || read_sequences(sequences, batch)) {

@@ -80,8 +80,10 @@ static PyObject *execute(fast_path_t *self, const request_t *requests, int count
         desk[2 + 2 * n] = requests[n].id;
     }
     /* Written before and cleared after, so that a batch that kills this process is known by its requests. */
-    desk[0] = (uint64_t)count;
     moments[1] = now_ns();
+    desk[DESK_MODEL] = requests->plan->batch->model;
+    desk[DESK_SINCE] = moments[1];
+    desk[0] = (uint64_t)count;
     set_state(self, self->executing, moments[1]);
     PyObject *made = PyObject_CallFunctionObjArgs(call, argument, NULL);
     moments[2] = now_ns();

@@ -11,9 +11,10 @@ from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.posts import Posts
 from tensord.shm.control_records import Load
 from tensord.shm.progress import Loading
-from tensord.shm.status_page import Outputs, StatusPage, WorkerState
+from tensord.shm.status_page import Outputs, StatusPage, WorkerState, model_key
 
 SECOND = 10**9
+MODELS = {"digits": [1, 2], "scale": [3]}
 
 
 def posts() -> Posts:
@@ -26,7 +27,7 @@ def test_workers() -> None:
     executing.page = StatusPage.create()
     executing.page.set_state(WorkerState.EXECUTING, 4 * SECOND)
     executing.page.outputs = Outputs.IN_PLACE
-    first, second = process_list.of_workers([starting, executing], posts(), 5 * SECOND)
+    first, second = process_list.of_workers([starting, executing], posts(), MODELS, 5 * SECOND)
     assert first == {
         "name": "worker-0",
         "pid": 0,
@@ -36,22 +37,57 @@ def test_workers() -> None:
         "device": "cpu:0",
         "state": "starting",
         "outputs": "unknown",
+        "oldest_execution": None,
+        "oldest_load": None,
         "missing": [],
     }
     assert (second["state"], second["ready"], second["uptime_s"]) == ("executing", True, 2.0)
     # What the loader does beside the loop.
     executing.send(Load("digits", 1, "", "", b""))
-    (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
+    (entry,) = process_list.of_workers([executing], posts(), MODELS, 5 * SECOND)
     assert entry["state"].startswith("executing, loading digits, ")
     executing.loading = Loading("digits", 1, 3, 16, 1)
     executing.page.set_state(WorkerState.IDLE, 4 * SECOND)
-    (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
+    (entry,) = process_list.of_workers([executing], posts(), MODELS, 5 * SECOND)
     assert entry["state"].startswith("compiling digits 3/16, 1 from the cache, ")
     executing.load_answered("digits", 1)
-    (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
+    (entry,) = process_list.of_workers([executing], posts(), MODELS, 5 * SECOND)
     assert entry["state"] == "idle"
     assert second["outputs"] == "in_place"
     executing.release()
+
+
+def test_what_a_worker_has_been_at_for_longest() -> None:
+    """Of what its threads run, and of what it loads; a load that waits is not one that it is at."""
+    worker = Worker("m", "worker-0", 0, "cpu:0", lambda *_: None, lambda _: None)
+    worker.page = StatusPage.create()
+
+    def entry() -> dict[str, Any]:
+        return process_list.of_workers([worker], posts(), MODELS, 10 * SECOND)[0]
+
+    worker.page.begin(4, [(1, 2)], model_key("digits", 2), 7 * SECOND)
+    worker.page.begin(5, [(1, 3)], model_key("gone", 1), 8 * SECOND)
+    assert entry()["oldest_execution"] == {"model": "digits", "version": 2, "seconds": 3.0}
+    worker.page.begin(0, [(1, 4)], model_key("scale", 3), 6 * SECOND)
+    worker.page.set_state(WorkerState.EXECUTING, 6 * SECOND)
+    assert entry()["oldest_execution"] == {"model": "scale", "version": 3, "seconds": 4.0}
+    worker.page.set_state(WorkerState.IDLE, 9 * SECOND)
+    worker.page.end(4)
+    assert entry()["oldest_execution"] == {"model": "?", "version": 0, "seconds": 2.0}
+    worker.page.end(5)
+    assert entry()["oldest_execution"] is None
+    for name in ("first", "second"):
+        worker.send(Load(name, 1, "", "", b""))
+    assert entry()["oldest_load"] is None
+    worker.load_progressed(Loading("second", 1))
+    worker.load_progressed(Loading("first", 1))
+    worker.load_progressed(Loading("second", 1, 3, 16, 1))
+    assert entry()["oldest_load"]["model"] == "second"
+    worker.load_answered("second", 1)
+    assert entry()["oldest_load"]["model"] == "first"
+    worker.load_answered("first", 1)
+    assert entry()["oldest_load"] is None
+    worker.release()
 
 
 def test_fronts() -> None:

@@ -101,7 +101,7 @@ class Native:
             **changed,
         }
         programs = ((self.run, ROWS, clears, ((address, 8),)),)
-        batch = (self, most_waiting, False, programs, said["by_rows"], said["sequences"])
+        batch = (self, 7, most_waiting, False, programs, said["by_rows"], said["sequences"])
         self.fast.learn(self.lane.fileno(), form, batch, 1, said["inputs"], said["outputs"], 9, said["intact"])
 
     def send(self, *records: Any) -> bytes:
