@@ -47,6 +47,7 @@ def main() -> None:
     # Until ``Worker.run``: what is imported stays, and looking at it again and again takes 80 of its 750 ms (measured).
     gc.disable()
     # Imported after the environment is set, and before waiting: the supervisor scans its repositories meanwhile.
+    from tensord.workers.calls import own_processes
     from tensord.workers.devices import device_cuda
     from tensord.workers.imports import import_system
     from tensord.workers.worker import Worker
@@ -67,6 +68,7 @@ def main() -> None:
     if device_name.platform == "cuda":
         device_cuda.prepare_environment(options.workers)
     import_system.prepare()
+    own_processes.prepare()
     status = 1
     try:
         worker = Worker(channel, options, device_name, device_name.open(options.workers.devices_per_worker))

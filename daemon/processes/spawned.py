@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from tensord.config.options import Workers
 from tensord.daemon.processes.devices import Device, find_devices
-from tensord.daemon.processes.leftovers import MARK
 from tensord.shm import descriptors, stack_report
 from tensord.shm.channel import pair
+from tensord.shm.marked_processes import MARK
 
 #: What a worker runs, as ``python -m`` takes it.
 WORKER = "tensord.workers"

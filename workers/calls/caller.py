@@ -37,6 +37,14 @@ class Held(Protocol):
         """Idempotent."""
 
 
+class EndsLater(Held, Protocol):
+    """What takes a while to end."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has, once it was closed."""
+
+
 class ModelPort:
     """One loaded version's way to the rest of its worker."""
 
@@ -66,6 +74,8 @@ class ModelPort:
         self.process = os.getpid()
         #: What it has made outside of itself.
         self.held: set[Held] = set()
+        #: Those that it has started, if any.
+        self.processes: EndsLater | None = None
         #: Whoever of it calls without a request.
         self.detached = Caller(self)
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.calls.caller import PORT, ModelPort
+from tensord.workers.calls.caller import PORT, EndsLater, ModelPort
 from tensord.workers.imports.own_code import BytecodeLoader, SourceLoader
 from tensord.workers.imports.plain_names import Importer, PlainName
 
@@ -84,6 +84,11 @@ class ModelImports(Importer):
         """What its code reaches the worker by."""
         assert self._port is not None
         return self._port
+
+    @property
+    def processes(self) -> EndsLater | None:
+        """Those that its code has started, if any."""
+        return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:
         """Its code has the port among its builtins from now on, by which it is known wherever it runs."""

@@ -97,6 +97,8 @@ class ModelVersion:
         self.compiling: dict[Hashable, list[Request]] = {}
         self._on_closed: list[Callable[[], object]] = []
         self._open_instances = 0
+        #: All of it has ended, and what its model has started.
+        self._gone = False
         #: The version that has its code now, and may have some of its instances.
         self._heir: LoadedModel | None = None
         #: Whether any instance needs something of the rate limiter.
@@ -211,14 +213,21 @@ class ModelVersion:
             self._open_instances = len(instances)
             for instance in instances:
                 instance.close(self._instance_closed)
-            if not instances:
-                self._closed()
-        return self.state is VersionState.CLOSED and not self._open_instances
+        if self.state is VersionState.CLOSED and not self._open_instances and not self._gone and self._lets_go():
+            self._gone = True
+            self._closed()
+        return self._gone
 
     def _instance_closed(self) -> None:
         self._open_instances -= 1
-        if not self._open_instances:
-            self._closed()
+
+    def _lets_go(self) -> bool:
+        """Ends what its model has left running. Returns whether that is done."""
+        processes = None if self._heir is not None else self.loaded.imports.processes
+        if processes is None:
+            return True
+        processes.close()
+        return processes.ended
 
     def _closed(self) -> None:
         if self._heir is None:

@@ -505,7 +505,7 @@ def learn_places(native: Native) -> None:
     def run(places: Any) -> Any:
         return -1, 0, 0, [repr(places).encode().ljust(40)]
 
-    batch = (learn_places, 1000, False, (), (-1,), None)
+    batch = (learn_places, 7, 1000, False, (), (-1,), None)
     native.fast.learn_alone(native.lane.fileno(), 4, batch, 1, (8,), ((0, 0, 40),), 9, run)
 
 

@@ -47,7 +47,7 @@ class Alone:
         native.fast.learn_alone(
             native.lane.fileno(),
             4,
-            (self, 1000, False, (), (-1,) * said["most"], None),
+            (self, 7, 1000, False, (), (-1,) * said["most"], None),
             said["rows"],
             said["inputs"],
             said["outputs"],

@@ -1,0 +1,314 @@
+"""Processes that a model starts: they are its own, and end with it.
+
+Whatever Python starts a process with asks whose code calls it: a model's, a thread's that such code began, or a library's on
+behalf of either. An executed program gets a mark of the model in its environment, which all it starts inherits; a process that
+was forked is remembered, and what it executes has the mark. When the model is gone:
+
+    a moment for those that end by themselves ─▶ SIGTERM ─▶ a moment ─▶ SIGKILL, until there is none
+
+What several models share is nobody's: the resource tracker and the fork server of multiprocessing. They end with the worker.
+"""
+
+from __future__ import annotations
+
+import _posixsubprocess
+import contextlib
+import errno
+import functools
+import itertools
+import logging
+import multiprocessing.process
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tensord.shm import marked_processes
+from tensord.shm.marked_processes import MARK, MODEL_MARK, Found
+from tensord.workers.calls.caller import ModelPort, caller
+
+_log = logging.getLogger(__name__)
+#: For those that ``finalize`` has told to end, and for those that got SIGTERM.
+_MOMENT = 0.5
+_PATIENCE = 3.0
+_INTERVAL = 0.05
+#: Processes of multiprocessing that all models of a worker have in common are started there.
+_SHARED = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+#: Of ``fork_exec``: where its environment is among the arguments.
+_ENVIRONMENT = 5
+_PORT = "_tensord_port"
+
+
+class OwnProcesses:
+    """Those of one load of a model. Used by any thread."""
+
+    _serials = itertools.count(1)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._mark = f"{_worker_mark()}.{next(self._serials)}"
+        self._lock = threading.Lock()
+        #: Forked ones: their environment is the worker's.
+        self._forked: dict[int, Found] = {}
+        self._prune_at = 64
+        self._ending: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether all are gone, once it was closed."""
+        return self._ending is not None and not self._ending.is_alive()
+
+    def environment(self) -> dict[str, str]:
+        """What a program that is executed for the model has in its environment besides its own.
+
+        Raises OSError: the model is gone, and what it has left behind, the thread of a pool say, starts nothing more.
+        """
+        if self._closed:
+            raise OSError(errno.ECANCELED, f"model '{self._name}' is unloaded, and starts no more processes")
+        _ensure_undertaker()
+        worker = os.environ.get(MARK)
+        return {MODEL_MARK: self._mark} | ({} if worker is None else {MARK: worker})
+
+    def forked(self, pid: int) -> None:
+        """That process is one of them."""
+        found = marked_processes.look(pid)
+        with self._lock:
+            if found is not None:
+                self._forked[pid] = found
+            if len(self._forked) > self._prune_at:
+                self._forked = {pid: each for pid, each in self._forked.items() if marked_processes.look(pid) == each}
+                self._prune_at = 2 * len(self._forked) + 64
+
+    def close(self) -> None:
+        """The model is gone: begins to end what it has started. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if self._ending is None:
+                self._ending = threading.Thread(target=self._end, name=f"processes of {self._name}", daemon=True)
+                self._ending.start()
+
+    def _end(self) -> None:
+        try:
+            self._end_all()
+        finally:
+            for pid in list(self._forked):
+                # Nobody else waits for it any more.
+                with contextlib.suppress(OSError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def _end_all(self) -> None:
+        if not (found := self._wait(_MOMENT)):
+            return
+        count = len(found)
+        for each in found:
+            marked_processes.send(each, signal.SIGTERM)
+        killed = 0
+        if found := self._wait(_PATIENCE):
+            killed = len(found)
+            while found:
+                for each in found:
+                    marked_processes.send(each, signal.SIGKILL)
+                time.sleep(_INTERVAL)
+                found = self._found()
+        _log.warning(
+            "model '%s' left %d processes running: they are ended (%d by SIGKILL)",
+            self._name,
+            max(count, killed),
+            killed,
+        )
+
+    def _wait(self, seconds: float) -> list[Found]:
+        """Those that are still there after so long."""
+        until = time.monotonic() + seconds
+        while (found := self._found()) and time.monotonic() < until:
+            time.sleep(_INTERVAL)
+        return found
+
+    def _found(self) -> list[Found]:
+        """Those that live, with what they have started."""
+        variable = f"{MODEL_MARK}={self._mark}".encode()
+        everybody = marked_processes.everybody()
+        with self._lock:
+            forked = dict(self._forked)
+        own = {
+            each.pid: each
+            for each in everybody
+            if (forked.get(each.pid) or each)._replace(parent=each.parent) == each
+            and (each.pid in forked or marked_processes.has(each, variable))
+        }
+        while children := [each for each in everybody if each.parent in own and each.pid not in own]:
+            own |= {each.pid: each for each in children}
+        return list(own.values())
+
+    def __repr__(self) -> str:
+        return f"<OwnProcesses of {self._name!r}>"
+
+
+@functools.cache
+def _worker_mark() -> str:
+    return os.environ.get(MARK) or secrets.token_hex(8)
+
+
+def _owner() -> OwnProcesses | None:
+    """Whose a process is that this thread starts now; None: no model's."""
+    if getattr(_thread, "undertakes", False):
+        return None
+    found = caller()
+    port: ModelPort | None = getattr(threading.current_thread(), _PORT, None) if found is None else found.port
+    if port is None:
+        return None
+    frame = sys._getframe(2)
+    for _ in range(4):
+        if frame is None or frame.f_globals.get("__name__") in _SHARED:
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    if port.processes is None:
+        port.processes = OwnProcesses(port.name)
+        port.held.add(port.processes)
+    processes = port.processes
+    assert isinstance(processes, OwnProcesses)
+    return processes
+
+
+# ---------------------------------------------------------------------------------------------------------- Python's ways
+
+
+def prepare() -> None:
+    """From now on whatever starts a process or a thread asks for whom. Idempotent; for a worker's process."""
+    if hasattr(os.fork, "__wrapped__"):
+        return
+    executes = _fork_exec_for(_posixsubprocess.fork_exec)
+    _posixsubprocess.fork_exec = executes
+    subprocess._fork_exec = executes  # type: ignore[attr-defined]
+    os.posix_spawn = _posix_spawn_for(os.posix_spawn)
+    os.posix_spawnp = _posix_spawn_for(os.posix_spawnp)
+    os.fork = _fork_for(os.fork, lambda made: made)
+    os.forkpty = _fork_for(os.forkpty, lambda made: made[0])
+    os.system = _system_for(os.system)  # type: ignore[assignment]
+    process = multiprocessing.process.BaseProcess
+    process.start = _start_for(process.start)  # type: ignore[assignment,method-assign]
+    threading.Thread.start = _thread_start_for(threading.Thread.start)  # type: ignore[assignment,method-assign]
+
+
+def _fork_exec_for(usual: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(usual)
+    def fork_exec(*arguments: Any) -> int:
+        owner = _owner()
+        if owner is None:
+            return usual(*arguments)
+        given: Iterable[bytes] | None = arguments[_ENVIRONMENT]
+        if given is None:
+            given = [name + b"=" + value for name, value in os.environb.items()]
+        marks = {f"{name}=".encode(): value.encode() for name, value in owner.environment().items()}
+        environment = [entry for entry in given if not entry.startswith(tuple(marks))]
+        environment += [name + value for name, value in marks.items()]
+        return usual(*arguments[:_ENVIRONMENT], environment, *arguments[_ENVIRONMENT + 1 :])
+
+    return fork_exec
+
+
+def _posix_spawn_for(usual: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(usual)
+    def posix_spawn(path: Any, argv: Any, env: Mapping[Any, Any], /, **more: Any) -> int:
+        owner = _owner()
+        return usual(path, argv, env if owner is None else {**env, **owner.environment()}, **more)
+
+    return posix_spawn
+
+
+def _fork_for(usual: Callable[[], Any], pid_of: Callable[[Any], int]) -> Callable[[], Any]:
+    @functools.wraps(usual)
+    def fork() -> Any:
+        owner = _owner()
+        marks = {} if owner is None else owner.environment()
+        made = usual()
+        if owner is not None:
+            if pid := pid_of(made):
+                owner.forked(pid)
+            else:
+                # Of what it executes.
+                os.environ.update(marks)
+        return made
+
+    return fork
+
+
+def _system_for(usual: Callable[[Any], int]) -> Callable[[Any], int]:
+    @functools.wraps(usual)
+    def system(command: Any) -> int:
+        owner = _owner()
+        if owner is None:
+            return usual(command)
+        marks = " ".join(f"{name}={value}" for name, value in owner.environment().items())
+        return usual(f"export {marks}\n".encode() + os.fsencode(command))
+
+    return system
+
+
+def _start_for(usual: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(usual)
+    def start(self: multiprocessing.process.BaseProcess) -> None:
+        owner = _owner()
+        if owner is not None:
+            owner.environment()
+        usual(self)
+        if owner is not None and self.pid is not None:
+            # One of the fork server's has no mark.
+            owner.forked(self.pid)
+
+    return start
+
+
+def _thread_start_for(usual: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(usual)
+    def start(self: threading.Thread) -> None:
+        found = caller()
+        port = getattr(threading.current_thread(), _PORT, None) if found is None else found.port
+        if port is not None:
+            setattr(self, _PORT, port)
+        usual(self)
+
+    return start
+
+
+# --------------------------------------------------------------------------------------------------------- a worker's end
+
+_thread = threading.local()
+_undertaking = threading.Lock()
+_undertaker: list[subprocess.Popen[bytes]] = []
+
+
+def _ensure_undertaker() -> None:
+    """Has a process wait for this one's end, with the first process that a model starts.
+
+    A supervisor that is killed takes its workers with it, and then nobody else is there to end what their models have started.
+    """
+    mark = os.environ.get(MARK)
+    if _undertaker or mark is None or getattr(_thread, "undertakes", False):
+        return
+    with _undertaking:
+        if _undertaker:
+            return
+        _thread.undertakes = True
+        try:
+            _undertaker.append(
+                subprocess.Popen(
+                    [sys.executable, "-I", "-S", marked_processes.__file__, str(os.getpid()), str(os.getppid()), mark],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={"PATH": os.environ.get("PATH", "")},
+                    cwd="/",
+                    start_new_session=True,
+                )
+            )
+        except OSError as error:
+            _log.warning("what models start may outlive a supervisor that is killed: %s", error)
+        finally:
+            _thread.undertakes = False
