@@ -112,6 +112,25 @@ def test_names_repositories_and_versions(tmp_path: Path) -> None:
         repository.scan([tmp_path / "three"])
 
 
+def test_what_is_the_same_but_for_the_number_of_instances(tmp_path: Path) -> None:
+    """Whatever file says it; everything else is a change, of the configuration and of the files."""
+    model = write_model(tmp_path, "m")
+
+    def content(config: str) -> str:
+        (model / "config.pbtxt").write_text(config)
+        return repository.poll(model).content
+
+    before = repository.poll(model).content
+    assert content("") == content("instance_group [ { count: 3 } ]") == before
+    two = content("instance_group [ { count: 1 }, { count: 2 } ]")
+    assert content("instance_group [ { count: 2 }, { count: 2 } ]") == two != before
+    assert content("instance_group [ { count: 1 kind: KIND_CPU } ]") not in (before, two)
+    assert content("max_batch_size: 4") != before
+    (model / "1" / "weights").write_text("1")
+    assert content("") != before
+    assert repository.poll(model).load(1).content == content("")
+
+
 def test_fingerprints(tmp_path: Path) -> None:
     model = write_model(tmp_path, "m")
     before = repository.poll(model).fingerprint
