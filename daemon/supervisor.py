@@ -112,8 +112,6 @@ class Supervisor:
         self._leftovers = Leftovers()
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()
-        #: The readiness that the log has told last.
-        self._told = Readiness()
         self._fronts = Fronts(
             {"http": programs.http, "grpc": programs.grpc},
             self._in_force,
@@ -136,6 +134,7 @@ class Supervisor:
         self._models = Models(
             options, workers.by_incarnation, self._model_changed, lambda: workers.devices, self._isolate
         )
+        self._served_models = model_list.ServedModels(self._models)
         each = options.workers.devices_per_worker
         self._regions = RegionRegistry(options.regions, workers.ready, lambda: workers.devices, publish, each)
         self._log_settings = LogSettings(options.log, self._log_changed)
@@ -242,7 +241,8 @@ class Supervisor:
             return
         self.phase = Phase.SERVING
         self._notifier.ready(self._summary())
-        self._log_readiness()
+        self._log_readiness(self._summary())
+        self._served_models.change()  # which that line says
         served = self._models.lifecycle.ready_models()
         url = next((url for url in self._fronts.urls("http") if url.startswith("http:")), None)
         if url and served:
@@ -256,8 +256,8 @@ class Supervisor:
     def _summary(self) -> str:
         return model_list.summary(self._models, (worker.device for worker in self._workers.ready()))
 
-    def _log_readiness(self) -> None:
-        _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", self._summary())
+    def _log_readiness(self, line: str) -> None:
+        _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", line)
 
     def _model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
         self._fronts.publish(record)
@@ -266,10 +266,8 @@ class Supervisor:
                 record.wanted - record.unserved, record.wanted, record.at
             ) if record.at else self._bar.clear()
         if isinstance(record, Readiness) and self.phase is Phase.SERVING:
-            # How far a load is stands in the worker's log.
-            if self._told != (told := msgspec.structs.replace(record, at="")):
-                self._told = told
-                self._log_readiness()
+            if line := self._served_models.change():
+                self._log_readiness(line)
             self._notifier.status(self._summary())
 
     # ---------------------------------------------------------------------------------------------------------- records

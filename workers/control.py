@@ -208,7 +208,7 @@ class Control:
                 sticky=outcome.sticky,
                 streams=outcome.streams,
                 joins=outcome.stepped is not None and outcome.stepped.gather == "concat",
-                judges=outcome.own_readiness is not None,
+                judges=outcome.is_ready_calls is not None,
                 footprint=outcome.footprint,
             )
         )
@@ -278,7 +278,7 @@ class Control:
         def answered(ready: bool) -> None:
             self._channel.put(Reply(call.call_id, result=b"true" if ready else b"false"))
 
-        found = self._models.find(operation.name, operation.version).loaded.own_readiness
+        found = self._models.find(operation.name, operation.version).loaded.is_ready_calls
         if found is None:
             answered(True)
         else:

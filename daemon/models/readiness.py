@@ -17,6 +17,8 @@ from tensord.shm.progress import Readiness
 
 #: More models are only counted: a sentence stays one.
 _MAX_NAMES = 20
+#: Why a model is not served that is on its way.
+_LOADING = "loading"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,11 @@ class Standing:
     failed: bool
     #: What it failed for is a device that others do not need.
     stranded: bool = False
+
+    @property
+    def loads(self) -> bool:
+        """Whether all that it waits for is its load."""
+        return self.reason == _LOADING
 
 
 def standings(
@@ -61,7 +68,7 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
         return Standing(name, served, reason, failed=len(failed) == len(missing), stranded=stranded)
     if missing or not served:
         waits = any(version.state is VersionState.READY for _, version in missing)
-        return Standing(name, served, "its workers are being replaced" if waits else "loading", failed=False)
+        return Standing(name, served, "its workers are being replaced" if waits else _LOADING, failed=False)
     return Standing(name, served, "", failed=False)
 
 

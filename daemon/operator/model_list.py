@@ -7,8 +7,40 @@ from typing import Any
 
 from tensord.daemon.models.changes import Models
 
-#: The line comes after every load: of many models the first, by name, are enough.
+#: Of many models the first, by name, are enough.
 _MAX_NAMED = 8
+
+
+class ServedModels:
+    """The models that are served and that are not, as the log was told last: after the start each change is one short line."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._ready = False
+        #: Every model that should be served, and whether it is.
+        self._told: dict[str, bool] = {}
+
+    def change(self) -> str:
+        """Returns a line that says what is new, once; "": nothing. A name that loads for the first time is no news before it is
+        served, or cannot be."""
+        standings, ready = self._models.standings(), self._models.readiness.ready
+        now = {
+            model.name: bool(model.served)
+            for model in standings
+            if model.served or model.name in self._told or not model.loads
+        }
+        told, self._told = self._told, now
+        before, self._ready = self._ready, ready
+        news = [
+            ("served now", [name for name, served in now.items() if served and not told.get(name)]),
+            ("not served now", [name for name, served in now.items() if not served and told.get(name, True)]),
+            ("gone", [name for name in told if name not in now]),
+        ]
+        said = [f"{what}: {_listed(names)}" for what, names in news if names]
+        if not said and ready == before:
+            return ""
+        count = f"{sum(bool(model.served) for model in standings)} of {len(standings)} models are served"
+        return "; ".join([f"{'ready' if ready else 'not ready'}: {count}", *said])
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:
@@ -21,11 +53,15 @@ def summary(models: Models, devices: Iterable[str]) -> str:
     }
     served = {name: numbers for name, numbers in found.items() if numbers}
     named = [f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items()]
-    more = [f"{len(named) - _MAX_NAMED} more"] if len(named) > _MAX_NAMED else []
-    listed = ", ".join([*named[:_MAX_NAMED], *more]) or "none"
+    listed = _listed(named) or "none"
     ready, missing = "ready" if models.readiness.ready else "not ready", models.readiness.sentence()
     line = f"{ready}: {len(served)} models ({listed}) on {', '.join(devices) or 'no worker'}"
     return f"{line}; {missing}" if missing else line
+
+
+def _listed(names: list[str]) -> str:
+    more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
+    return ", ".join([*names[:_MAX_NAMED], *more])
 
 
 def of_models(models: Models) -> dict[str, Any]:

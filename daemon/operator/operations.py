@@ -11,7 +11,7 @@ import msgspec
 from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.models import statistics
 from tensord.daemon.models.changes import Models
-from tensord.daemon.models.own_readiness import OwnReadiness
+from tensord.daemon.models.readiness_query import ReadinessQuery
 from tensord.daemon.processes.child import Worker
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.daemon.tracing.trace_settings import TraceSettings
@@ -59,7 +59,7 @@ class Operations:
         self._logs = logs
         self._traces = traces
         self._workers = workers
-        self._own_readiness = OwnReadiness(models.lifecycle, workers)
+        self._readiness_query = ReadinessQuery(models.lifecycle, workers)
         self._settled = settled
 
     async def reply(self, call: Call, end: int = -1) -> Reply:
@@ -103,12 +103,12 @@ class Operations:
                 with self._models.ensembles.waits.waiting(operation.within, operation.name):
                     await self._models.load(operation)
             case ModelReady(name, version):
-                return msgspec.json.encode(await self._own_readiness.is_ready(name, version))
+                return msgspec.json.encode(await self._readiness_query.is_ready(name, version))
             case UnloadModel(name, dependents):
                 self._models.unload(name, dependents)
             case RepositoryIndex(ready, detailed):
                 index = await self._models.index(ready, detailed)
-                return msgspec.json.encode(await self._own_readiness.listed(index, ready))
+                return msgspec.json.encode(await self._readiness_query.listed(index, ready))
             case ModelStatistics():
                 return await self._statistics(operation)
             case RegisterSystemRegion() | RegisterCudaRegion():

@@ -84,7 +84,7 @@ def test_one_count_everywhere(start_daemon: Start, tmp_path: Path) -> None:
     told = tensorctl_status(control)
     assert (told["ready"], told["not_served"]) == (True, [])
     assert scrape(daemon.metrics_url).of("tensord_model_served", "model") == {"scale": 1}
-    daemon.wait_log(rf"\] ready: 1 models \(scale 1\) on {daemon.platform}:0\n")
+    daemon.wait_log(r"\] ready: 1 of 1 models are served; gone: ")
 
 
 def test_a_bad_new_version_takes_no_host_out(start_daemon: Start, tmp_path: Path) -> None:
@@ -139,6 +139,33 @@ def test_a_new_name_takes_no_host_out(start_daemon: Start, tmp_path: Path) -> No
     worker.kill()
     daemon.wait_log("the worker on .* is gone")
     assert daemon.get("/v2/health/ready") == (200, b'{"ready":true}')
+
+
+def test_after_the_start_the_log_says_what_is_new(start_daemon: Start, tmp_path: Path) -> None:
+    """
+    1. Of nine models one is broken at the start; it is edited twice, and good then. 2. Another comes, is edited, and goes.
+    Result: one short line for each that is served now or no longer, none for a load that changes nothing; no other is named.
+    """
+    models, declared = tmp_path / "models", "inputs = outputs = {'x': 'FP32[1]'}\nhost = True\n"
+    good = declared + "def create(path, config, device):\n    return (lambda params, inputs: inputs), None\n"
+    for number in range(8):
+        write_model(models, f"ordinary{number}", good)
+    write_model(models, "edited", declared + BROKEN)
+    daemon = start_daemon(models, repository={"control_mode": "poll", "poll_interval": 0.2})
+    daemon.wait_log(r"\] not ready: 8 models \(ordinary0 1, .*; 1 of 9 models are not served: edited\n")
+    write_model(models, "edited", declared + "# still\n" + BROKEN)
+    daemon.wait_log(r"(?s)'edited' version 1 failed to load.*'edited' version 1 failed to load")
+    write_model(models, "edited", good)
+    daemon.wait_log(r"\] ready: 9 of 9 models are served; served now: edited\n")
+    write_model(models, "late", good)
+    daemon.wait_log(r"\] ready: 10 of 10 models are served; served now: late\n")
+    write_model(models, "late", "# again\n" + good)
+    daemon.wait_log(r"(?s)'late' version 1 is loaded.*'late' version 1 is loaded")
+    shutil.rmtree(models / "late")
+    daemon.wait_log(r"\] ready: 9 of 9 models are served; gone: late\n")
+    said = [line for line in daemon.log.splitlines() if "ready: " in line]
+    assert len(said) == 4
+    assert not any("ordinary" in line for line in said[1:])
 
 
 def test_what_is_required_alone_is_waited_for(start_daemon: Start, tmp_path: Path) -> None:

@@ -65,10 +65,10 @@ from tensord.workers.models.generator_model import GeneratorModel
 from tensord.workers.models.host_model import HostModel
 from tensord.workers.models.instance import Instance, Instantiated
 from tensord.workers.models.instance_maker import InstanceMaker
+from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.jitted_instance import JittedInstance
 from tensord.workers.models.loaded_model import LoadedModel
-from tensord.workers.models.own_readiness import OwnReadiness
 from tensord.workers.models.python_model import PythonModel, auto_complete
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.models.warmup import prepared_samples
@@ -300,7 +300,7 @@ class Loader:
         stepped: SteppedModel | None = None
         instances: tuple[Instance, ...] = ()
         maker: InstanceMaker | None = None
-        own_readiness: OwnReadiness | None = None
+        is_ready_calls: IsReadyCalls | None = None
         if steps is not None:
             with self._compiling(progress):
                 stepped = self._load_stepped(record, message, module, taken, steps, asked, flags, progress)
@@ -310,10 +310,10 @@ class Loader:
                 raise InvalidArgument(
                     f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
                 )
-            own_readiness = OwnReadiness.of(module, record.name, self._starting.inbox)
+            is_ready_calls = IsReadyCalls.of(module, record.name, self._starting.inbox)
             kind = "CPU" if self._gpu is None else "GPU"
             python = functools.partial(
-                PythonModel.maker, record, module, described, kind, imports.port, sequences, own_readiness
+                PythonModel.maker, record, module, described, kind, imports.port, sequences, is_ready_calls
             )
             maker = InstanceMaker(
                 lambda configuration, _: python(configuration),
@@ -343,7 +343,7 @@ class Loader:
             batch_rules(message),
             imports,
             cached=message.response_cache.enable,
-            own_readiness=own_readiness,
+            is_ready_calls=is_ready_calls,
             sees_outputs=message.backend == "python",
             ordered=model_config.is_ordered(message),
             passive=tuple(instance for instance in instances if instance.passive),

@@ -11,8 +11,8 @@ from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.models.instance import Instance
 from tensord.workers.models.instance_maker import InstanceMaker
+from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.jax_model import JaxModel
-from tensord.workers.models.own_readiness import OwnReadiness
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
@@ -61,7 +61,7 @@ class LoadedModel:
     #: Whether that is to be one program; then ``jitted`` runs it.
     fuses: bool = False
     #: Of a model that says itself whether it is ready.
-    own_readiness: OwnReadiness | None = None
+    is_ready_calls: IsReadyCalls | None = None
     #: What it takes.
     footprint: Footprint = field(default_factory=Footprint)
     #: What asked for it, and how further instances of it are made; None: another number of instances is another load.

@@ -96,7 +96,7 @@ class ModelTable:
     def vouches(self, name: str, number: int) -> bool:
         """Whether it takes requests here, and nobody else need be asked; for any thread."""
         found = self._found.get((name, number))
-        return found is not None and found.loaded.own_readiness is None
+        return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> None:
         """Moves draining versions on; called once a turn."""

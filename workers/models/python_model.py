@@ -29,8 +29,8 @@ from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.models.author_error import describe_exception
 from tensord.workers.models.declared_outputs import DeclaredOutputs
 from tensord.workers.models.execution import Execution, own_failure
+from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.outlet import PythonOutlet
-from tensord.workers.models.own_readiness import OwnReadiness
 from tensord.workers.python_backend import interface
 from tensord.workers.python_backend.response import parameters_of
 from tensord.workers.requests.request import Request, controls_of, named
@@ -80,7 +80,7 @@ class PythonModel:
         kind: str,
         port: ModelPort,
         sequences: SequencePlan | None = None,
-        readiness: OwnReadiness | None = None,
+        readiness: IsReadyCalls | None = None,
     ) -> None:
         """``sequences``: of a model that has some. ``readiness``: of one that says itself whether it is ready."""
         self._readiness = readiness
@@ -111,7 +111,7 @@ class PythonModel:
         kind: str,
         port: ModelPort,
         sequences: SequencePlan | None,
-        readiness: OwnReadiness | None,
+        readiness: IsReadyCalls | None,
         message: ModelConfig,
     ) -> Callable[[str], PythonModel]:
         """What makes each of a version's instances, by its name. Raises InvalidArgument: a parameter says what it cannot."""

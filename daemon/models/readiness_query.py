@@ -31,8 +31,8 @@ class Worker(Protocol):
         """The result, and descriptors that are the caller's."""
 
 
-class OwnReadiness:
-    """Belongs to the supervisor's loop."""
+class ReadinessQuery:
+    """Asks the workers whether their models say that they are ready. Belongs to the supervisor's loop."""
 
     def __init__(self, lifecycle: Lifecycle, workers: Callable[[], Sequence[Worker]]) -> None:
         """``workers``: those that are ready for calls."""

@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 _SECONDS = 5.0
 
 
-class OwnReadiness:
-    """Asks a version's instances for their readiness. ``join`` and ``leave`` are for their threads, the rest for the loop."""
+class IsReadyCalls:
+    """Calls ``is_ready()`` of a version's instances. ``join`` and ``leave`` are for their threads, the rest for the loop."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class OwnReadiness:
         self._timer: threading.Timer | None = None
 
     @classmethod
-    def of(cls, module: ModuleType, name: str, inbox: Inbox) -> OwnReadiness | None:
+    def of(cls, module: ModuleType, name: str, inbox: Inbox) -> IsReadyCalls | None:
         """Makes one for a Triton Python model that has ``is_ready``, else returns None."""
         return cls(name, inbox) if hasattr(module.TritonPythonModel, "is_ready") else None
 
@@ -85,4 +85,4 @@ class OwnReadiness:
             answered(ready)
 
     def __repr__(self) -> str:
-        return f"<OwnReadiness of {self._name} {'asked' if self._thread else 'idle'}>"
+        return f"<IsReadyCalls of {self._name} {'asked' if self._thread else 'idle'}>"
