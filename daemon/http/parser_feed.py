@@ -71,10 +71,6 @@ class ParserFeed:
         """Gives it to the parser, as far as it goes in this turn. ``between``: a message begins with it."""
         order, messages = self._order, self.messages
         messages.begun = 0
-        if between and data[:1] == b"\n":
-            # The parser would pass over it.
-            order.refuse(400, "malformed HTTP request")
-            return
         while not order.closing:
             try:
                 if between and len(data) <= _PIECE and _find_coding(data) is None:

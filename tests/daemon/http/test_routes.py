@@ -140,12 +140,18 @@ def test_head_is_refused_elsewhere(client: Client) -> None:
     assert b"GET\r\n" in head
 
 
-def test_a_line_feed_is_no_empty_line(client: Client) -> None:
-    """An empty line before a request is passed over, as RFC 9112 wants it; a line feed alone is refused like any other."""
-    client.send(b"\r\nGET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
-    client._until(b"}")
-    client.send(b"\nGET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+@pytest.mark.parametrize("empty", [b"\r\n", b"\n", b"\n\r\n", b"\r\n\n"])
+def test_empty_lines_before_a_request_are_passed_over(client: Client, empty: bytes) -> None:
+    """Also as a line feed alone, wherever the packets end: before the first request, with the next one, behind the last, alone."""
+    asked = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    for packets in ([empty + asked + empty + asked], [empty + asked], [asked + empty, asked], [empty, asked]):
+        for packet in packets:
+            client.send(packet)
+            for _ in range(packet.count(asked)):
+                assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+                client._until(b"}")
+    # A line feed within a head ends nothing.
+    client.send(asked.replace(b"\r\nHost", b"\nHost"))
     assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
