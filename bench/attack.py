@@ -4,7 +4,9 @@ Each attack of ``bench/attackers`` runs for some seconds, in a process of its ow
 an ordinary client of each protocol goes on with small requests (bench/bystander.py). A line for each attack: the others' answers,
 those that failed or were wrong, their worst wait over HTTP and gRPC, and what each process held at first and some seconds after.
 The first line is without an attack: the machine by itself. At the end a body as large as may be is answered, which needs the
-arenas to be free, and the log is searched for tracebacks. Exit status 1: an answer was wrong, a request failed, or there is one.
+arenas to be free, and the log is searched for tracebacks. Then comes one trial of each attack where arenas are small, with its
+own table (bench/small_arenas.py). Exit status 1: an answer was wrong, a request failed, there is a traceback, or a trial of the
+second part did not hold.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 import tritonclient.http as httpclient
 
+from bench import small_arenas
 from bench.attackers.catalogue import ATTACKS
 from bench.footprint import Footprint, footprints
 from bench.helper import helper, report, reports
@@ -89,7 +92,10 @@ def main() -> int:
         prog="bench.attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="by name, comma-separated; all by default")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of each")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each; 0: only where arenas are small")
+    parser.add_argument(
+        "--trial", type=float, default=4.0, help="length of each where arenas are small; 0: none of these"
+    )
     parser.add_argument("--settle", type=float, default=5.0, help="seconds after it before the daemon is looked at")
     parser.add_argument("--log", type=Path, default=Path("/tmp/bench-attack.log"), help="where the daemon's log goes")
     arguments = parser.parse_args()
@@ -97,22 +103,28 @@ def main() -> int:
     for name in names:
         if name not in ATTACKS:
             parser.error(f"no attack '{name}', there are {', '.join(ATTACKS)}")
-    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
-    command += [f"--http-port={_HTTP.rpartition(':')[2]}", f"--grpc-port={_GRPC.rpartition(':')[2]}"]
+    status = _default_bounds(names, arguments.seconds, arguments.settle, arguments.log) if arguments.seconds else 0
+    if arguments.trial and small_arenas.run(names, arguments.trial, arguments.log):
+        status = 1
+    return status
+
+
+def _default_bounds(names: list[str], seconds: float, settle: float, log: Path) -> int:
+    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/attackers/serve.toml"]
     noticed = 0
     print("| attack | others' answers | failed or wrong | worst wait, ms: http | grpc | attacker |")
     print("| --- | --- | --- | --- | --- | --- |")
-    with serving(command, _HTTP, arguments.log) as pid:
+    with serving(command, _HTTP, log) as pid:
         warm(_HTTP, _GRPC)
         first = footprints(pid)
         for name in (None, *names):
-            outcome = attack(name, _HTTP, _GRPC, arguments.seconds)
+            outcome = attack(name, _HTTP, _GRPC, seconds)
             noticed += outcome.noticed
             print(_line(name, outcome), flush=True)
-            time.sleep(arguments.settle)
+            time.sleep(settle)
             print(_held(first, footprints(pid)), flush=True)
         whole = largest_is_answered(_HTTP)
-    tracebacks = arguments.log.read_text(errors="replace").count("Traceback")
+    tracebacks = log.read_text(errors="replace").count("Traceback")
     print(f"\nlargest body answered: {whole}; tracebacks in the log: {tracebacks}; others' failed or wrong: {noticed}")
     return int(noticed > 0 or tracebacks > 0 or not whole)
 

@@ -1,4 +1,5 @@
-"""An ordinary client beside others' load: ``python -m bench.bystander http|grpc ADDRESS small|mixed``, until its input ends.
+"""An ordinary client beside others' load: ``python -m bench.bystander http|grpc ADDRESS small|mixed|mebibyte [HOST]``, until its
+input ends. HOST: the address that it comes from.
 
 One request after the other (bench/mixture.py) on a kept connection that is opened anew every fifty requests; each answer is
 compared. Prints one JSON object: ``answers`` that were right, ``failures`` by what was said or wrong, and ``worst_ms`` and
@@ -25,7 +26,7 @@ import tritonclient.http as httpclient
 from bench.closed_loop import Connection
 from bench.grpc_connection import GrpcConnection
 from bench.helper import leaves_blocks, object_name
-from bench.mixture import Exchange, mixed, small
+from bench.mixture import Exchange, mebibyte, mixed, small
 
 _REQUESTS_A_CONNECTION = 50
 #: A daemon that says nothing for so long has lost the request.
@@ -37,7 +38,8 @@ _PAUSE = 0.002
 class Bystander:
     """One client of one protocol."""
 
-    def __init__(self, protocol: str, address: str, exchanges: Iterator[Exchange]) -> None:
+    def __init__(self, protocol: str, address: str, exchanges: Iterator[Exchange], comes_from: str = "") -> None:
+        self._comes_from = comes_from
         self._kind = GrpcConnection if protocol == "grpc" else Connection
         host, port = address.rsplit(":", 1)
         self._address = (host, int(port))
@@ -85,7 +87,7 @@ class Bystander:
         """Raises OSError: the connection is lost.  AssertionError: not the right answer."""
         if not self._left:
             self.close()
-            self._connection, self._left = self._kind(self._address), _REQUESTS_A_CONNECTION
+            self._connection, self._left = self._kind(self._address, self._comes_from), _REQUESTS_A_CONNECTION
             self._connection.socket.settimeout(_PATIENCE)
         assert self._connection is not None
         self._left -= 1
@@ -103,9 +105,9 @@ class Bystander:
 
 @contextlib.contextmanager
 def requests(protocol: str, address: str, kind: str) -> Iterator[Iterator[Exchange]]:
-    """What it sends. ``kind``: "small", or "mixed" with a region that is registered while the block runs, over its protocol."""
-    if kind == "small":
-        yield small(protocol)
+    """What it sends. ``kind``: "small", "mebibyte", or "mixed" with a region that is registered while the block runs."""
+    if kind != "mixed":
+        yield {"small": small, "mebibyte": mebibyte}[kind](protocol)
         return
     library = grpcclient if protocol == "grpc" else httpclient
     name = object_name()
@@ -121,11 +123,11 @@ def requests(protocol: str, address: str, kind: str) -> Iterator[Iterator[Exchan
             path.unlink(missing_ok=True)
 
 
-def main(protocol: str, address: str, kind: str) -> None:
+def main(protocol: str, address: str, kind: str, comes_from: str = "") -> None:
     """Asks until standard input ends."""
     with requests(protocol, address, kind) as exchanges:
-        bystander = Bystander(protocol, address, exchanges)
-        pause = _PAUSE if kind == "small" else 0.0
+        bystander = Bystander(protocol, address, exchanges, comes_from)
+        pause = 0.0 if kind == "mixed" else _PAUSE
         while not select.select([sys.stdin], [], [], pause)[0]:
             bystander.ask()
         bystander.close()

@@ -21,8 +21,9 @@ import numpy as np
 class Connection:
     """One keep-alive HTTP connection and the answer it is reading."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.socket = socket.create_connection(address)
+    def __init__(self, address: tuple[str, int], host: str = "") -> None:
+        """``host``: the address that it comes from; "": as the kernel chooses."""
+        self.socket = socket.create_connection(address, source_address=(host, 0) if host else None)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.received = bytearray()
         self.needed = 0

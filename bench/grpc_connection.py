@@ -94,8 +94,8 @@ def headers(method: str, stream: int) -> bytes:
 class GrpcConnection(Connection):
     """One HTTP/2 connection; ``received`` is the message of the answer it is reading, with its prefix."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        super().__init__(address)
+    def __init__(self, address: tuple[str, int], host: str = "") -> None:
+        super().__init__(address, host)
         self.socket.sendall(HELLO)
         #: The last call's.
         self._stream = -1

@@ -62,6 +62,15 @@ def small(protocol: str) -> Iterator[Exchange]:
         yield Exchange(build("addsub", [("INPUT0", a), ("INPUT1", b)], "OUTPUT0"), (a + b).tobytes())
 
 
+def mebibyte(protocol: str) -> Iterator[Exchange]:
+    """The same tensor of a MiB each time, there and back."""
+    values = np.random.default_rng().random(1 << 18, np.float32)
+    build = grpc_infer_request if protocol == "grpc" else infer_request
+    exchange = Exchange(build("identity", [("INPUT0", values)], "OUTPUT0"), values.tobytes())
+    while True:
+        yield exchange
+
+
 def mixed(protocol: str, region: str, values: np.ndarray) -> Iterator[Exchange]:
     """All kinds. ``region``: a registered one that begins with ``values``, FP32[N]."""
     build = grpc_infer_request if protocol == "grpc" else infer_request

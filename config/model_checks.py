@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from tensord.config import ensemble_checks, isolation, model_fields, ragged_checks, sequence_checks, state_checks
@@ -29,11 +29,12 @@ _MAX_SIZE = 1 << 31
 STRICT_OUTPUTS = "strict_outputs"
 
 
-def check(message: ModelConfig, *, whole: bool = False) -> None:
+def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str] = ()) -> None:
     """Everything that can be wrong between the fields.
 
     Args:
       whole: also what only a completed configuration must say: a known backend, and a datatype and dims for every tensor.
+      scalars: tensors of which the model itself declares that they have no dims, which a configuration alone cannot say.
     Raises: InvalidArgument, Unsupported: the first finding, naming the model and the values.
     """
     name = message.name
@@ -55,7 +56,7 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     batches = message.max_batch_size > 0
     for kind, tensors in (("input", message.input), ("output", message.output)):
         for tensor in tensors:
-            _check_tensor(f"model '{name}': {kind} '{tensor.name}'", tensor, batches, whole)
+            _check_tensor(f"model '{name}': {kind} '{tensor.name}'", tensor, batches, whole, tensor.name in scalars)
         _check_unique(f"model '{name}': {kind}", [tensor.name for tensor in tensors])
     for tensor in message.output:
         _check_file_name(f"model '{name}': label_filename of output '{tensor.name}'", tensor.label_filename)
@@ -73,7 +74,7 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     isolation.check(message)
 
 
-def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool) -> None:
+def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool, scalar: bool) -> None:
     if not tensor.name:
         raise InvalidArgument(f"{what}: 'name' is missing")
     if tensor.data_type or whole:
@@ -82,8 +83,10 @@ def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool) -> None:
             from_model_config(data_type_name(tensor))
         except InvalidArgument:
             raise InvalidArgument(f"{what}: 'data_type' is missing or unknown") from None
-    if whole and not tensor.dims and not batches and not tensor.HasField("reshape"):
-        raise InvalidArgument(f"{what}: 'dims' is missing; without max_batch_size a single number has dims [1]")
+    if whole and not (tensor.dims or batches or scalar or tensor.HasField("reshape")):
+        raise InvalidArgument(
+            f"{what}: 'dims' is missing; without max_batch_size a single number has dims [1], or model.py says so, as in 'FP32[]'"
+        )
     for dims in (tensor.dims, tensor.reshape.shape):
         if len(dims) > MAX_RANK:
             raise InvalidArgument(f"{what}: {len(dims)} dims given, at most {MAX_RANK} are allowed")

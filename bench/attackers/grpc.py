@@ -14,7 +14,7 @@ import hpack
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from bench.attackers.target import Target, drain, pile_up
+from bench.attackers.target import Target, burst, drain, pile_up
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.response_codec import varint
 
@@ -24,6 +24,8 @@ _MIB = 1 << 20
 _LARGE = 16 * _MIB
 #: What one flood sends at a time.
 _BURST = 16384
+#: Of each of many answers that nobody takes.
+_BURST_ANSWER = 4_000_000
 
 
 def huge_deadlines(target: Target) -> None:
@@ -59,7 +61,7 @@ def no_window_and_stays(target: Target) -> None:
     """Two connections that ask for many answers of 16 MiB and grant nothing."""
     no_window = ((frames.INITIAL_WINDOW_SIZE, 0),)
     with contextlib.ExitStack() as stack:
-        message = _prefixed(_large_answer(stack.enter_context(target.region(_LARGE))))
+        message = _prefixed(_large_answer(stack.enter_context(target.region(_LARGE)), _LARGE))
         connections: list[socket.socket] = []
         number = 1
         while target.going_on():
@@ -80,6 +82,14 @@ def no_window_and_stays(target: Target) -> None:
             time.sleep(0.01)
         for connection in connections:
             connection.close()
+
+
+def unread_bursts(target: Target) -> None:
+    """200 connections that each ask for an answer of 4 MB, all in one moment, and grant nothing."""
+    no_window = ((frames.INITIAL_WINDOW_SIZE, 0),)
+    with target.region(_BURST_ANSWER) as region:
+        call = _call(1, _prefixed(_large_answer(region, _BURST_ANSWER)))
+        burst(target, lambda: target.grpc_socket(no_window), call, 200)
 
 
 def dribbled_messages(target: Target) -> None:
@@ -208,11 +218,11 @@ def many_entries(target: Target) -> None:
                     target.count(f"{name} {error.code().name}")  # type: ignore[attr-defined]
 
 
-def _large_answer(region: str) -> bytes:
+def _large_answer(region: str, byte_size: int) -> bytes:
     """A ModelInferRequest whose input lies in a region and whose answer has to be sent."""
-    tensor = service_pb2.ModelInferRequest.InferInputTensor(name="INPUT0", datatype="FP32", shape=[_LARGE // 4])
+    tensor = service_pb2.ModelInferRequest.InferInputTensor(name="INPUT0", datatype="FP32", shape=[byte_size // 4])
     tensor.parameters["shared_memory_region"].string_param = region
-    tensor.parameters["shared_memory_byte_size"].int64_param = _LARGE
+    tensor.parameters["shared_memory_byte_size"].int64_param = byte_size
     return bytes(service_pb2.ModelInferRequest(model_name="identity", inputs=[tensor]).SerializeToString())
 
 
@@ -248,6 +258,7 @@ def _call(number: int, message: bytes, *more: tuple[str, str]) -> bytes:
 ATTACKS: dict[str, Callable[[Target], None]] = {
     "grpc-huge-deadlines": huge_deadlines,
     "grpc-no-window-and-gone": no_window_and_gone,
+    "grpc-unread-bursts": unread_bursts,
     "grpc-no-window-and-stays": no_window_and_stays,
     "grpc-dribbled-messages": dribbled_messages,
     "grpc-half-frames": half_frames,

@@ -9,17 +9,19 @@ import socket
 import time
 from collections.abc import Callable
 
-from bench.attackers.target import Target, drain, pile_up
+from bench.attackers.target import Target, burst, drain, pile_up
 
 _MIB = 1 << 20
 #: Of an answer.
 _LARGE = 16 * _MIB
+#: Of each of many answers that nobody reads.
+_BURST_ANSWER = 4_000_000
 
 
 def unread_answers(target: Target) -> None:
     """Four connections that ask for answers of 16 MiB one after the other and read none; a new one for each that is cut off."""
     with contextlib.ExitStack() as stack:
-        request = _large_answer(stack.enter_context(target.region(_LARGE)))
+        request = _large_answer(stack.enter_context(target.region(_LARGE)), _LARGE)
         connections: list[socket.socket] = []
         while target.going_on():
             with target.refusals():
@@ -169,10 +171,46 @@ def gone_pipeliners(target: Target) -> None:
             target.count("clients")
 
 
-def _large_answer(region: str) -> bytes:
+def unread_bursts(target: Target) -> None:
+    """200 connections that each ask for an answer of 4 MB, all in one moment, and read nothing."""
+    with target.region(_BURST_ANSWER) as region:
+        burst(target, target.http_socket, _large_answer(region, _BURST_ANSWER), 200)
+
+
+def waiting_bodies(target: Target) -> None:
+    """64 connections that send bodies of a MiB to a model that takes 200 ms for each of them."""
+    values = bytes(1 << 20)
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [len(values) // 4]}
+    head = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": len(values)}}]}).encode()
+    request = b"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n" % len(head)
+    request += b"Content-Length: %d\r\n\r\n" % (len(head) + len(values)) + head + values
+    left: dict[socket.socket, int] = {}
+    while target.going_on():
+        with target.refusals():
+            while len(left) < 64:
+                left[target.http_socket()] = len(request)
+        for connection, size in list(left.items()):
+            try:
+                drain(connection)
+                connection.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    left[connection] = size - connection.send(request[len(request) - size :])
+                if not left[connection]:
+                    left[connection] = len(request)
+                    target.count("bodies")
+            except OSError:
+                target.count("connections lost")
+                del left[connection]
+                connection.close()
+        time.sleep(0.01)
+    for connection in left:
+        connection.close()
+
+
+def _large_answer(region: str, byte_size: int) -> bytes:
     """A request whose input lies in a region and whose answer has to be sent, in one piece with its head."""
-    place = {"shared_memory_region": region, "shared_memory_byte_size": _LARGE}
-    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [_LARGE // 4], "parameters": place}
+    place = {"shared_memory_region": region, "shared_memory_byte_size": byte_size}
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [byte_size // 4], "parameters": place}
     output = {"name": "OUTPUT0", "parameters": {"binary_data": True}}
     body = json.dumps({"inputs": [tensor], "outputs": [output]}).encode()
     return b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
@@ -190,6 +228,8 @@ def _post(target: Target, body: bytes) -> None:
 
 
 ATTACKS: dict[str, Callable[[Target], None]] = {
+    "http-unread-bursts": unread_bursts,
+    "http-waiting-bodies": waiting_bodies,
     "http-unread-answers": unread_answers,
     "http-dribbled-bodies": dribbled_bodies,
     "http-half-heads": half_heads,

@@ -95,6 +95,22 @@ def pile_up(target: Target, connect: Callable[[], socket.socket], count: int) ->
         connection.close()
 
 
+def burst(target: Target, connect: Callable[[], socket.socket], request: bytes, count: int) -> None:
+    """Opens so many connections, sends the request on each of them one right after the other, and keeps them."""
+    connections: list[socket.socket] = []
+    for _ in range(count):
+        with target.refusals():
+            connections.append(connect())
+    for connection in connections:
+        with target.refusals():
+            connection.sendall(request)
+            target.count("requests")
+    while target.going_on():
+        time.sleep(0.05)
+    for connection in connections:
+        connection.close()
+
+
 def drain(connection: socket.socket, at_most: int = 1 << 20) -> int:
     """Takes what there is of answers without waiting; returns its size. Raises ConnectionError: the daemon has hung up."""
     connection.setblocking(False)

@@ -34,11 +34,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     # Large segments that are free are closed at once, so that descriptors are back where they were.
     options = {
         "arenas": {"byte_size": 32 << 20, "keep_byte_size": 0},
-        "repository": {"control_mode": "explicit", "load": ["addsub", "identity"]},
+        "repository": {"control_mode": "explicit", "load": ["addsub", "identity", "slow"]},
     }
+    models = [ROOT / "bench" / "models", ROOT / "bench" / "attackers" / "models"]
     with (
         nothing_left_behind(),
-        DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"], options) as daemon,
+        DaemonProcess(tmp_path_factory.mktemp("daemon"), models, options) as daemon,
     ):
         daemon.wait_ready()
         with bystanders(daemon.url, daemon.grpc_url):

@@ -62,7 +62,7 @@ def declare_streams(message: ModelConfig) -> None:
             f"model '{message.name}': create() returned a generator function, and those have no ragged inputs: "
             "they run one request at a time"
         )
-    model_checks.check(message, whole=True)
+    model_checks.check(message)
 
 
 def choose_buckets(message: ModelConfig, module: ModuleType, described: Signature) -> Buckets:

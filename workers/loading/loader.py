@@ -285,7 +285,8 @@ class Loader:
         steps = declare_steps(message, module) if message.backend == "jax" else None
         run_on = gpus(message, module, len(self._devices), self._gpu)
         model_config.complete(message, run_on)
-        model_checks.check(message, whole=True)
+        scalars = [name for name, declared in axes.items() if not declared]
+        model_checks.check(message, whole=True, scalars=scalars)
         model_checks.check_device(message, self._gpu)
         described = signature(message, axes, read_labels(message, Path(record.model_path)))
         sequences = sequence_plan(message, self._max_queue_size)

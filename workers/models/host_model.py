@@ -68,13 +68,14 @@ class HostModel:
             for name, spec in self._signature.outputs.items()
             if spec.cut_like
         }
-        results: list[Result] = []
-        at = 0
-        for number, request in enumerate(requests):
-            part = {name: array[at : at + request.rows] for name, array in outputs.items()}
-            part |= {name: arrays[number] for name, arrays in cuts.items()}
-            results.append(part if self._signature.batches else outputs)
-            at += request.rows
+        results: list[Result] = [outputs]
+        if self._signature.batches:
+            results, at = [], 0
+            for number, request in enumerate(requests):
+                part = {name: array[at : at + request.rows] for name, array in outputs.items()}
+                part |= {name: arrays[number] for name, arrays in cuts.items()}
+                results.append(part)
+                at += request.rows
         execution.results = results
 
     def _laid_out(self, requests: Sequence[Request]) -> dict[str, Array]:

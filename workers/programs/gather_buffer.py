@@ -36,7 +36,7 @@ class GatherBuffer:
         self._name = name
         self._slots = aligned((slots, *shape), dtype)
         #: The program's argument.
-        self.array = self._slots if lead else self._slots[0]
+        self.array = self._slots if lead else self._slots[0, ...]  # a view, also of a single number
         self._slot_byte_size = self._slots.nbytes // slots
         self._bytes = self._slots.reshape(-1).view(np.uint8).data
 
@@ -92,7 +92,7 @@ class RaggedBuffer:
 def copy_into(part: Array, array: Array) -> None:
     """One copy; what the array does not cover becomes zero. Without a batch dimension the array is the part's one slot."""
     if len(array.shape) < part.ndim:
-        part = part[0]
+        part = part[0, ...]  # a view, also of a single number
     if array.shape != part.shape:
         part[...] = 0
         part[tuple(map(slice, array.shape))] = np.asarray(array)

@@ -142,7 +142,7 @@ def test_head_is_refused_elsewhere(client: Client) -> None:
 
 @pytest.mark.parametrize("empty", [b"\r\n", b"\n", b"\n\r\n", b"\r\n\n"])
 def test_empty_lines_before_a_request_are_passed_over(client: Client, empty: bytes) -> None:
-    """Also as a line feed alone, wherever the packets end: before the first request, with the next one, behind the last, alone."""
+    """Also as a line feed alone, wherever packets end: before the first request, with the next one, behind it, alone."""
     asked = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
     for packets in ([empty + asked + empty + asked], [empty + asked], [asked + empty, asked], [empty, asked]):
         for packet in packets:
