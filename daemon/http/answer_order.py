@@ -52,6 +52,8 @@ class AnswerOrder:
         #: Nothing more is written; the connection ends when everything that was has left.
         self._hung_up = False
         self._refusal: bytes | None = None
+        #: What an answer says of pages of other origins, to the client whose head came last.
+        self.origin_lines = b""
         #: The one whose answer ends the connection because the server stops.
         self._ends_with: Exchange | Cycle | None = None
         #: Since when the body that is arriving has no place, monotonic seconds; 0: it has.
@@ -219,7 +221,7 @@ class AnswerOrder:
     def refuse(self, status: int, message: str) -> None:
         """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
         self.closing = True
-        self._refusal = error_response(status, message, CLOSE)
+        self._refusal = error_response(status, message, CLOSE + self.origin_lines)
         if self.reader is not None:
             # Before the lease that it fills is given back.
             self.reader.stop()

@@ -94,6 +94,8 @@ class Messages:
         # Where it is refused already, the parser goes on to the end of what it was fed. An offered upgrade: see ParserFeed.
         if order.closing or (parser.should_upgrade() and parser.get_method() != b"CONNECT"):
             return
+        if self._serving.cross_origin is not None:
+            order.origin_lines = self._serving.cross_origin.lines(self.headers)
         version = parser.get_http_version()
         refusal = self._check_size() or self._check(version)
         if refusal is not None:
@@ -141,8 +143,8 @@ class Messages:
         serving, order = self._serving, self._order
         keep_alive = bool(self.parser.should_keep_alive())
         head = message_head.infer_head(route, version, keep_alive, self.headers, serving.compression > 0)
-        if serving.cross_origin is not None:
-            head.tell_origin(serving.cross_origin.lines(self.headers))
+        if order.origin_lines:
+            head.tell_origin(order.origin_lines)
         if serving.infer_rule is not None or self._forwarded:
             self._apply_rules(head)
         limit = serving.options.http.max_body_byte_size

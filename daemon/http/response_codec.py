@@ -138,11 +138,11 @@ def compressed_head(json_size: int | None, coding: str, byte_size: int, connecti
     )
 
 
-def error_response(status: int, message: str, connection: bytes = b"") -> bytes:
-    """A whole error answer: always a JSON object with ``error``."""
+def error_response(status: int, message: str, lines: bytes = b"") -> bytes:
+    """A whole error answer: always a JSON object with ``error``. ``lines``: further header lines."""
     body = _encode({"error": message})
     retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (
         b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\n%b%bContent-Length: %d\r\n\r\n"
-        % (status, _REASONS[status], retry, connection, len(body))
+        % (status, _REASONS[status], retry, lines, len(body))
     ) + body

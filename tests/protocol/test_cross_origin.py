@@ -22,7 +22,7 @@ def daemon(
 ) -> Iterator[DaemonProcess]:
     models = tmp_path_factory.mktemp("models")
     scale_model(models)
-    options = {"http": {"cors_origins": request.param}}
+    options = {"http": {"cors_origins": request.param, "max_body_byte_size": 2000}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [models], options) as running:
         running.wait_ready()
         yield running
@@ -55,6 +55,9 @@ def allowed(daemon: DaemonProcess, origin: str) -> str | None:
         ("POST", INFER, "{}", 400),
         ("POST", "/v2/models/nope/infer", BODY, 404),
         ("POST", "/v2/repository/index", "{}", 200),
+        # What is refused before it is a request.
+        ("POST", INFER, " " * 3000, 413),
+        ("POST", f"{INFER}?{'a' * 70_000}", BODY, 431),
     ],
 )
 def test_who_may_read_an_answer(
