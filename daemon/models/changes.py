@@ -109,7 +109,7 @@ class Models:
         if given and found.path.name:
             loaded = await asyncio.to_thread(repository.overridden, found.path, given)
         elif found.error:
-            _log.error("model '%s' cannot be polled: %s", name, found.error)
+            _log.error("model '%s' cannot be polled: %s%s", name, found.error, self._still_served(name))
             if name in self.lifecycle.known | self._wanted:
                 self._note_refused(name, found.error)
             if found.unsupported:
@@ -344,9 +344,14 @@ class Models:
             await asyncio.wait(unfinished)
 
     def _refuse(self, name: str, reason: str) -> None:
-        what = "goes on as it was" if self.lifecycle.is_ready(name) else "is not served"
-        _log.error("model '%s' %s: %s", name, what, reason)
+        _log.error("model '%s' cannot be loaded: %s%s", name, reason, self._still_served(name) or "; it is not served")
         self._note_refused(name, reason)
+
+    def _still_served(self, name: str) -> str:
+        """The end of a sentence about a load that failed: what answers all the same; "": nothing."""
+        model = self.lifecycle.models.get(name)
+        served = [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
+        return f"; version {' and '.join(served)} is still served" if served else ""
 
     def _note_refused(self, name: str, reason: str) -> None:
         self._refused[name] = reason
@@ -400,7 +405,8 @@ class Models:
         if answer.cancelled:
             _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
         elif answer.reason:
-            _log.error("model '%s' version %d failed to load: %s", answer.name, answer.version, answer.reason)
+            still = self._still_served(answer.name)
+            _log.error("model '%s' version %d failed to load: %s%s", answer.name, answer.version, answer.reason, still)
         else:
             _log.info("model '%s' version %d is loaded", answer.name, answer.version)
         self._begin(self.lifecycle.loaded(incarnation, answer))

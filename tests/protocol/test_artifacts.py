@@ -27,6 +27,16 @@ def exported(model: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
 
 
+def test_a_stepped_model_is_not_exported(tmp_path: Path) -> None:
+    done = exported(ROOT / "examples" / "models" / "writer", tmp_path / "written")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr
+        == "tensord: model 'writer': a stepped model is no program that is run once, it cannot be exported\n"
+    )
+    assert not (tmp_path / "written").exists()
+
+
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("artifacts") / "models"

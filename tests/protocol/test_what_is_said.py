@@ -22,6 +22,52 @@ from tests.scrapes import scrape
 Start = Callable[..., DaemonProcess]
 
 
+def test_a_program_that_calls_python_is_compiled_at_every_start(start_daemon: Start, tmp_path: Path) -> None:
+    write_model(
+        tmp_path / "models",
+        "caller",
+        """
+        import jax
+        import numpy as np
+
+        inputs, outputs = {"x": "FP32[4]"}, {"y": "FP32[4]"}
+
+        def create(path, config, device):
+            shape = jax.ShapeDtypeStruct((4,), np.float32)
+            return (lambda params, i: {"y": jax.pure_callback(lambda x: np.asarray(x) * 2, shape, i["x"])}), {}
+        """,
+    )
+    daemon = start_daemon(tmp_path / "models", executables={"cache_directory": str(tmp_path / "cache")})
+    daemon.wait_ready()
+    words = "program for 1 rows of [4] is not cached, and is compiled at every start: it calls Python\n"
+    assert f"model 'caller', {words}" in daemon.log
+
+
+def test_a_failed_load_says_what_is_still_served(start_daemon: Start, tmp_path: Path) -> None:
+    """A file that is no Python; code that raises when it is loaded; a version beside the one that is served."""
+    models = tmp_path / "models"
+    scale_model(models)
+    good = (models / "scale" / "1" / "model.py").read_text()
+    daemon = start_daemon(models, repository={"control_mode": "explicit", "load": ["scale"]})
+    daemon.wait_ready()
+
+    def load() -> int:
+        return daemon.request("POST", "/v2/repository/models/scale/load", b"{}")[0]
+
+    write_model(models, "scale", "def create(:")
+    assert load() != 200
+    daemon.wait_log(r"'scale' cannot be polled: model.py of version 1 is not valid Python.*; version 1 is still served\n")
+    write_model(models, "scale", good + "\nraise OSError('no')\n")
+    assert load() != 200
+    daemon.wait_log(r"model 'scale' version 1 failed to load: OSError: no .*; version 1 is still served\n")
+    (models / "scale" / "2").mkdir()
+    (models / "scale" / "2" / "model.py").write_text(good + "\nraise OSError('neither')\n")
+    assert load() != 200
+    daemon.wait_log(r"model 'scale' version 2 failed to load: OSError: neither .*; version 1 is still served\n")
+    given = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
+    assert daemon.infer("scale", [given])[0] == 200
+
+
 def test_how_far_a_load_is(start_daemon: Start, tmp_path: Path) -> None:
     """
     1. A model with four buckets waits in the second for a file. 2. The file comes. 3. Another daemon with the same cache.

@@ -460,7 +460,9 @@ class Loader:
             return None  # the model itself has said something of them
         del message.instance_group[:]
         message.instance_group.extend(groups[1])
-        model_checks.check(message, whole=True)
+        # Single numbers were declared when it was loaded.
+        scalars = [tensor.name for tensor in (*message.input, *message.output) if not tensor.dims]
+        model_checks.check(message, whole=True, scalars=scalars)
         planned, jitted = self._starting.groups(message), former.jitted
         threads = not maker.takes_turns and (planned.active > 1 or planned.limited)
         if jitted is not None:

@@ -204,7 +204,9 @@ class ExecutableCache:
             self._directory.say_unusable(error)
             return program
         except Exception as error:
-            _log.info("%s: its executable %s is not cached: %s: %s", what, key, type(error).__name__, error)
+            # A function of this process is no part of a file. Python's pickle says so in words of its own.
+            why = "it calls Python" if "callback" in str(error) else f"{type(error).__name__}: {error}"
+            _log.info("%s is not cached, and is compiled at every start: %s", what, why)
             return program
         return program._replace(byte_size=len(content))
 
