@@ -350,7 +350,9 @@ class Models:
     def _still_served(self, name: str) -> str:
         """The end of a sentence about a load that failed: what answers all the same; "": nothing."""
         model = self.lifecycle.models.get(name)
-        served = [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
+        served = (
+            [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
+        )
         return f"; version {' and '.join(served)} is still served" if served else ""
 
     def _note_refused(self, name: str, reason: str) -> None:

@@ -164,7 +164,9 @@ def test_after_the_start_the_log_says_what_is_new(start_daemon: Start, tmp_path:
     shutil.rmtree(models / "late")
     daemon.wait_log(r"\] ready: 9 of 9 models are served; gone: late\n")
     write_model(models, "edited", "def create(:")
-    daemon.wait_log(r"'edited' cannot be loaded: model.py of version 1 is not valid Python.*; version 1 is still served\n")
+    daemon.wait_log(
+        r"'edited' cannot be loaded: model.py of version 1 is not valid Python.*; version 1 is still served\n"
+    )
     said = [line for line in daemon.log.splitlines() if "ready: " in line]
     assert len(said) == 4
     assert not any("ordinary" in line for line in said[1:])

@@ -56,7 +56,9 @@ def test_a_failed_load_says_what_is_still_served(start_daemon: Start, tmp_path: 
 
     write_model(models, "scale", "def create(:")
     assert load() != 200
-    daemon.wait_log(r"'scale' cannot be polled: model.py of version 1 is not valid Python.*; version 1 is still served\n")
+    daemon.wait_log(
+        r"'scale' cannot be polled: model.py of version 1 is not valid Python.*; version 1 is still served\n"
+    )
     write_model(models, "scale", good + "\nraise OSError('no')\n")
     assert load() != 200
     daemon.wait_log(r"model 'scale' version 1 failed to load: OSError: no .*; version 1 is still served\n")
