@@ -461,7 +461,7 @@ class Loader:
         del message.instance_group[:]
         message.instance_group.extend(groups[1])
         # Single numbers were declared when it was loaded.
-        scalars = [tensor.name for tensor in (*message.input, *message.output) if not tensor.dims]
+        scalars = [tensor.name for tensors in (message.input, message.output) for tensor in tensors if not tensor.dims]
         model_checks.check(message, whole=True, scalars=scalars)
         planned, jitted = self._starting.groups(message), former.jitted
         threads = not maker.takes_turns and (planned.active > 1 or planned.limited)
