@@ -215,9 +215,12 @@ def _fork_exec_for(usual: Callable[..., int]) -> Callable[..., int]:
 
 def _posix_spawn_for(usual: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(usual)
-    def posix_spawn(path: Any, argv: Any, env: Mapping[Any, Any], /, **more: Any) -> int:
+    def posix_spawn(path: Any, argv: Any, env: Mapping[Any, Any] | None, /, **more: Any) -> int:
         owner = _owner()
-        return usual(path, argv, env if owner is None else {**env, **owner.environment()}, **more)
+        if owner is not None:
+            # None is this process's own, from Python 3.13 on.
+            env = {**(os.environ if env is None else env), **owner.environment()}
+        return usual(path, argv, env, **more)
 
     return posix_spawn
 
