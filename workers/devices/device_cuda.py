@@ -34,6 +34,7 @@ from tensord.workers.devices.cuda_tensor import CudaTensor
 from tensord.workers.devices.device_array import DeviceArray
 from tensord.workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
 from tensord.workers.devices.stream_order import StreamOrder
+from tensord.workers.jax_internals.wide import byte_size_of
 
 #: What XLA's own buffers have; arguments that have less are refused or copied, so we do it.
 ALIGNMENT = 256
@@ -258,20 +259,20 @@ class CudaDevice:
         They need not be ready. ``cuts``: what to give of the bytes of a single one, from where to where; else each in whole.
         Raises DeviceLost, or what the run raised.
         """
-        ends = list(itertools.accumulate([-(-array.nbytes // _LINE) * _LINE for array in made]))
+        ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in made]))
         if ends and ends[-1] > TOGETHER:
             return None
         host, starts, kept = self.host, [0, *ends], []
         self.context.enter()
         try:
             for at, array in zip(starts, made, strict=False):
-                if array.nbytes:
+                if byte_size_of(array):
                     kept.append(self._order.follow(array))
-                    self.context.to_host(host.address + at, array.unsafe_buffer_pointer(), array.nbytes)
+                    self.context.to_host(host.address + at, array.unsafe_buffer_pointer(), byte_size_of(array))
         finally:
             self.context.synchronize()
         content = host.content.data
-        cuts = cuts or [(at, at + array.nbytes) for at, array in zip(starts, made, strict=False)]
+        cuts = cuts or [(at, at + byte_size_of(array)) for at, array in zip(starts, made, strict=False)]
         return [bytes(content[start:stop]) for start, stop in cuts]
 
     def deliver(
@@ -284,8 +285,8 @@ class CudaDevice:
         Returns: all of them; one that was brought to its place is still on the device as well.
         Raises: InvalidArgument: a region cannot be written any more.  DeviceLost, or what the run raised.
         """
-        left = [(name, array) for name, array in made.items() if name not in places and array.nbytes]
-        little = sum([array.nbytes for _, array in left]) <= TOGETHER
+        left = [(name, array) for name, array in made.items() if name not in places and byte_size_of(array)]
+        little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER
         found: dict[str, DeviceArray | Array] = {name: self._seen(made[name]) for name in places}
         kept: list[Any] = []
         brought: list[tuple[memoryview, Array]] = []
@@ -296,13 +297,13 @@ class CudaDevice:
                 pointer, place = array.unsafe_buffer_pointer(), places.get(name)
                 if isinstance(place, tuple):
                     region, offset = place
-                    region.copy(offset, pointer, array.nbytes)
+                    region.copy(offset, pointer, byte_size_of(array))
                 elif place is not None:
                     target: memoryview | Array = place
                     if not may_be_written(place):
-                        target = np.empty(array.nbytes, np.uint8)
+                        target = np.empty(byte_size_of(array), np.uint8)
                         brought.append((place, target))
-                    self.context.to_host(address_of(target), pointer, array.nbytes)
+                    self.context.to_host(address_of(target), pointer, byte_size_of(array))
                 elif little:
                     host = found[name] = np.empty(array.shape, array.dtype)
                     if host.nbytes:

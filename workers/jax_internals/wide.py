@@ -1,8 +1,9 @@
-"""64-bit mode of JAX, for the thread that asks."""
+"""64-bit elements, which JAX has in a mode of the thread that asks."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import jax
@@ -15,3 +16,8 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
     library: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     made: contextlib.AbstractContextManager[object] = library.enable_x64(wanted)
     return made
+
+
+def byte_size_of(array: jax.Array) -> int:
+    """Returns the bytes of an array. ``nbytes`` of JAX 0.6 counts 64-bit elements as 32 bits, outside of that mode."""
+    return math.prod(array.shape) * array.dtype.itemsize

@@ -17,6 +17,7 @@ import numpy as np
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of
 from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.jax_internals.wide import byte_size_of
 from tensord.workers.native import output_memory
 from tensord.workers.native.output_memory import OutputMemory
 from tensord.workers.programs.device_inputs import DeviceInputs
@@ -193,7 +194,7 @@ class Executable:
             return device.take([made[name] for name in self._signature.outputs])
         if self._cuts is None:
             arrays = {name: made[name] for name in self._signature.outputs}
-            self._cuts = [(at, at + arrays[name].nbytes) for name, at in starts(arrays).items()]
+            self._cuts = [(at, at + byte_size_of(arrays[name])) for name, at in starts(arrays).items()]
         return device.take([packed], self._cuts)
 
     @property
