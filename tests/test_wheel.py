@@ -43,7 +43,8 @@ EXTENSIONS = {
     "tensord/workers/native/_large_copy.abi3.so",
     "tensord/workers/native/_output_memory.abi3.so",
 }
-PYTHONS = ("3.11", "3.12", "3.13")
+#: Versions of Python, and what besides the wheel pip is given: the oldest JAX that setup.cfg allows.
+ENVIRONMENTS = [("3.11", ()), ("3.11", ("jax==0.6.0",)), ("3.12", ()), ("3.13", ())]
 
 pytestmark = needs_compiler
 
@@ -252,9 +253,16 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize(
+    ("version", "besides"), ENVIRONMENTS, ids=lambda each: each if isinstance(each, str) else "".join(each) or "newest"
+)
 def test_an_empty_environment(
-    wheel: Path, tmp_path: Path, version: str, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+    wheel: Path,
+    tmp_path: Path,
+    version: str,
+    besides: tuple[str, ...],
+    pytestconfig: pytest.Config,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With all that pip finds for that Python. Minutes and hundreds of megabytes, so it is asked for."""
     if not pytestconfig.getoption("--from-index"):
@@ -265,6 +273,7 @@ def test_an_empty_environment(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv = tmp_path / "venv"
     ran(python, "-m", "venv", venv, cwd=tmp_path)
-    ran(venv / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check", "install", wheel, cwd=tmp_path)
-    ran(venv / "bin" / "python", "-m", "pip", "check", cwd=tmp_path)
+    pip = venv / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check"
+    ran(*pip, "install", wheel, *besides, cwd=tmp_path)
+    ran(*pip, "check", cwd=tmp_path)
     serves_one(venv / "bin", tmp_path)
