@@ -106,6 +106,33 @@ def test_each_worker_uses_the_gpu_that_it_was_given(stub: CudaStub, serve: Serve
         client.unregister_cuda_shared_memory()
 
 
+def test_single_numbers(serve: Serve, repository: Path) -> None:
+    """Without a batch dimension each request is answered with its own, also beside a tensor with dimensions."""
+    repositories.write_model(
+        repository,
+        "single",
+        """
+        inputs = {"x": "FP32[]", "v": "FP32[4]"}
+        outputs = {"y": "FP32[]", "w": "FP32[4]"}
+
+        def create(path, config, device):
+            return (lambda params, i: {"y": i["x"] * 2 + 1, "w": i["v"] * i["x"]}), {}
+        """,
+    )
+    daemon = serve(repository={"control_mode": "explicit", "load": ["single"]})
+    for number in range(12):
+        given = [
+            {"name": "x", "datatype": "FP32", "shape": [], "data": [number]},
+            {"name": "v", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]},
+        ]
+        status, answer = daemon.infer("single", given)
+        assert status == 200, answer
+        assert [output["data"] for output in answer["outputs"]] == [
+            [2 * number + 1],
+            [number * n for n in (1, 2, 3, 4)],
+        ]
+
+
 def test_samples_and_requests_do_not_meet(stub: CudaStub, serve: Serve, repository: Path) -> None:
     """Requests are served while another model is loaded, whose samples run on the same GPU: each gets its own answer."""
     sample = """
