@@ -43,6 +43,8 @@ class Messages:
         self._late = False
         #: Bytes of a head that is not whole.
         self.head_size = 0
+        #: A message has begun and has not ended.
+        self.inside = False
         #: Messages that began, and chunks of bodies, since these were set to 0.
         self.begun = self.chunk_count = 0
         #: The framing of the body that is arriving, if it comes in chunks.
@@ -64,6 +66,7 @@ class Messages:
 
     def on_message_begin(self) -> None:
         self.begun += 1
+        self.inside = True
         times = self._order.times
         if not times.head_since:
             times.head_since = monotonic()
@@ -222,4 +225,5 @@ class Messages:
             receiving.take_body(body)
 
     def on_message_complete(self) -> None:
+        self.inside = False
         self._order.received_whole()

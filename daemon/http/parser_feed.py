@@ -29,6 +29,8 @@ _PIECE = 8 << 10
 #: Messages that begin and chunks of bodies in one turn of the loop: with each piece some more than that.
 _EVENTS_A_TURN = 64
 _find_coding = re.compile(rb"transfer-encoding", re.IGNORECASE).search
+#: A line feed without its carriage return where a request may begin behind it. The parser passes over it there.
+_find_line_feed = re.compile(rb"(?<!\r)\n(?=[\r\n]*(?:[A-Z]|\Z))").search
 
 
 class ParserFeed:
@@ -43,6 +45,8 @@ class ParserFeed:
         self._rest = b""
         #: The last bytes of a head that is not whole.
         self._head_tail = b""
+        #: What came last ended with the first half of a line's end.
+        self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
         """What arrived. ``between``: nothing was under way when it came."""
@@ -71,9 +75,12 @@ class ParserFeed:
         """Gives it to the parser, as far as it goes in this turn. ``between``: a message begins with it."""
         order, messages = self._order, self.messages
         messages.begun = 0
+        half_line, self._half_line = self._half_line, data.endswith(b"\r")
+        if data[:1] == b"\n" and not half_line:
+            self._refuse_empty_line()
         while not order.closing:
             try:
-                if between and len(data) <= _PIECE and _find_coding(data) is None:
+                if between and len(data) <= _PIECE and _find_coding(data) is None and _find_line_feed(data) is None:
                     # Mostly one request.
                     messages.parser.feed_data(data)
                 else:
@@ -107,6 +114,8 @@ class ParserFeed:
                 end = chunks.take(data, at, end)
             elif order.receiving is None:
                 end = self._end_of_head(data, at, end)
+            found = None if chunks is not None else _find_line_feed(data, at + 1, end)
+            end = end if found is None else found.start()
             try:
                 messages.parser.feed_data(data[at:end])
             except httptools.HttpParserUpgrade as upgrade:
@@ -114,6 +123,13 @@ class ParserFeed:
             at = end
             if chunks is not None and chunks.ended:
                 messages.chunks = None
+            if data[at : at + 1] == b"\n" and data[at - 1 : at] != b"\r":
+                self._refuse_empty_line()
+
+    def _refuse_empty_line(self) -> None:
+        """A line feed comes next: alone it is no empty line, and where a request begins another server may read another one."""
+        if not self.messages.inside:
+            self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
         """Where the head that is arriving ends, if it does before ``end``."""

@@ -140,18 +140,36 @@ def test_head_is_refused_elsewhere(client: Client) -> None:
     assert b"GET\r\n" in head
 
 
-@pytest.mark.parametrize("empty", [b"\r\n", b"\n", b"\n\r\n", b"\r\n\n"])
-def test_empty_lines_before_a_request_are_passed_over(client: Client, empty: bytes) -> None:
-    """Also as a line feed alone, wherever packets end: before the first request, with the next one, behind it, alone."""
-    asked = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
-    for packets in ([empty + asked + empty + asked], [empty + asked], [asked + empty, asked], [empty, asked]):
-        for packet in packets:
+_LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+_INFER = b"POST /v2/models/x/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n{\nG}"
+
+
+@pytest.mark.parametrize(
+    "packets", [[b"\r\n" + _LIVE], [_LIVE + b"\r\n" + _LIVE], [b"\r", b"\n" + _LIVE], [_LIVE + b"\r\n", _LIVE]]
+)
+def test_an_empty_line_before_a_request_is_passed_over(client: Client, packets: list[bytes]) -> None:
+    """As RFC 9112 wants it."""
+    for packet in packets:
+        client.send(packet)
+        for _ in range(packet.count(_LIVE)):
+            assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+            client._until(b"}")
+
+
+@pytest.mark.parametrize(
+    "before", [b"", _LIVE, _INFER, b"\r\n", _LIVE + b"\r\n"], ids=["first", "head", "body", "empty", "both"]
+)
+@pytest.mark.parametrize("apart", [False, True], ids=["in one packet", "in the next one"])
+@pytest.mark.parametrize("feeds", [b"\n", b"\n\n"])
+def test_a_line_feed_is_no_empty_line(client: Client, before: bytes, apart: bool, feeds: bytes) -> None:
+    """Wherever packets end, and whatever came before it; one within a body is the body's."""
+    requests = before.count(b"HTTP/1.1")
+    for packet in [before, feeds + _LIVE] if apart else [before + feeds + _LIVE]:
+        if packet:
             client.send(packet)
-            for _ in range(packet.count(asked)):
-                assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
-                client._until(b"}")
-    # A line feed within a head ends nothing.
-    client.send(asked.replace(b"\r\nHost", b"\nHost"))
+    for _ in range(requests):
+        assert not client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 200 ") or before.startswith(_LIVE)
+        client._until(b"}")
     assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
