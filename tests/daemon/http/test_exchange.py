@@ -198,7 +198,7 @@ def test_a_request_that_kills_two_workers_is_given_up() -> None:
     with serving() as (front, (first,)), front.client() as client:
         client.send(json_request(b"\1") + json_request(b"\2"))
         request = first.next()
-        first.page.begin(0, [(INCARNATION, request.request_id), (INCARNATION + 1, 5)])
+        first.page.begin(0, [(INCARNATION, request.request_id), (INCARNATION + 1, 5)], 1, 1)
         first.die()
         front.fence(first)
         second = front.worker()
@@ -245,7 +245,7 @@ def test_what_a_worker_answered_before_it_died_counts() -> None:
             client.send(json_request(b"\1"))
         requests = [worker.next() for _ in clients]
         for request in requests:
-            worker.page.begin(0, [(INCARNATION, request.request_id)])
+            worker.page.begin(0, [(INCARNATION, request.request_id)], 1, 1)
             worker.answer(request, b"\2")
         worker.die()
         front.fence(worker)
