@@ -205,7 +205,7 @@ def test_a_request_that_kills_two_workers_is_given_up() -> None:
         front.model(second)
         request = second.next()
         assert request.strikes == 1
-        second.page.begin(0, [(INCARNATION, request.request_id)])
+        second.page.begin(0, [(INCARNATION, request.request_id)], 1, 1)
         second.die()
         front.fence(second)
         answer = client.answer()

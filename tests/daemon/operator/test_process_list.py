@@ -107,5 +107,5 @@ def test_fronts() -> None:
 def test_a_worker_that_one_model_has_to_itself() -> None:
     worker = Worker("m", "worker-1#digits", 3, "cuda:1#digits", lambda *_: None, lambda _: None)
     worker.memory_fraction = 0.25
-    (entry,) = process_list.of_workers([worker], posts(), SECOND)
+    (entry,) = process_list.of_workers([worker], posts(), MODELS, SECOND)
     assert (entry["device"], entry["isolated"], entry["memory_fraction"]) == ("cuda:1", "digits", 0.25)

@@ -212,7 +212,7 @@ class Histories(RuleBasedStateMachine):
             number = min(taken)
             worker.answer(taken.pop(number), b"" if not taken else self.content_of(number))
         executing = sorted(taken)[: data.draw(st.sampled_from([9, 1, 0]))]
-        worker.page.begin(0, [(INCARNATION, number) for number in executing] + [(INCARNATION + 1, 2)])
+        worker.page.begin(0, [(INCARNATION, number) for number in executing] + [(INCARNATION + 1, 2)], 1, 1)
         for number in executing:
             self.asked[number].strikes += 1
         worker.die()
@@ -451,7 +451,7 @@ def test_what_can_never_fit(setting: Setting) -> None:
 
 def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind: Any) -> EchoWorker:
     """The worker has died while it executed those; returns the one that has taken its place."""
-    first.page.begin(0, [(INCARNATION, asked.request_id) for asked in executing])
+    first.page.begin(0, [(INCARNATION, asked.request_id) for asked in executing], 1, 1)
     first.die()
     second = setting.open_worker()
     setting.ready(second, **kind)
@@ -776,7 +776,7 @@ def test_a_worker_dies_under_requests_of_a_form(setting: Setting) -> None:
     executing, queued = Formed.ask(setting, form, 1), Formed.ask(setting, form, 2)
     setting.turn()
     assert executing.came_whole(first.next())
-    first.page.begin(0, [(INCARNATION, executing.request_id)])
+    first.page.begin(0, [(INCARNATION, executing.request_id)], 1, 1)
     first.die()
     second = setting.open_worker()
     setting.ready(second)
@@ -785,7 +785,7 @@ def test_a_worker_dies_under_requests_of_a_form(setting: Setting) -> None:
     arrived = {submit.request_id: submit for submit in (second.next(), second.next())}
     assert executing.came_whole(arrived[executing.request_id], strikes=1)
     assert queued.came_whole(arrived[queued.request_id])
-    second.page.begin(0, [(INCARNATION, executing.request_id)])
+    second.page.begin(0, [(INCARNATION, executing.request_id)], 1, 1)
     second.die()
     third = setting.open_worker()
     setting.ready(third)
@@ -811,7 +811,7 @@ def test_a_struck_request_of_a_form_is_answered(setting: Setting) -> None:
         asked = Formed.ask(setting, form)
         setting.turn()
         first.next()
-        first.page.begin(0, [(INCARNATION, asked.request_id)])
+        first.page.begin(0, [(INCARNATION, asked.request_id)], 1, 1)
         first.die()
         second = setting.open_worker()
         setting.ready(second)
