@@ -1,6 +1,6 @@
 """Measures a host with a GPU, unattended, within the minutes that it is given: by worth, so that what is cut off is worth least.
 
-    pip install '.[cuda,test]'
+    pip install '.[cuda12,test]'
     python -m bench.gpu [--minutes 10] [--out FOLDER]
 
     host     what this machine is: card, driver, versions
