@@ -353,7 +353,7 @@ def test_one_that_stays_broken(stub: CudaStub, repository: Path) -> None:
         (entry,) = [one for one in index(daemon) if one["name"] == "second"]
         assert (entry["state"], entry["reason"]) == ("UNAVAILABLE", "no worker can use cuda:1 at present")
         daemon.wait_ready()
-        daemon.wait_log(r"ready: 1 models \(scale 1\) on cuda:0; 1 of 2 models are not served: second")
+        daemon.wait_log(r"\] ready: 1 of 2 models are served; not served now: second")
         for _ in range(5):
             assert daemon.infer("scale", ONES)[0] == 200
         stub.find()
