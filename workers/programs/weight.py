@@ -33,6 +33,8 @@ class _Most(NamedTuple):
     byte_size: int
 
 
+#: Floating-point operations in a sine or an exponential, which XLA counts apart.
+_TRANSCENDENTAL = 16
 #: One core does a few of either in a nanosecond.
 _LIGHT = _Most(1 << 18, 512 << 10)
 _TINY = _Most(1 << 14, 64 << 10)
@@ -41,7 +43,10 @@ _TINY = _Most(1 << 14, 64 << 10)
 def work_of(program: jax.stages.Compiled) -> tuple[float, float]:
     """Returns the floating-point operations of a program and the bytes they read and write; -1: XLA does not tell."""
     cost = program.cost_analysis() or {}
-    return cost.get("flops", -1.0), cost.get("bytes accessed", -1.0)
+    flops = cost.get("flops", -1.0)
+    if flops >= 0:
+        flops += _TRANSCENDENTAL * cost.get("transcendentals", 0.0)
+    return flops, cost.get("bytes accessed", -1.0)
 
 
 def weight_of(program: jax.stages.Compiled) -> Weight:
