@@ -37,7 +37,7 @@ _SETTLE = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What each ordinary client saw, in the order of ``_CLIENTS``."""
+    """Returns the figures of each ordinary client, in the order of ``_CLIENTS``."""
 
     others: tuple[dict[str, Any], ...]
 

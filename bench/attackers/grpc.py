@@ -24,7 +24,7 @@ _MIB = 1 << 20
 _LARGE = 16 * _MIB
 #: What one flood sends at a time.
 _BURST = 16384
-#: Of each of many answers that nobody takes.
+#: Bytes of each of many answers that nobody takes.
 _BURST_ANSWER = 4_000_000
 
 

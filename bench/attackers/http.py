@@ -14,7 +14,7 @@ from bench.attackers.target import Target, burst, drain, pile_up
 _MIB = 1 << 20
 #: Of an answer.
 _LARGE = 16 * _MIB
-#: Of each of many answers that nobody reads.
+#: Bytes of each of many answers that nobody reads.
 _BURST_ANSWER = 4_000_000
 
 

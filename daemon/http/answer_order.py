@@ -52,7 +52,7 @@ class AnswerOrder:
         #: Nothing more is written; the connection ends when everything that was has left.
         self._hung_up = False
         self._refusal: bytes | None = None
-        #: What an answer says of pages of other origins, to the client whose head came last.
+        #: The CORS header lines of answers to the request whose head came last.
         self.origin_lines = b""
         #: The one whose answer ends the connection because the server stops.
         self._ends_with: Exchange | Cycle | None = None

@@ -45,7 +45,7 @@ class ParserFeed:
         self._rest = b""
         #: The last bytes of a head that is not whole.
         self._head_tail = b""
-        #: What came last ended with the first half of a line's end.
+        #: Whether the last byte that was read is a carriage return, whose line feed may come next.
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
@@ -106,6 +106,7 @@ class ParserFeed:
         at, messages.chunk_count = 0, 0
         while at < len(data) and not order.closing:
             if messages.begun + messages.chunk_count > _EVENTS_A_TURN:
+                self._half_line = data[at - 1 : at] == b"\r"
                 self._wait_a_turn(data[at:])
                 return
             end = min(len(data), at + _PIECE)
@@ -127,7 +128,7 @@ class ParserFeed:
                 self._refuse_empty_line()
 
     def _refuse_empty_line(self) -> None:
-        """A line feed comes next: alone it is no empty line, and where a request begins another server may read another one."""
+        """Refuses a line feed alone between two messages: it is no empty line, and another server may read another request."""
         if not self.messages.inside:
             self._order.refuse(400, "malformed HTTP request")
 

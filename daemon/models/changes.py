@@ -449,6 +449,6 @@ class Models:
 
 
 def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.Task[Any]) -> None:
-    """It is over."""
+    """Forgets a task that has ended, unless a later one took its place."""
     if tasks.get(name) is task:
         del tasks[name]

@@ -37,7 +37,7 @@ class Standing:
 
     @property
     def loads(self) -> bool:
-        """Whether all that it waits for is its load."""
+        """Whether the model is not ready only because its load still runs."""
         return self.reason == _LOADING
 
 

@@ -1,4 +1,4 @@
-"""How much a compiled program has to do beside what its call costs, read from the program before it ever runs.
+"""The work of a compiled program beside the cost of calling it, read from the program before it ever runs.
 
 XLA tells of a program its floating-point operations and the bytes that its operations read and write. It counts one iteration of
 a loop, and nothing of what is called outside of XLA: a program with either may take any time. No clock is asked, so a program
