@@ -93,8 +93,12 @@ class SocketTransport(asyncio.Transport):
         self._protocol.connection_made(self)
         if self.reading:
             self.read()
-        if self.reading and not self._watched & _IN:
-            self._look_for(self._watched | _IN)
+        if self.reading:
+            if not self._watched & _IN:
+                self._look_for(self._watched | _IN)
+        elif not (self._closing or self._ended):
+            # More came than is wanted now. That nobody is there any more is wanted.
+            self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
         """What the epoll has found, where it is more than something to read."""

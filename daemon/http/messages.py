@@ -49,6 +49,8 @@ class Messages:
         self.begun = self.chunk_count = 0
         #: The framing of the body that is arriving, if it comes in chunks.
         self.chunks: ChunkSizes | None = None
+        #: Bytes that are still to come of a body whose length the head says.
+        self.body_left = 0
         #: What the head of the last message meant that began, where another one of the same bytes means the same.
         self.meaning: InferHead | None = None
         self._connection_end = ConnectionEnd()
@@ -56,6 +58,7 @@ class Messages:
     def begin_anew(self) -> None:
         """What was parsed before has nothing to do with what comes."""
         self.parser = httptools.HttpRequestParser(self)
+        self.body_left = 0
 
     def close(self) -> None:
         """The connection is gone."""
@@ -72,6 +75,7 @@ class Messages:
             times.head_since = monotonic()
             times.idle_since = 0.0
         self.meaning = None
+        self.body_left = 0
         self._late = self._serving.closed
         self.url = b""
         self.headers = []
@@ -90,6 +94,8 @@ class Messages:
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self._order.expects_continue = True
+        elif name == b"content-length":
+            self.body_left = int(value)
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -213,6 +219,7 @@ class Messages:
 
     def on_body(self, body: bytes) -> None:
         receiving = self._order.receiving
+        self.body_left -= len(body)
         if self.chunks is not None:
             self.chunk_count += 1
         if isinstance(receiving, Exchange):
@@ -226,4 +233,5 @@ class Messages:
 
     def on_message_complete(self) -> None:
         self.inside = False
+        self.body_left = 0
         self._order.received_whole()

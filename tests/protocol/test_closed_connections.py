@@ -211,28 +211,34 @@ def test_half_closed_clients_get_their_answers_where_the_operator_says_so(
         wait_until(path.with_suffix(".cancelled").exists, "the model to be told", daemon)
 
 
-def sent_ahead(daemon: DaemonProcess, paths: list[Path], more: bytes) -> socket.socket:
-    """A connection with a request for each, of which the first runs, and something behind them that is not read."""
+def sent_ahead(daemon: DaemonProcess, paths: list[Path], more: bytes, at_once: bool = False) -> socket.socket:
+    """A connection with a request for each, of which the first runs, and something behind them that is not read.
+
+    ``at_once``: all of it is there when the server takes the connection.
+    """
     bodies = [json.dumps({"path": str(path)}).encode() for path in paths]
     head = b"POST /v2/models/watch/generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
     host, _, port = daemon.url.partition(":")
     connection = socket.create_connection((host, int(port)), PATIENCE)
-    connection.sendall(b"".join(head % (len(body), body) for body in bodies))
+    requests = b"".join(head % (len(body), body) for body in bodies)
+    connection.sendall(requests + more if at_once else requests)
     wait_until(paths[0].with_suffix(".began").exists, "the first to run", daemon)
-    # By now the server reads no further: this stays in the kernel.
-    connection.sendall(more)
+    if not at_once:
+        # By now the server reads no further: this stays in the kernel.
+        connection.sendall(more)
     return connection
 
 
 @pytest.mark.parametrize("more", [b"", b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /v2 HT"])
 @pytest.mark.parametrize("ends", ["closes", "resets", "shuts"])
+@pytest.mark.parametrize("at_once", [False, True])
 def test_a_client_that_sent_requests_ahead_and_left(
-    daemon: DaemonProcess, tmp_path: Path, more: bytes, ends: str
+    daemon: DaemonProcess, tmp_path: Path, more: bytes, ends: str, at_once: bool
 ) -> None:
     """Neither goes on, though the server reads nothing of it while they wait."""
     before = failures(daemon, "watch")
     first, second = tmp_path / "first", tmp_path / "second"
-    with sent_ahead(daemon, [first, second], more) as connection:
+    with sent_ahead(daemon, [first, second], more, at_once) as connection:
         if ends == "resets":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if ends == "shuts":

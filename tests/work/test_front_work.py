@@ -395,3 +395,23 @@ def test_a_large_request_does_not_wait_for_others() -> None:
         assert await bench.answer(Work(), requests, row.complete) == 2
 
     on_a_bench(test)
+
+
+@pytest.mark.parametrize("content", [b"\n", b"\nA", b"\r\n\r"])
+def test_the_bytes_of_a_body_cost_the_same_whatever_they_are(content: bytes) -> None:
+    """Those of a length that the head says are not searched for lines; of a model that nobody serves none has a place."""
+
+    async def refuse(body: bytes) -> int:
+        bench, work = Bench(), Work()
+        transport = bench.connect()
+        with work.counting():
+            transport.arrive(
+                b"POST /v2/models/nothing/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + body
+            )
+        assert len(transport.writes) == 1
+        bench.close()
+        return work.instructions
+
+    size = MIB + 5
+    zeros, lines = asyncio.run(refuse(bytes(size))), asyncio.run(refuse((content * size)[:size]))
+    assert lines <= 1.1 * zeros

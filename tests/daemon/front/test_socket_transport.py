@@ -123,6 +123,30 @@ async def test_a_client_that_has_gone_already() -> None:
     watch.close()
 
 
+class Resting(Kept):
+    """Wants nothing more after what came first."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.transport.pause_reading()
+
+
+@pytest.mark.parametrize("unread", [b"", b"more"])
+async def test_the_end_is_noticed_where_reading_was_paused_with_what_came_first(unread: bytes) -> None:
+    """Nothing of the connection has to be read for that, nor does anything have to come."""
+    watch, kept = SocketWatch(), Resting()
+    ours, client = socket.socketpair()
+    client.send(b"asked")
+    watch.open(ours, kept)
+    assert (kept.received, kept.told) == (b"asked", ["made"])
+    client.send(unread)
+    client.close()
+    while kept.told[-1] != "lost":
+        await asyncio.sleep(0.001)
+    assert kept.received == b"asked"
+    watch.close()
+
+
 async def test_questions_and_answers(pair: Pair) -> None:
     for number in range(3):
         pair.client.send(b"%d" % number)
