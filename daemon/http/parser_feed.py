@@ -29,9 +29,18 @@ _PIECE = 8 << 10
 #: Messages that begin and chunks of bodies in one turn of the loop: with each piece some more than that.
 _EVENTS_A_TURN = 64
 _find_coding = re.compile(rb"transfer-encoding", re.IGNORECASE).search
-#: A line feed without its carriage return where a request may begin behind it. The parser passes over it there. (The pattern
-#: begins with the line feed: only so it is searched for as fast as memory is read.)
-_find_line_feed = re.compile(rb"\n(?<!\r\n)(?=[\r\n]*(?:[A-Z]|\Z))").search
+#: A run of line ends from its first line feed without a carriage return on, and whether a request may begin behind it: there the
+#: parser passes over it. (It begins with the line feed, because only so it is searched for as fast as memory is read, and takes
+#: the whole run, because each of its bytes is looked at once then.)
+_bare_line_ends = re.compile(rb"\n(?<!\r\n)[\r\n]*([A-Z]|\Z)?").finditer
+
+
+def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
+    """Returns where in that part a line feed without its carriage return is behind which a request may begin; -1: nowhere."""
+    for found in _bare_line_ends(data, begin, end):
+        if found[1] is not None:
+            return found.start()
+    return -1
 
 
 class ParserFeed:
@@ -81,7 +90,12 @@ class ParserFeed:
             self._refuse_empty_line()
         while not order.closing:
             try:
-                if between and len(data) <= _PIECE and _find_coding(data) is None and _find_line_feed(data) is None:
+                if (
+                    between
+                    and len(data) <= _PIECE
+                    and _find_coding(data) is None
+                    and _bare_line_feed(data, 0, len(data)) < 0
+                ):
                     # Mostly one request.
                     messages.parser.feed_data(data)
                 else:
@@ -120,8 +134,8 @@ class ParserFeed:
             else:
                 if order.receiving is None:
                     end = self._end_of_head(data, at, end)
-                found = _find_line_feed(data, at + 1, end)
-                end = end if found is None else found.start()
+                found = _bare_line_feed(data, at + 1, end)
+                end = end if found < 0 else found
             try:
                 messages.parser.feed_data(data[at:end])
             except httptools.HttpParserUpgrade as upgrade:

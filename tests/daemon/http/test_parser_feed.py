@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
+from tensord.daemon.http.parser_feed import _bare_line_feed
 from tests.fakes import Client, EchoWorker, FrontProcess, chunked, in_service, json_request, post, serving
 
 CHUNKED = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -110,6 +112,29 @@ def test_what_is_announced_is_refused_when_it_is_seen(
         assert (answer.status, answer.headers["connection"]) == (status, "close")
         assert text in answer.error
         in_service(front, worker, other)
+
+
+def test_bare_line_feeds_are_found_where_a_request_may_follow() -> None:
+    """As the sentence says it, over all short texts, in all their parts."""
+
+    def wanted(text: bytes, begin: int, end: int) -> int:
+        for at in range(begin, end):
+            follows = text[at:end].lstrip(b"\r\n")[:1]
+            if text[at : at + 1] == b"\n" and text[at - 1 : at] != b"\r" and (not follows or follows.isupper()):
+                return at
+        return -1
+
+    for size in range(7):
+        for letters in itertools.product(b"\r\nAa", repeat=size):
+            text = bytes(letters)
+            for begin, end in itertools.combinations(range(size + 1), 2):
+                assert _bare_line_feed(text, begin, end) == wanted(text, begin, end), (text, begin, end)
+
+
+def test_many_line_feeds_are_looked_at_once() -> None:
+    """Again and again they would take hours."""
+    text = b"G" + b"\n" * (4 << 20) + b"0"
+    assert _bare_line_feed(text, 1, len(text)) == -1
 
 
 def test_a_flood_of_chunks(served: tuple[FrontProcess, EchoWorker]) -> None:
