@@ -4,7 +4,7 @@ Waking a process costs tens of microseconds, more in a virtual machine; a small 
 lane look for the next record for a moment before they sleep, but only while records have lately followed each other within that
 moment, and they give the processor away between looks. An idle end, and one whose peer takes its time, sleeps at once.
 
-``workers/native/_spin.h`` says the same in C: who changes one changes the other.
+The C part of a worker's loop asks it too, once for each wait (``workers/native/_fast_path.c``).
 """
 
 from __future__ import annotations

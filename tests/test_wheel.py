@@ -39,9 +39,7 @@ EXTENSIONS = {
     "tensord/daemon/grpc/_hpack.abi3.so",
     "tensord/daemon/grpc/_walk.abi3.so",
     "tensord/shm/_guard.abi3.so",
-    "tensord/workers/native/_fast_path.abi3.so",
-    "tensord/workers/native/_large_copy.abi3.so",
-    "tensord/workers/native/_output_memory.abi3.so",
+    "tensord/workers/native/_native.abi3.so",
 }
 #: Versions of Python, and what besides the wheel pip is given: the oldest JAX that setup.cfg allows.
 ENVIRONMENTS = [("3.11", ()), ("3.11", ("jax==0.6.0",)), ("3.12", ()), ("3.13", ())]

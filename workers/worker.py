@@ -37,7 +37,6 @@ from tensord.workers.devices.host_staging import StagingPool
 from tensord.workers.devices.idle_look import IdleLook
 from tensord.workers.devices.pinned_budget import PinnedBudget
 from tensord.workers.devices.pinned_memory import PinnedMemory
-from tensord.workers.dispatch import fast_path
 from tensord.workers.dispatch.dispatcher import FIRST_INSTANCE_DESK
 from tensord.workers.dispatch.fast_path import FastPath
 from tensord.workers.dispatch.jitted_turns import LOOP_DESK
@@ -154,7 +153,7 @@ class Worker:
                 self._models,
                 self._dispatcher.ensembles.chains,
             )
-            if fast_path.available
+            if extensions.available
             else Poller(self._epoll, look_ns)
         )
         self._gathers = False  # responses: it looks by itself

@@ -17,8 +17,8 @@ from tests.repositories import write_model
 #: Interface -> the module after which something is done, and what, where looking for it is not enough.
 TRIED = {
     "jaxlib's calls of posix_memalign and free": (
-        "tensord.workers.native._output_memory",
-        "module.attach = lambda folder: False",
+        "tensord.workers.native._native",
+        "module.redirect_allocations = lambda folder: False",
     ),
     "jax.stages.Compiled._executable._unloaded_executable, ._params.const_args and ._no_kwargs": (
         "tensord.workers.programs.serialized",

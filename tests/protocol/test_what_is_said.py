@@ -233,12 +233,7 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
             f"header blocks are decoded in Python (tensord.daemon.grpc._hpack: {reason}); "
             f"messages are walked over in Python (tensord.daemon.grpc._walk: {reason}); {advice}"
         )
-        for part in (
-            "tensord.shm._guard",
-            "tensord.workers.native._fast_path",
-            "tensord.workers.native._large_copy",
-            "tensord.workers.native._output_memory",
-        ):
+        for part in ("tensord.shm._guard", "tensord.workers.native._native"):
             assert f"({part}: {reason})" in said
         assert said.endswith(f"; {advice}")
         assert "takes its memory in another way" not in daemon.log

@@ -25,12 +25,13 @@ from tensord.shm.messages import Completion, Inline, RegionSlice, RequestedOutpu
 from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import output_memory
+from tensord.workers.native.extensions import available
 from tensord.workers.requests.timeline import TENSORS, TIMESTAMPS
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
 from tests.repositories import write_model
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
 
-pytestmark = pytest.mark.skipif(not output_memory.available, reason="the C extension was not built")
+pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
 
 #: Elements and bytes of a tensor that is large enough.
 COUNT = 1 << 17

@@ -20,7 +20,6 @@ from typing import cast
 
 from tensord.shm.arrays import address_of
 from tensord.shm.errors import ServingError
-from tensord.shm.extensions import check
 from tensord.shm.messages import RegionSlice
 from tensord.shm.regions import Region
 from tensord.shm.status_page import StatusPage, WorkerState
@@ -34,6 +33,7 @@ from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.sequence_register import SequenceRegister
 from tensord.workers.models.statistics import Turns
+from tensord.workers.native.extensions import available
 from tensord.workers.programs.chain_program import ChainProgram
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.series_program import SeriesProgram
@@ -43,15 +43,8 @@ from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.tensors.buckets import Shapes
 
-try:
-    from tensord.workers.native import _fast_path
-
-    check(_fast_path)
-except ImportError:  # not built, or not from these sources
-    available = False
-else:
-    available = True
-
+if available:
+    from tensord.workers.native import _native
 
 AnyProgram = Executable | SeriesProgram | ChainProgram
 #: No number of changes.
@@ -71,7 +64,7 @@ class _Batch:
         self._runs = runs
         most = version.planner.at_once(key)
         #: By the number of rows that wait, one and more.
-        self.programs: Sequence[AnyProgram | None] = model.programs(key, most) if most <= _fast_path.MAX_ROWS else []
+        self.programs: Sequence[AnyProgram | None] = model.programs(key, most) if most <= _native.MAX_ROWS else []
         #: Runs of other sizes have computed something for nobody.
         self._full = None if isinstance(model, EnsembleChain) else model.full_sizes
 
@@ -80,7 +73,7 @@ class _Batch:
         """What one of them takes; they all take the same."""
         return next((program.memory for program in self.programs if program is not None), [])
 
-    def native(self) -> _fast_path.Batch:
+    def native(self) -> _native.Batch:
         """The batch as the C part wants it."""
         made: list[AnyProgram] = []
         by_rows: list[int] = []
@@ -100,7 +93,7 @@ class _Batch:
             sequences,
         )
 
-    def _callable(self, program: AnyProgram) -> _fast_path.Program:
+    def _callable(self, program: AnyProgram) -> _native.Program:
         memory, run = tuple([(address, step) for _, address, step in program.memory]), program.run
         if self._runs is not None and isinstance(program, Executable):
             run = self._runs.program(program)
@@ -124,10 +117,10 @@ class _Alone:
         self._model = model
         self.executable = executable
 
-    def native(self) -> _fast_path.Batch:
+    def native(self) -> _native.Batch:
         """The batch as the C part wants it: where several wait and fit into one run, no program of those is for them."""
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
-        most = min(self._version.batcher.at_once(shapes), _fast_path.MAX_ROWS)
+        most = min(self._version.batcher.at_once(shapes), _native.MAX_ROWS)
         return self, self._version.page_key, rules.max_size, False, (), (-1,) * max(1, most), None
 
     def count(self, turns: Turns) -> None:
@@ -155,8 +148,8 @@ class FastPath(Poller):
         """``changes``: another number whenever something changed that was learned from."""
         super().__init__(epoll, look_ns)
         states = WorkerState.IDLE, WorkerState.EXECUTING
-        self._native = _fast_path.FastPath(
-            epoll.fileno(), look_ns, page.memory, page.word(desk), *states, register.left
+        self._native = _native.FastPath(
+            epoll.fileno(), self._spin, page.memory, page.word(desk), *states, register.left
         )
         self._submitters: dict[int, Submitter[Request]] = {}
         self._register = register

@@ -1,33 +1,30 @@
-/* The turns of a worker's loop in which nothing happens but requests of known forms: received, run and answered here.
+/* Serves requests of known forms without Python's loop: they are received, run and answered here.
  *
  *     epoll ─▶ datagram of FormSubmits ─▶ small: gathered into a program's memory ─▶ program.run (Python, XLA) ─▶ FormCompletions
  *           │                          └▶ large: plan->alone (Python, XLA), where their tensors lie           ─▶
  *           └▶ anything else is given back to Python, which does it the ordinary way
  *
- * What is known is said by Python (workers/dispatch/fast_path.py): a plan for each form of a lane, and the programs that can run it. Nothing
- * of that can change while ``wait`` runs, because all that could change it comes as an event, and with the first other event, or
- * anything in a datagram that has no plan, ``wait`` returns. What it gives back it has not touched.
+ * What is known is told by Python (workers/dispatch/fast_path.py): a plan for each form of a lane, and the programs that can run it. None
+ * of that can change while ``wait`` runs: whatever could change it comes as an event, and ``wait`` returns with the first event, or
+ * datagram, that has no plan. What it hands to Python it has not touched.
  *
- * The status page is written as shm/status_page.py does. Records are in _records.h, what is known in _plans.h, sockets in _lanes.h, what
- * comes in _arrivals.h, which sequences go on in _sequences.h, what is done with all of that in _runs.h.
+ * When to poll before sleeping is decided by shm/spin.py, once for each wait.
  */
 
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_native.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#include "_runs.h"
-
 #define MAX_EVENTS 64
-/* epoll counts in milliseconds; shorter waits are counted in nanoseconds. */
+/* epoll_wait counts in milliseconds; shorter waits are made by ppoll, which counts in nanoseconds. */
 #define SHORT_NS 50000000
 
-/* ------------------------------------------------------------------------------------------------------------- what is known */
+/* ------------------------------------------------------------------------------------------------- what Python tells and asks */
 
+/* Returns a lane, or NULL with a KeyError. */
 static lane_t *known_lane(fast_path_t *self, int fd) {
     lane_t *lane = find_lane(self, fd);
     if (lane == NULL)
@@ -35,6 +32,7 @@ static lane_t *known_lane(fast_path_t *self, int fd) {
     return lane;
 }
 
+/* Returns the batch that other plans of the same owner have, or NULL. */
 static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
     for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next)
         for (int i = 0; i < lane->forms; i++)
@@ -43,7 +41,7 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
     return NULL;
 }
 
-/* A plan without its tensors. */
+/* Makes a plan without its tensors. ``given``: Batch of _native.pyi. */
 static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_form) {
     unsigned long long model, most_waiting;
     int series;
@@ -66,6 +64,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     return plan;
 }
 
+/* Takes the plan over and returns None, or drops it and raises. */
 static PyObject *keep_plan(fast_path_t *self, int fd, int form, plan_t *plan) {
     lane_t *lane = known_lane(self, fd);
     if (lane != NULL && form >= 0 && form < MAX_FORMS) {
@@ -80,7 +79,7 @@ static PyObject *keep_plan(fast_path_t *self, int fd, int form, plan_t *plan) {
 
 typedef int (*read_t)(PyObject *inputs, PyObject *outputs, plan_t *plan);
 
-/* A plan with its tensors; ``call``: the last of the arguments. */
+/* Makes a plan with its tensors, which ``read`` reads. ``call`` becomes the last of the arguments. */
 static plan_t *read_plan(fast_path_t *self, PyObject *arguments, read_t read, int *fd, int *form, PyObject **call) {
     int rows;
     unsigned long long answer_form;
@@ -183,6 +182,7 @@ static PyObject *close_lane(fast_path_t *self, PyObject *arguments) {
 
 /* ------------------------------------------------------------------------------------------------------------------ waiting */
 
+/* Returns as epoll_wait. */
 static int sleep_until(int epoll, struct epoll_event *ready, uint64_t until) {
     uint64_t now = now_ns(), left = until > now ? until - now : 0;
     int milliseconds = (int)((left + 999999) / 1000000);
@@ -196,23 +196,47 @@ static int sleep_until(int epoll, struct epoll_event *ready, uint64_t until) {
     return epoll_wait(epoll, ready, MAX_EVENTS, milliseconds);
 }
 
-/* Looks for events for a moment before it sleeps (_spin.h). */
-static int poll_until(fast_path_t *self, struct epoll_event *ready, uint64_t until, int sleeps) {
-    uint64_t since = now_ns(), look = 0, now = since;
+/* Asks shm/spin.py until when to poll. 0: not at all. An exception is set: that went wrong. */
+static uint64_t poll_until(fast_path_t *self, uint64_t now) {
+    PyObject *answer = PyObject_CallFunction(self->spin_begin, "KK", (unsigned long long)now, (unsigned long long)(now - self->ended));
+    uint64_t until = answer == NULL ? 0 : PyLong_AsUnsignedLongLong(answer);
+    Py_XDECREF(answer);
+    return until;
+}
+
+/* Polls, then sleeps until ``until``. Returns as epoll_wait; runs without the interpreter's lock. */
+static int poll_and_sleep(fast_path_t *self, struct epoll_event *ready, uint64_t polling, uint64_t until) {
     int found = 0;
-    if (until > since)
-        look = spin_begin(&self->spin, since, since - self->ended);
-    if (look > until)
-        look = until;
-    if (sleeps)
-        look = 0;
-    while (now < look && self->together <= FEW && (found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0)) == 0)
-        now = spin_give_way();
+    for (uint64_t now = now_ns(); now < polling && (found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0)) == 0; now = now_ns())
+        sched_yield();
     if (found == 0)
         found = sleep_until(self->epoll, ready, until);
+    return found;
+}
+
+/* Waits for events until ``until``. Returns as epoll_wait, or -1 with an exception. ``sleeps``: without polling first. */
+static int wait_until(fast_path_t *self, struct epoll_event *ready, uint64_t until, int sleeps) {
+    uint64_t now = now_ns(), polling = 0;
+    int found, failure, waits = until > now;
+    if (waits) {
+        polling = poll_until(self, now);
+        if (PyErr_Occurred())
+            return -1;
+    }
+    if (sleeps || self->together > FEW)
+        polling = 0;
+    Py_BEGIN_ALLOW_THREADS
+    found = poll_and_sleep(self, ready, polling < until ? polling : until, until);
+    failure = errno;
+    Py_END_ALLOW_THREADS
     self->ended = now_ns();
-    if (until > since)
-        spin_end(&self->spin, self->ended);
+    if (waits) {
+        PyObject *told = PyObject_CallFunction(self->spin_end, "K", (unsigned long long)self->ended);
+        if (told == NULL)
+            return -1;
+        Py_DECREF(told);
+    }
+    errno = failure;
     return found;
 }
 
@@ -228,14 +252,14 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
         struct epoll_event ready[MAX_EVENTS];
         int found;
         if (timeout == 0) {
-            /* It takes less than to get Python's lock again where another thread is at work. */
+            /* This is quicker than getting the interpreter's lock back where another thread runs. */
             found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0);
         } else {
-            Py_BEGIN_ALLOW_THREADS
-            found = poll_until(self, ready, until, sleeps);
-            Py_END_ALLOW_THREADS
+            found = wait_until(self, ready, until, sleeps);
         }
-        if (found < 0 && errno != EINTR) {
+        if (found < 0 && PyErr_Occurred()) {
+            wrong = 1;
+        } else if (found < 0 && errno != EINTR) {
             PyErr_SetFromErrno(PyExc_OSError);
             wrong = 1;
         } else if (found < 0) {
@@ -243,7 +267,7 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
         }
         self->doubtful = self->leave = 0;
         for (int i = 0; i < found && !wrong; i++) {
-            /* In order: what came behind something that is Python's affair is Python's affair as well. */
+            /* Order is kept: whatever comes after an event for Python is for Python too. */
             int mine = fast && ready[i].events == EPOLLIN && PyList_Size(events) == 0;
             lane_t *lane = mine ? find_lane(self, ready[i].data.fd) : NULL;
             wrong = lane != NULL ? take(self, lane, events, datagrams)
@@ -253,7 +277,7 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
             wrong = serve(self, datagrams);
         wrong = wrong || give_unsent(self, unsent);
         uint64_t now = now_ns();
-        self->page[2] = now;
+        self->page[PAGE_BEAT] = now;
         if (PyList_Size(events) || PyList_Size(datagrams) || PyList_Size(unsent) || self->leave || now >= until)
             break;
     }
@@ -265,6 +289,7 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
     return NULL;
 }
 
+/* Returns and clears what was counted of each batch. */
 static PyObject *figures(fast_path_t *self, PyObject *unused) {
     (void)unused;
     PyObject *found = PyList_New(0);
@@ -279,11 +304,11 @@ static PyObject *figures(fast_path_t *self, PyObject *unused) {
 
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     int epoll;
-    unsigned long long look_ns, idle, executing;
+    unsigned long long idle, executing;
     Py_ssize_t desk;
-    PyObject *page, *left;
+    PyObject *spin, *page, *left;
     (void)named;
-    if (!PyArg_ParseTuple(arguments, "iKOnKKO", &epoll, &look_ns, &page, &desk, &idle, &executing, &left))
+    if (!PyArg_ParseTuple(arguments, "iOOnKKO", &epoll, &spin, &page, &desk, &idle, &executing, &left))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     fast_path_t *self = (fast_path_t *)allocate(type, 0);
@@ -300,12 +325,15 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     }
     self->page = self->page_buffer.buf;
     self->epoll = epoll;
-    self->spin.limit_ns = look_ns;
     self->desk = (size_t)desk;
     self->idle = idle;
     self->executing = executing;
     Py_INCREF(left);
     self->left = left;
+    self->spin_begin = PyObject_GetAttrString(spin, "begin");
+    self->spin_end = PyObject_GetAttrString(spin, "end");
+    if (self->spin_begin == NULL || self->spin_end == NULL)
+        Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -319,6 +347,8 @@ static PyObject *close_all(fast_path_t *self, PyObject *unused) {
     PyBuffer_Release(&self->page_buffer);
     self->page = NULL;
     Py_CLEAR(self->left);
+    Py_CLEAR(self->spin_begin);
+    Py_CLEAR(self->spin_end);
     Py_RETURN_NONE;
 }
 
@@ -332,18 +362,18 @@ static void destroy(fast_path_t *self) {
 }
 
 static PyMethodDef methods[] = {
-    {"open", (PyCFunction)open_lane, METH_VARARGS, "(fd, peer, in_flight, take_back): a lane; its descriptor is in the epoll."},
-    {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): that lane is gone."},
+    {"open", (PyCFunction)open_lane, METH_VARARGS, "(fd, peer, in_flight, take_back): adds a lane, whose descriptor is in the epoll."},
+    {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): forgets a lane."},
     {"learn", (PyCFunction)learn, METH_VARARGS,
-     "(fd, form, batch, rows, inputs, outputs, answer_form, intact): requests of that form are run here."},
+     "(fd, form, batch, rows, inputs, outputs, answer_form, intact): runs requests of that form from now on."},
     {"learn_alone", (PyCFunction)learn_alone, METH_VARARGS,
-     "(fd, form, batch, rows, inputs, outputs, answer_form, alone): the same of large ones, each of which is run by itself."},
-    {"forget", (PyCFunction)forget, METH_NOARGS, "No form is run here any more."},
-    {"forget_form", (PyCFunction)forget_form, METH_VARARGS, "(fd, form): that form is not run here any more."},
+     "(fd, form, batch, rows, inputs, outputs, answer_form, alone): runs large requests of that form, each by itself."},
+    {"forget", (PyCFunction)forget, METH_NOARGS, "Forgets all forms."},
+    {"forget_form", (PyCFunction)forget_form, METH_VARARGS, "(fd, form): forgets that form."},
     {"wait", (PyCFunction)wait_for, METH_VARARGS,
-     "(timeout_ns, fast): events, datagrams and unsent answers that are Python's affair; meanwhile serves what is known."},
-    {"figures", (PyCFunction)figures, METH_NOARGS, "What was done for each batch since the last call."},
-    {"release", (PyCFunction)close_all, METH_NOARGS, "Lets go of everything; only to be called last."},
+     "(timeout_ns, fast, sleeps): serves what is known; returns events, datagrams and unsent answers that are for Python."},
+    {"figures", (PyCFunction)figures, METH_NOARGS, "Returns what was counted of each batch since the last call."},
+    {"release", (PyCFunction)close_all, METH_NOARGS, "Lets go of everything; to be called last."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -351,22 +381,8 @@ static PyType_Slot slots[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, destroy},
     {Py_tp_methods, methods},
-    {Py_tp_doc, "(epoll_fd, look_ns, page, desk, idle, executing, left): see workers/dispatch/fast_path.py."},
+    {Py_tp_doc, "(epoll_fd, spin, page, desk, idle, executing, left): see workers/dispatch/fast_path.py."},
     {0, NULL},
 };
 
-static PyType_Spec spec = {"tensord.workers.native._fast_path.FastPath", sizeof(fast_path_t), 0, Py_TPFLAGS_DEFAULT, slots};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "tensord.workers.native._fast_path", "Turns of a worker's loop outside of Python.", -1, NULL, NULL, NULL, NULL, NULL,
-};
-
-PyMODINIT_FUNC PyInit__fast_path(void) {
-    PyObject *module = PyModule_Create(&definition);
-    PyObject *type = module == NULL ? NULL : PyType_FromSpec(&spec);
-    if (type == NULL || PyModule_AddObjectRef(module, "FastPath", type) || PyModule_AddStringMacro(module, SOURCES) ||
-        PyModule_AddIntMacro(module, MAX_TENSORS) || PyModule_AddIntMacro(module, MAX_ROWS))
-        Py_CLEAR(module);
-    Py_XDECREF(type);
-    return module;
-}
+PyType_Spec fast_path_spec = {"tensord.workers.native._native.FastPath", sizeof(fast_path_t), 0, Py_TPFLAGS_DEFAULT, slots};

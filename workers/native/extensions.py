@@ -1,15 +1,22 @@
-"""The parts of a worker that are written in C, and what is done where they are missing."""
+"""The parts of a worker that are written in C: whether the worker's own is there, and what is done where some are missing."""
 
 from __future__ import annotations
 
 from tensord.shm import extensions
 
+try:
+    from tensord.workers.native import _native
+
+    extensions.check(_native)
+except ImportError:  # not built, or not from these sources
+    available = False
+else:
+    available = True
+
 #: Module -> what is so without it.
 PARTS = {
     "tensord.shm._guard": "clients' shared memory is copied with system calls (access = snapshot), never mapped",
-    "tensord.workers.native._fast_path": "small requests are received and answered in Python",
-    "tensord.workers.native._large_copy": "large tensors are copied through the processor's caches",
-    "tensord.workers.native._output_memory": "outputs are copied to their places",
+    "tensord.workers.native._native": "requests are received and answered in Python, and outputs are copied to their places",
 }
 
 

@@ -24,16 +24,10 @@ import jaxlib
 import numpy as np
 
 from tensord.shm.arrays import Array, address_of
-from tensord.shm.extensions import check
+from tensord.workers.native.extensions import available
 
-try:
-    from tensord.workers.native import _output_memory
-
-    check(_output_memory)
-except ImportError:  # not built, or not from these sources
-    available = False
-else:
-    available = True
+if available:
+    from tensord.workers.native import _native
 
 _log = logging.getLogger(__name__)
 #: An output of fewer bytes is copied sooner than it is arranged that it need not be.
@@ -60,7 +54,7 @@ def attach() -> bool:
 
 def _led() -> str:
     """Why XLA's allocations do not come here; "": they do."""
-    if not _output_memory.attach(f"{Path(jaxlib.__file__).parent}/"):
+    if not _native.redirect_allocations(f"{Path(jaxlib.__file__).parent}/"):
         return "XLA's library does not take its memory from the C library in the way that is known"
     return ""
 
@@ -79,7 +73,7 @@ def _tried(byte_size: int = WORTH) -> str:
         reason = _tried_at(address, byte_size)
     except Exception as error:  # whatever it is, it must not keep the worker from serving
         reason = f"a first program failed with {type(error).__name__}: {error}"
-    if _output_memory.held(address):
+    if _native.holds(address):
         return "XLA does not give back memory in the way that is known"
     library.free(place)
     return reason
@@ -129,7 +123,7 @@ class OutputMemory:
             seen[byte_size] = seen.get(byte_size, 0) + 1
         for name, array in outputs.items():
             skip = found.get((array.nbytes, address_of(array))) if array.nbytes else None
-            if skip is not None and len(self._skips) < _output_memory.OFFERS:
+            if skip is not None and len(self._skips) < _native.MAX_OFFERS:
                 self._skips[name] = skip
 
     @property
@@ -145,25 +139,25 @@ class OutputMemory:
         """Runs the program with the memory at those addresses offered for those outputs, as many bytes as they have."""
         try:
             for name, address in addresses.items():
-                _output_memory.offer(self.sizes[name], self._skips[name], address)
+                _native.offer(self.sizes[name], self._skips[name], address)
             return call()
         finally:
-            _output_memory.withdraw()
+            _native.withdraw_offers()
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
     """Runs a program and learns how its outputs of those names are allocated."""
-    _output_memory.watch()
+    _native.watch_allocations()
     try:
         made = call()
     finally:
-        allocations = _output_memory.watched()
+        allocations = _native.watched_allocations()
     return made, OutputMemory({name: np.asarray(made[name]) for name in names}, allocations)
 
 
 def given_up(address: int, view: memoryview) -> bool:
     """Whether no array lies any more where one was made to. False: somebody keeps one, so the memory is never unmapped."""
-    if not _output_memory.held(address):
+    if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))
     _kept.append(view)

@@ -13,12 +13,12 @@ import pytest
 from tensord.config.model_config import parse_pbtxt
 from tensord.shm.control_records import Load, Loaded
 from tensord.shm.messages import Completion, Inline, RequestedOutput, Tensor
-from tensord.workers.dispatch import fast_path
 from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.native.extensions import available
 from tests.repositories import ensemble, scale_model, write_model
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
-in_c = pytest.mark.skipif(not fast_path.available, reason="the C extension was not built")
+in_c = pytest.mark.skipif(not available, reason="the C extension was not built")
 #: Another size of batches than the first one has, and what it makes is as long.
 SQUARE = """
     inputs = {"x": "FP32[4]"}

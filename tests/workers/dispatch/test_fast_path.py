@@ -38,14 +38,15 @@ from tensord.shm.messages import (
 )
 from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
 from tensord.shm.record import decoder, encoder
-from tensord.workers.dispatch import fast_path
+from tensord.shm.spin import Spin
 from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.native.extensions import available
 from tests.daemon_process import ROOT
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
-pytestmark = pytest.mark.skipif(not fast_path.available, reason="the C extension was not built")
-if fast_path.available:
-    from tensord.workers.native import _fast_path
+pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
+if available:
+    from tensord.workers.native import _native
 
 MODELS = ROOT / "bench" / "models"
 WORDS = 512
@@ -69,7 +70,7 @@ class Native:
         self.runs: list[bytes] = []
         self.running: list[list[int]] = []
         self.made: Callable[[], list[Any]] = lambda: [~self.memory]
-        self.fast = _fast_path.FastPath(self.epoll.fileno(), 0, self.page.data.cast("B"), WORDS, 1, 2, self.has_left)
+        self.fast = _native.FastPath(self.epoll.fileno(), Spin(0), self.page.data.cast("B"), WORDS, 1, 2, self.has_left)
         #: How often the answers of sequences had left.
         self.left = 0
         #: What came of leases that are given back, and what is wrong with them.

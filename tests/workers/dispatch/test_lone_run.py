@@ -17,17 +17,15 @@ from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Inline, Release, RequestedOutput, Slice, Tensor
 from tensord.shm.record import encoder
-from tensord.workers.dispatch import fast_path
 from tensord.workers.native import output_memory
+from tensord.workers.native.extensions import available
 from tests.repositories import write_model
 from tests.workers.dispatch.test_fast_path import Native, native, request
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
 __all__ = ["native"]  # a fixture
 
-pytestmark = pytest.mark.skipif(
-    not (fast_path.available and output_memory.available), reason="the C extensions were not built"
-)
+pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
 
 PLACE = Slice(3, 640, 1 << 20)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tensord.shm.messages import Inline, Tensor
-from tensord.workers.dispatch import fast_path
 from tensord.workers.dispatch.poller import Poller
+from tensord.workers.native import extensions
 from tests.daemon_process import ROOT
 from tests.workers.worker_loop import WorkerLoop
 
@@ -45,7 +45,7 @@ def test_nothing_came(event: int, look_ns: int, timeout_ns: int) -> None:
 
 
 def test_a_worker_answers_without_the_c_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "available", False)
+    monkeypatch.setattr(extensions, "available", False)
     loop = WorkerLoop()
     try:
         loop.load(ROOT / "bench" / "models" / "addsub")

@@ -16,11 +16,11 @@ import pytest
 from tensord.shm.messages import Completion, Inline, Tensor
 from tensord.shm.sequence_keys import SequenceKeys
 from tensord.shm.sequence_page import SequenceState
-from tensord.workers.dispatch import fast_path
 from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.native.extensions import available
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
-pytestmark = pytest.mark.skipif(not fast_path.available, reason="the C extension was not built")
+pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
 
 SLOTS = 6
 #: The sum of each sequence. A negative number makes the program fail after it has the state.

@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 
 from tensord.shm.arrays import Array, address_of
 from tensord.workers.native import output_memory
+from tensord.workers.native.extensions import available
 from tensord.workers.native.output_memory import OutputMemory, given_up, watched
 from tests.daemon_process import ROOT
 from tests.workers.worker_loop import DEVICE
 
-pytestmark = pytest.mark.skipif(not output_memory.available, reason="the C extension was not built")
-if output_memory.available:
-    from tensord.workers.native import _output_memory
+pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
+if available:
+    from tensord.workers.native import _native
 
 COUNT = 1 << 16
 SIZE = 4 * COUNT
@@ -127,7 +128,7 @@ def test_an_output_lands_where_it_is_offered_and_nothing_else_changes() -> None:
 
 
 def given_up_quietly(place: Place) -> bool:
-    return not _output_memory.held(place.address)
+    return not _native.holds(place.address)
 
 
 @pytest.mark.parametrize("order", [("y", "z"), ("z", "y")])
@@ -155,10 +156,10 @@ def test_a_place_that_is_not_aligned_is_not_taken() -> None:
 def test_a_place_for_another_size_is_not_taken(difference: int) -> None:
     place = Place(SIZE + difference)
     try:
-        _output_memory.offer(SIZE + difference, 0, place.address)
+        _native.offer(SIZE + difference, 0, place.address)
         two().check(two().call())
     finally:
-        _output_memory.withdraw()
+        _native.withdraw_offers()
     assert place.untouched
 
 
@@ -237,28 +238,28 @@ def test_watching_ends_with_an_error() -> None:
     with pytest.raises(RuntimeError, match="a program's own"):
         watched(fail, ["y"])
     two().call()
-    assert _output_memory.watched() == []
+    assert _native.watched_allocations() == []
 
 
 def test_more_outputs_than_can_be_offered() -> None:
-    names = [f"y{number:02}" for number in range(_output_memory.OFFERS + 4)]
+    names = [f"y{number:02}" for number in range(_native.MAX_OFFERS + 4)]
     program = Program(lambda x: {name: x + number for number, name in enumerate(names)})
     assert program.memory.sizes == dict.fromkeys(names, SIZE)
-    assert len(program.memory.offerable) == _output_memory.OFFERS
+    assert len(program.memory.offerable) == _native.MAX_OFFERS
     places = {name: Place() for name in program.memory.offerable}
     outputs = program.run(places)
     assert all(lies_at(outputs[name], place) for name, place in places.items())
     for place in places.values():
-        _output_memory.offer(64, 0, place.address)
-    with pytest.raises(OverflowError, match=f"{_output_memory.OFFERS} offers at most"):
-        _output_memory.offer(64, 0, 64)
-    _output_memory.withdraw()
+        _native.offer(64, 0, place.address)
+    with pytest.raises(OverflowError, match=f"{_native.MAX_OFFERS} offers at most"):
+        _native.offer(64, 0, 64)
+    _native.withdraw_offers()
 
 
 @pytest.mark.parametrize(("byte_size", "skip", "address"), [(0, 0, 64), (-1, 0, 64), (64, -1, 64), (64, 0, 0)])
 def test_what_cannot_be_is_not_offered(byte_size: int, skip: int, address: int) -> None:
     with pytest.raises(ValueError, match="bytes at"):
-        _output_memory.offer(byte_size, skip, address)
+        _native.offer(byte_size, skip, address)
 
 
 def test_more_than_can_be_known_at_once() -> None:
@@ -323,7 +324,7 @@ def test_nothing_is_lost() -> None:
 
 
 def test_where_no_such_libraries_are(tmp_path: Path) -> None:
-    assert not _output_memory.attach(f"{tmp_path}/")
+    assert not _native.redirect_allocations(f"{tmp_path}/")
     place = Place()
     assert lies_at(two().run({"y": place})["y"], place)
 
@@ -379,7 +380,7 @@ def test_no_output_is_learned_where_another_thread_computes() -> None:
         "    made = memory.run(lambda: call(x), dict.fromkeys(memory.offerable, address))\n"
         "    assert (np.asarray(made['y']) == 2).all()\n"
         "    print(len(memory.offerable), np.asarray(made['y']).__array_interface__['data'][0] == address)\n"
-        "    del made\n    assert not output_memory._output_memory.held(address)\n"
+        "    del made\n    assert not output_memory._native.holds(address)\n"
     )
     for elsewhere in (True, False):
         command = [sys.executable, "-c", script, str(elsewhere)]

@@ -23,6 +23,7 @@ from tensord.shm.messages import RegionSlice, RequestedOutput, Submit, Tensor
 from tensord.shm.regions import Region, open_object
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.native import output_memory
+from tensord.workers.native.extensions import available
 from tensord.workers.native.output_memory import OutputMemory
 from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.placement import CompiledProgram, Placement
@@ -406,7 +407,7 @@ def test_without_room_in_the_arena_there_is_nothing_to_give_back(lane: ALane) ->
     assert places.close()
 
 
-@pytest.mark.skipif(not output_memory.available, reason="the C extension was not built")
+@pytest.mark.skipif(not available, reason="the C extension was not built")
 def test_an_output_that_is_kept(lane: ALane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ends its places is told, once; its memory stays mapped."""
     monkeypatch.setattr(output_memory, "_kept", [])

@@ -1,83 +1,13 @@
-/* The lanes of the fast path: one submitter's socket each, the datagrams of this turn, and the answers that have not left.
+/* Writes and sends answers. A lane is one submitter's socket, with the datagrams of this iteration and the answers not sent yet.
  *
- *     received   | kind | FormSubmit | ... | kind | FormSubmit | ... |     requests point into it until they are answered or given back
- *     answer     | kind | FormCompletion | ... |                           sent when it is full or the turn ends
+ *     received   | kind | FormSubmit | ... | kind | FormSubmit | ... |     requests point into it until they are answered or handed to Python
+ *     answer     | kind | FormCompletion | ... |                           sent when it is full or the iteration ends
  */
 
-#ifndef TENSORD_LANES_H
-#define TENSORD_LANES_H
+#include "_native.h"
 
-#include <errno.h>
-#include <sys/socket.h>
-#include <time.h>
-
-#include "_plans.h"
-
-/* Datagrams of one turn, together: another one is received as long as it is sure to have room. */
-#define RECEIVED (4 * (MAX_DATAGRAM + 1))
-
-typedef struct lane {
-    struct lane *next;
-    int fd;
-    /* The answers could not be sent. */
-    int unsent;
-    uint64_t peer;
-    /* The ids of Python's requests; what takes a datagram of leases that are given back. */
-    PyObject *in_flight, *take_back;
-    plan_t *plans[MAX_FORMS];
-    /* One more than the highest form that ever had one. */
-    int forms;
-    size_t filled;
-    uint64_t answers;
-    /* Of ``received``, by datagrams whose requests wait. */
-    size_t used;
-    /* Of the requests that wait, the highest. */
-    uint64_t last_id;
-    unsigned char received[RECEIVED], answer[MAX_DATAGRAM];
-} lane_t;
-
-typedef struct {
-    lane_t *lane;
-    plan_t *plan;
-    uint64_t id, arrived_ns;
-    const unsigned char *record;
-    size_t size;
-    /* Of its sequence. */
-    reader_t sequence;
-    int start, end;
-    const unsigned char *contents[MAX_TENSORS];
-} request_t;
-
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
-static int append(PyObject *list, PyObject *item) {
-    int wrong = item == NULL || PyList_Append(list, item);
-    Py_XDECREF(item);
-    return wrong;
-}
-
-/* The descriptors that came with a datagram, as a list; whoever gets it owns them. */
-static PyObject *descriptors(struct msghdr *message) {
-    PyObject *found = PyList_New(0);
-    for (struct cmsghdr *each = CMSG_FIRSTHDR(message); found != NULL && each != NULL; each = CMSG_NXTHDR(message, each)) {
-        if (each->cmsg_level != SOL_SOCKET || each->cmsg_type != SCM_RIGHTS)
-            continue;
-        for (size_t at = 0; at + sizeof(int) <= each->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
-            int fd;
-            memcpy(&fd, CMSG_DATA(each) + at, sizeof fd);
-            if (append(found, PyLong_FromLong(fd)))
-                Py_CLEAR(found);
-        }
-    }
-    return found;
-}
-
-/* 1: in flight already, or that cannot be told. */
-static int in_flight(lane_t *lane, uint64_t id) {
+/* Returns whether Python has a request with that id, or it cannot be told. */
+int in_flight(lane_t *lane, uint64_t id) {
     if (PyDict_Size(lane->in_flight) == 0)
         return 0;
     PyObject *key = PyLong_FromUnsignedLongLong(id);
@@ -88,8 +18,8 @@ static int in_flight(lane_t *lane, uint64_t id) {
     return found != 0;
 }
 
-/* Sends a lane's answers. What the socket does not take now is kept; see ``give_unsent``. */
-static void flush(lane_t *lane) {
+/* Sends a lane's answers. What the socket does not take is kept for ``give_unsent``. */
+void flush(lane_t *lane) {
     if (lane->answers == 0 || lane->unsent)
         return;
     write_datagram_head(lane->answer, lane->answers);
@@ -98,11 +28,12 @@ static void flush(lane_t *lane) {
         lane->unsent = 1;
         return;
     }
-    /* A peer that is gone swallows everything. */
+    /* Sent, or the peer is gone: then nobody wants them. */
     lane->filled = DATAGRAM_HEAD;
     lane->answers = 0;
 }
 
+/* Writes the outputs that go to regions. ``row``: where the request begins in the run. */
 static void write_regions(const request_t *request, const Py_buffer *stacks, int row) {
     const plan_t *plan = request->plan;
     for (int i = 0; i < plan->outputs; i++) {
@@ -112,6 +43,7 @@ static void write_regions(const request_t *request, const Py_buffer *stacks, int
     }
 }
 
+/* Writes the record, with the outputs that it has. */
 static void write_answer(const request_t *request, const Py_buffer *stacks, int row) {
     lane_t *lane = request->lane;
     const plan_t *plan = request->plan;
@@ -129,7 +61,7 @@ static void write_answer(const request_t *request, const Py_buffer *stacks, int 
     lane->answers++;
 }
 
-/* Whether regions that these requests use lost no page meanwhile. Whose did has failed, and nobody beside it. */
+/* Returns whether the regions of these requests lost no page meanwhile. Marks the plan of the one that did as failed. */
 static int intact(const request_t *requests, int count) {
     for (int n = 0; n < count; n++) {
         PyObject *check = requests[n].plan->intact;
@@ -145,7 +77,7 @@ static int intact(const request_t *requests, int count) {
     return 1;
 }
 
-/* Whether a run made what the answers of so many rows are cut from. */
+/* Returns whether a run's results are large enough for the answer of the request at that row. */
 static int holds(const plan_t *plan, const Py_buffer *stacks, Py_ssize_t count, int row) {
     for (int i = 0; i < plan->outputs; i++) {
         const output_t *output = &plan->output[i];
@@ -155,8 +87,8 @@ static int holds(const plan_t *plan, const Py_buffer *stacks, Py_ssize_t count, 
     return 1;
 }
 
-/* Answers with what a run made. 0: answered; else nothing was. */
-static int answer(const request_t *requests, int count, PyObject *made) {
+/* Writes the answers of a run. Not 0: none was written, and an exception may be set. */
+int answer(const request_t *requests, int count, PyObject *made) {
     Py_buffer stacks[MAX_TENSORS];
     Py_ssize_t open = 0, given = PyList_Size(made);
     int wrong = given < 0 || given > MAX_TENSORS, row = 0;
@@ -169,7 +101,7 @@ static int answer(const request_t *requests, int count, PyObject *made) {
     row = 0;
     for (int n = 0; n < count && !wrong; row += requests[n++].plan->rows)
         write_regions(&requests[n], stacks, row);
-    /* After the last byte was read and written: what was missing meanwhile makes the answers void. */
+    /* Asked after the last byte was read and written: a page that was missing meanwhile makes the answers void. */
     wrong = wrong || !intact(requests, count);
     row = 0;
     for (int n = 0; n < count && !wrong; row += requests[n++].plan->rows)
@@ -179,8 +111,8 @@ static int answer(const request_t *requests, int count, PyObject *made) {
     return wrong;
 }
 
-/* Whether the answers of all of them have room behind those that wait to be sent. */
-static int has_room(const request_t *requests, int count) {
+/* Returns whether there is room for the answers of all of them; sends answers to make some. */
+int has_room(const request_t *requests, int count) {
     size_t size = 0;
     for (int n = 0; n < count; n++)
         size += requests[n].plan->answer_size;
@@ -193,5 +125,3 @@ static int has_room(const request_t *requests, int count) {
     }
     return 1;
 }
-
-#endif

@@ -1,50 +1,25 @@
-/* What comes on lanes: requests wait here, and everything else goes to Python untouched.
+/* Receives datagrams: requests that can be run here wait, and everything else goes to Python untouched.
  *
- *     datagram ─▶ every record known ─▶ leases given back, requests wait ─▶ run (_runs.h)
- *              └▶ anything else                                          └▶ given back to Python, as a datagram
+ *     datagram ─▶ every record known ─▶ leases released, requests wait ─▶ run (_runs.c)
+ *              └▶ anything else                                        └▶ handed to Python, as a datagram
  */
 
-#ifndef TENSORD_ARRIVALS_H
-#define TENSORD_ARRIVALS_H
+#include "_native.h"
 
-#include <stdatomic.h>
 #include <sys/epoll.h>
 
-#include "_lone_runs.h"
-#include "_spin.h"
-
-/* Records of leases that are given back, in one datagram. */
+/* Records of released leases in one datagram. */
 #define MAX_RELEASES 8
 
-typedef struct {
-    PyObject_HEAD
-    int epoll;
-    spin_t spin;
-    /* When the last wait ended. */
-    uint64_t ended;
-    /* Of the last requests that were served so many came together. */
-    size_t together;
-    _Atomic uint64_t *page;
-    Py_buffer page_buffer;
-    size_t desk;
-    uint64_t idle, executing;
-    lane_t *lanes;
-    request_t *waiting;
-    size_t first, count, room;
-    /* An id came that may wait already: whether it does is Python's affair, so nothing that waits is run. */
-    int doubtful;
-    /* Called when the answers of sequences have left; whether any were given since; and whether Python has something to send. */
-    PyObject *left;
-    int sequenced, leave;
-} fast_path_t;
-
-static lane_t *find_lane(fast_path_t *self, int fd) {
+/* Returns the lane of a descriptor, or NULL. */
+lane_t *find_lane(fast_path_t *self, int fd) {
     lane_t *lane = self->lanes;
     while (lane != NULL && lane->fd != fd)
         lane = lane->next;
     return lane;
 }
 
+/* Makes room for one more waiting request. Sets no exception: without room the datagram is for Python. */
 static int make_room(fast_path_t *self) {
     if (self->count < self->room)
         return 0;
@@ -57,7 +32,32 @@ static int make_room(fast_path_t *self) {
     return 0;
 }
 
-/* All of a datagram's requests wait here afterwards, and its leases are given back; or, if one is not of a known kind, none. */
+/* Returns a list of the descriptors that came with a datagram; the caller owns them. */
+static PyObject *descriptors(struct msghdr *message) {
+    PyObject *found = PyList_New(0);
+    for (struct cmsghdr *each = CMSG_FIRSTHDR(message); found != NULL && each != NULL; each = CMSG_NXTHDR(message, each)) {
+        if (each->cmsg_level != SOL_SOCKET || each->cmsg_type != SCM_RIGHTS)
+            continue;
+        for (size_t at = 0; at + sizeof(int) <= each->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+            int fd;
+            memcpy(&fd, CMSG_DATA(each) + at, sizeof fd);
+            if (append(found, PyLong_FromLong(fd)))
+                Py_CLEAR(found);
+        }
+    }
+    return found;
+}
+
+/* Returns what ``wait`` says of a datagram: (descriptor of the lane, (content, descriptors, flags)). Takes ``fds`` over.
+ *
+ * No format with '#': one that was compiled with the headers of Python 3.13 is refused by earlier Pythons. */
+static PyObject *for_python(const lane_t *lane, const unsigned char *content, size_t size, PyObject *fds, int flags) {
+    PyObject *bytes = PyBytes_FromStringAndSize((const char *)content, (Py_ssize_t)size);
+    return Py_BuildValue("i(NNi)", lane->fd, bytes, fds, flags);
+}
+
+/* Makes all requests of a datagram wait here, and releases its leases. Not 0: there is something else in it, and nothing was done.
+ * Sets no exception. */
 static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *datagram, size_t size, uint64_t now) {
     reader_t reader = {datagram + 1, datagram + size};
     uint64_t records, last_id = lane->used ? lane->last_id : 0;
@@ -77,7 +77,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         if (read_form_submit(&reader, &record) || record.form >= MAX_FORMS)
             goto refused;
         plan_t *plan = lane->plans[record.form];
-        /* Ids of a submitter grow, but for those of requests that another worker had before. */
+        /* The ids of a submitter grow, except those of requests that another worker had before. */
         if (record.id <= last_id)
             self->doubtful = 1;
         if (plan == NULL || plan->failed || record.trace || (record.deadline_ns && record.deadline_ns <= now) ||
@@ -124,11 +124,8 @@ refused:
     return -1;
 }
 
-/* Takes what came on a lane: requests, until there is no more, and for Python the datagram that is something else.
- *
- * 0: whatever was there is taken care of.
- */
-static int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams) {
+/* Receives from a lane until nothing is left, or until a datagram is for Python. Not 0: an exception is set. */
+int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams) {
     union {
         struct cmsghdr align;
         char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
@@ -144,17 +141,16 @@ static int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *dat
             return append(events, Py_BuildValue("ii", lane->fd, (int)EPOLLIN));
         int cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
         if (cut || message.msg_controllen || take_requests(self, lane, datagram, (size_t)size, now_ns()))
-            return append(datagrams, Py_BuildValue("i(y#Ni)", lane->fd, (const char *)datagram, (Py_ssize_t)size,
-                                                   descriptors(&message), cut));
-        /* Of one without requests nothing is kept. */
+            return append(datagrams, for_python(lane, datagram, (size_t)size, descriptors(&message), cut));
+        /* A datagram is kept while its requests wait. */
         if (self->count)
             lane->used += (size_t)size;
     }
     return 0;
 }
 
-/* Gives what waits to Python, as datagrams of the lanes that it came from: before those that came behind it. */
-static int give_back(fast_path_t *self, PyObject *datagrams) {
+/* Hands what waits to Python, as datagrams of the lanes that it came from, before those that came later. */
+int give_back(fast_path_t *self, PyObject *datagrams) {
     int wrong = 0;
     for (lane_t *lane = self->lanes; lane != NULL && !wrong; lane = lane->next) {
         size_t size = DATAGRAM_HEAD;
@@ -180,7 +176,7 @@ static int give_back(fast_path_t *self, PyObject *datagrams) {
                 memcpy(at, self->waiting[i].record, self->waiting[i].size);
                 at += self->waiting[i].size;
             }
-        PyObject *given = Py_BuildValue("i(y#Ni)", lane->fd, (const char *)datagram, (Py_ssize_t)size, PyList_New(0), 0);
+        PyObject *given = for_python(lane, datagram, size, PyList_New(0), 0);
         wrong = given == NULL || PyList_Insert(datagrams, 0, given);
         Py_XDECREF(given);
         PyMem_Free(datagram);
@@ -189,12 +185,12 @@ static int give_back(fast_path_t *self, PyObject *datagrams) {
     return wrong;
 }
 
-static int give_unsent(fast_path_t *self, PyObject *unsent) {
+/* Hands answers to Python that sockets did not take, as a datagram for each lane. */
+int give_unsent(fast_path_t *self, PyObject *unsent) {
     for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next) {
         if (!lane->unsent)
             continue;
         lane->unsent = 0;
-        /* No format with '#': built with the headers of 3.13 it is refused by earlier Pythons. */
         PyObject *content = PyBytes_FromStringAndSize((const char *)lane->answer, (Py_ssize_t)lane->filled);
         PyObject *datagram = Py_BuildValue("iN", lane->fd, content);
         lane->filled = DATAGRAM_HEAD;
@@ -204,5 +200,3 @@ static int give_unsent(fast_path_t *self, PyObject *unsent) {
     }
     return 0;
 }
-
-#endif

@@ -1,98 +1,17 @@
-/* What the fast path knows (workers/dispatch/fast_path.py says it): of each form of a lane a plan, and for all plans whose requests can
- * share a run the batch they belong to, with its programs.
+/* Reads what Python tells of requests (workers/dispatch/fast_path.py): a plan for each form of a lane, and one batch for all plans
+ * whose requests can share a run, with its programs.
  *
  *     lane ─▶ plan of form 0, 1, ...      where inputs go and outputs lie
  *               ╰─▶ batch                 one load of a version, one shape
  *                     ╰─▶ programs        by the number of rows that wait
+ *
+ * Functions that read return 0, or -1 with an exception. Python tells nothing that is wrong; a ValueError means that such requests
+ * cannot be run here.
  */
 
-#ifndef TENSORD_PLANS_H
-#define TENSORD_PLANS_H
+#include "_native.h"
 
-#include <Python.h>
-
-#include "_records.h"
-
-#define MAX_FORMS 1024
-/* Rows of one run; as many have room on a desk of the status page. */
-#define MAX_ROWS 128
-/* Words of a desk (shm/status_page.py). */
-#define DESK_MODEL 510
-#define DESK_SINCE 511
-#define MAX_FDS 4
-
-typedef struct {
-    char *address;
-    /* From one row to the next. */
-    size_t stride;
-} argument_t;
-
-typedef struct {
-    PyObject *run;
-    int rows, count;
-    /* Whether the rows that nobody fills become zero. */
-    int clears;
-    argument_t arguments[MAX_TENSORS];
-} program_t;
-
-typedef struct {
-    uint64_t runs, ns[3];
-} size_figures_t;
-
-/* What workers/models/statistics.py counts, of requests that were answered well. */
-typedef struct {
-    uint64_t answered, rows, runs, request_ns, queue_ns, copied;
-    /* Input, infer and output of each run, once for each of its requests. */
-    uint64_t compute_ns[3];
-    /* By the size of the batch that the model saw. */
-    size_figures_t sizes[MAX_ROWS + 1];
-} figures_t;
-
-typedef struct {
-    PyObject *owner;
-    int plans;
-    /* As the status page names it. */
-    uint64_t model;
-    uint64_t most_waiting;
-    /* Whether a run applies the model to each request by itself. */
-    int series;
-    /* By the number of rows that wait, less one; without a program: Python's affair. */
-    int most;
-    int programs[MAX_ROWS];
-    int made;
-    program_t *program;
-    /* Of a model with sequences, see _sequences.h. NULL: of one without. */
-    PyObject *seat, *fail;
-    figures_t figures;
-} batch_t;
-
-typedef struct {
-    int argument;
-    size_t size;
-    const char *region; /* NULL: in the record */
-} input_t;
-
-typedef struct {
-    int stack;
-    /* Of the first row of a run; from one row to the next; of the whole request. */
-    size_t start, step, size;
-    char *region; /* NULL: into the record */
-} output_t;
-
-typedef struct {
-    batch_t *batch;
-    int rows, inputs, outputs, inside;
-    /* A run of it went wrong once: it is not tried again. */
-    int failed;
-    uint64_t form;
-    input_t input[MAX_TENSORS];
-    output_t output[MAX_TENSORS];
-    size_t answer_size, copied;
-    PyObject *intact; /* NULL: no regions */
-    /* Runs one large request by itself, see _lone_runs.h. NULL: requests are gathered. */
-    PyObject *alone;
-} plan_t;
-
+/* Lets a plan go of its batch. */
 static void drop_batch(batch_t *batch) {
     if (--batch->plans > 0)
         return;
@@ -105,7 +24,8 @@ static void drop_batch(batch_t *batch) {
     PyMem_Free(batch);
 }
 
-static void drop_plan(plan_t **place) {
+/* Frees a plan, if there is one, and clears the pointer. */
+void drop_plan(plan_t **place) {
     plan_t *plan = *place;
     *place = NULL;
     if (plan == NULL)
@@ -117,12 +37,13 @@ static void drop_plan(plan_t **place) {
     PyMem_Free(plan);
 }
 
-static int refuse(const char *reason) {
+/* Raises ValueError. Returns -1. */
+int refuse(const char *reason) {
     PyErr_SetString(PyExc_ValueError, reason);
     return -1;
 }
 
-/* (run, rows, clears, ((address, stride), ...)) */
+/* Reads (run, rows, clears, ((address, stride), ...)). */
 static int read_program(PyObject *given, program_t *program) {
     PyObject *run, *arguments;
     if (!PyArg_ParseTuple(given, "OipO!", &run, &program->rows, &program->clears, &PyTuple_Type, &arguments))
@@ -135,6 +56,8 @@ static int read_program(PyObject *given, program_t *program) {
         Py_ssize_t stride;
         if (!PyArg_ParseTuple(PyTuple_GetItem(arguments, i), "Kn", &address, &stride))
             return -1;
+        if (stride < 0)
+            return refuse("a program's rows lie backwards");
         program->arguments[i] = (argument_t){(char *)(uintptr_t)address, (size_t)stride};
     }
     Py_INCREF(run);
@@ -142,7 +65,7 @@ static int read_program(PyObject *given, program_t *program) {
     return 0;
 }
 
-/* ``programs``: each one once; ``by_rows``: which of them, by the rows that wait, or -1. */
+/* Reads a batch. ``programs``: each one once; ``by_rows``: which of them for one row, two, ...; -1: none. */
 static int read_batch(batch_t *batch, PyObject *programs, PyObject *by_rows) {
     Py_ssize_t made = PyTuple_Size(programs), most = PyTuple_Size(by_rows);
     if (most < 1 || most > MAX_ROWS)
@@ -166,7 +89,7 @@ static int read_batch(batch_t *batch, PyObject *programs, PyObject *by_rows) {
     return 0;
 }
 
-/* (seat, fail), or None: of a model without sequences. */
+/* Reads (seat, fail), or None: the model has no sequences. */
 static int read_sequences(PyObject *sequences, batch_t *batch) {
     if (sequences == Py_None)
         return 0;
@@ -180,7 +103,8 @@ static int read_sequences(PyObject *sequences, batch_t *batch) {
     return 0;
 }
 
-static batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, int series, PyObject *programs,
+/* Returns a batch that no plan has yet, or NULL with an exception. */
+batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, int series, PyObject *programs,
                            PyObject *by_rows, PyObject *sequences) {
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
@@ -197,7 +121,7 @@ static batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned l
     return batch;
 }
 
-/* An input's bytes lie in a program's argument one row behind the other, or there is one row. */
+/* Returns whether an input's bytes fit into the argument of each program: in one row, or in rows without gaps. */
 static int fits(const plan_t *plan, const input_t *input) {
     for (int i = 0; i < plan->batch->made; i++) {
         const program_t *program = &plan->batch->program[i];
@@ -210,8 +134,9 @@ static int fits(const plan_t *plan, const input_t *input) {
     return 1;
 }
 
-/* ``inputs``: (argument, size, address) each; ``outputs``: (stack, start, step, size, address) each. Address 0: in the record. */
-static int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
+/* Reads a plan's tensors. ``inputs``: (argument, size, address) each; ``outputs``: (stack, start, step, size, address) each. Address 0:
+ * the bytes are in the record. */
+int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
     unsigned long long address;
     Py_ssize_t start, step, size;
     plan->inputs = (int)PyTuple_Size(inputs);
@@ -224,6 +149,8 @@ static int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
         input_t *input = &plan->input[i];
         if (!PyArg_ParseTuple(PyTuple_GetItem(inputs, i), "inK", &input->argument, &size, &address))
             return -1;
+        if (size < 0)
+            return refuse("an input of fewer than no bytes");
         input->size = (size_t)size;
         input->region = (const char *)(uintptr_t)address;
         plan->copied += input->size;
@@ -250,8 +177,8 @@ static int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
     return plan->answer_size > MAX_ANSWER ? refuse("an answer does not fit into a datagram") : 0;
 }
 
-/* What was done since the last time, and then nothing. */
-static PyObject *take_figures(batch_t *batch) {
+/* Returns (owner, figures, ...) and clears the figures. */
+PyObject *take_figures(batch_t *batch) {
     figures_t *made = &batch->figures;
     PyObject *sizes = PyList_New(0);
     for (int size = 1; sizes != NULL && size <= MAX_ROWS; size++) {
@@ -270,5 +197,3 @@ static PyObject *take_figures(batch_t *batch) {
     memset(made, 0, sizeof *made);
     return found;
 }
-
-#endif

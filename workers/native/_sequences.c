@@ -1,17 +1,15 @@
-/* Requests of sequences: Python's planner says which of them run now, once for a run, and answers those whose run failed.
+/* Asks Python's planner, once for each run, which requests of sequences run now, and lets Python answer those whose run failed.
  *
  *     [(correlation id, START, END), ...] ─▶ batch->seat (workers/dispatch/sequence_runs.py) ─▶ how many run now, from the first one on
  *                                            ╰─▶ gathered, run, answered ─▶ self->left, when the answers have left
  *     it failed: [(lane, request id, arrived), ...], error ─▶ batch->fail
  *
- * Nothing of them is ever run a second time: what was seated is either answered here or by ``fail``.
+ * No request of a sequence is run twice: one that was seated is answered here or by ``fail``.
  */
 
-#ifndef TENSORD_SEQUENCES_H
-#define TENSORD_SEQUENCES_H
+#include "_native.h"
 
-#include "_arrivals.h"
-
+/* Returns the id of a request's sequence: an int or a str. */
 static PyObject *correlation_id(reader_t reader) {
     const unsigned char *text;
     uint64_t number;
@@ -23,6 +21,7 @@ static PyObject *correlation_id(reader_t reader) {
                         : PyUnicode_DecodeUTF8((const char *)text, (Py_ssize_t)number, NULL);
 }
 
+/* Returns what ``seat`` is asked: (correlation id, START, END) of each request. */
 static PyObject *asked(const request_t *requests, int count) {
     PyObject *found = PyList_New(count);
     for (int n = 0; found != NULL && n < count; n++) {
@@ -34,8 +33,8 @@ static PyObject *asked(const request_t *requests, int count) {
     return found;
 }
 
-/* How many of these requests run now, the first ones. 0: they are Python's affair.  -1: an error of the process. */
-static int seat(const request_t *requests, int count) {
+/* Returns how many of the first of these requests run now; 0: they are for Python; -1: an exception is set that ends the process. */
+int seat(const request_t *requests, int count) {
     const batch_t *batch = requests->plan->batch;
     PyObject *list = asked(requests, count);
     PyObject *given = list == NULL ? NULL : PyObject_CallFunctionObjArgs(batch->seat, list, NULL);
@@ -51,6 +50,7 @@ static int seat(const request_t *requests, int count) {
     return seated < 0 || seated > count ? 0 : (int)seated;
 }
 
+/* Returns what ``fail`` is told: (lane, request id, moment of arrival) of each request. */
 static PyObject *described(const request_t *requests, int count) {
     PyObject *found = PyList_New(count);
     for (int n = 0; found != NULL && n < count; n++) {
@@ -61,8 +61,8 @@ static PyObject *described(const request_t *requests, int count) {
     return found;
 }
 
-/* The run of what was seated went wrong, or cannot be answered. 0: it is answered.  -1: an error of the process. */
-static int fail(fast_path_t *self, const request_t *requests, int count) {
+/* Lets Python answer seated requests whose run, or answer, failed. Returns 0, or -1: an exception is set that ends the process. */
+int fail(fast_path_t *self, const request_t *requests, int count) {
     PyObject *type, *error, *trace;
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
         return -1;
@@ -84,12 +84,10 @@ static int fail(fast_path_t *self, const request_t *requests, int count) {
     return 0;
 }
 
-/* The answers of sequences have left. */
-static int tell_left(fast_path_t *self) {
+/* Tells Python that answers of sequences were sent. Returns 0, or -1 with an exception. */
+int tell_left(fast_path_t *self) {
     self->sequenced = 0;
     PyObject *told = PyObject_CallNoArgs(self->left);
     Py_XDECREF(told);
     return told == NULL ? -1 : 0;
 }
-
-#endif

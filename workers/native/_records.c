@@ -1,4 +1,4 @@
-/* The records of requests and answers of a form, as shm/messages.py has them: the subset of msgpack that they need.
+/* Reads requests of a form and writes their answers, as shm/messages.py has them, in the subset of msgpack that they need.
  *
  *     FormSubmit      ["q", request id, form, [content, ...], client id, deadline, received,
  *                      priority, timeout, sequence id, starts it, ends it, trace]
@@ -6,29 +6,12 @@
  *     Release         ["L", [lease, ...]]                         lease: [segment, offset, generation]
  *     content         bytes, or where they are: ["a", segment, offset, byte size]
  *
- * Reading is bounded by ``end`` everywhere and fails on anything else: whoever is not sure lets Python's decoder judge.
+ * Reading stays below ``end`` and fails (-1, no exception) on anything else: Python's decoder judges that.
  */
 
-#ifndef TENSORD_RECORDS_H
-#define TENSORD_RECORDS_H
+#include "_native.h"
 
-#include <stdint.h>
-#include <string.h>
-
-#define MAX_TENSORS 16
-#define MAX_SEQUENCE_ID 128
-#define MAX_DATAGRAM (64 << 10)
-/* Kind, and an array's head for up to 65535 records. */
-#define DATAGRAM_HEAD 4
-#define INLINE_KIND 1
-/* Of one answer. */
-#define MAX_ANSWER (MAX_DATAGRAM - DATAGRAM_HEAD)
-
-typedef struct {
-    const unsigned char *at, *end;
-} reader_t;
-
-static inline int read_bytes(reader_t *reader, uint64_t size, const unsigned char **content) {
+static int read_bytes(reader_t *reader, uint64_t size, const unsigned char **content) {
     if (size > (uint64_t)(reader->end - reader->at))
         return -1;
     *content = reader->at;
@@ -36,8 +19,8 @@ static inline int read_bytes(reader_t *reader, uint64_t size, const unsigned cha
     return 0;
 }
 
-/* Big-endian, of 1, 2, 4 or 8 bytes. */
-static inline int read_number(reader_t *reader, int width, uint64_t *number) {
+/* Reads a big-endian number of 1, 2, 4 or 8 bytes. */
+static int read_number(reader_t *reader, int width, uint64_t *number) {
     const unsigned char *content;
     if (read_bytes(reader, (uint64_t)width, &content))
         return -1;
@@ -47,8 +30,8 @@ static inline int read_number(reader_t *reader, int width, uint64_t *number) {
     return 0;
 }
 
-/* Not negative. */
-static inline int read_uint(reader_t *reader, uint64_t *number) {
+/* Reads an integer that is not negative. */
+static int read_uint(reader_t *reader, uint64_t *number) {
     uint64_t head;
     if (read_number(reader, 1, &head))
         return -1;
@@ -59,7 +42,7 @@ static inline int read_uint(reader_t *reader, uint64_t *number) {
     return head < 0xcc || head > 0xcf ? -1 : read_number(reader, 1 << (head - 0xcc), number);
 }
 
-static inline int read_array(reader_t *reader, uint64_t *count) {
+int read_array(reader_t *reader, uint64_t *count) {
     uint64_t head;
     if (read_number(reader, 1, &head))
         return -1;
@@ -70,14 +53,14 @@ static inline int read_array(reader_t *reader, uint64_t *count) {
     return head == 0xdc ? read_number(reader, 2, count) : -1;
 }
 
-static inline int read_bin(reader_t *reader, const unsigned char **content, uint64_t *size) {
+static int read_bin(reader_t *reader, const unsigned char **content, uint64_t *size) {
     uint64_t head;
     if (read_number(reader, 1, &head) || head < 0xc4 || head > 0xc6 || read_number(reader, 1 << (head - 0xc4), size))
         return -1;
     return read_bytes(reader, *size, content);
 }
 
-static inline int read_str(reader_t *reader, const unsigned char **content, uint64_t *size) {
+static int read_str(reader_t *reader, const unsigned char **content, uint64_t *size) {
     uint64_t head;
     if (read_number(reader, 1, &head))
         return -1;
@@ -88,13 +71,13 @@ static inline int read_str(reader_t *reader, const unsigned char **content, uint
     return read_bytes(reader, *size, content);
 }
 
-static inline int skip_str(reader_t *reader) {
+static int skip_str(reader_t *reader) {
     uint64_t size;
     const unsigned char *content;
     return read_str(reader, &content, &size);
 }
 
-static inline int read_bool(reader_t *reader, int *value) {
+static int read_bool(reader_t *reader, int *value) {
     uint64_t head;
     if (read_number(reader, 1, &head))
         return -1;
@@ -102,8 +85,8 @@ static inline int read_bool(reader_t *reader, int *value) {
     return head != 0xc2 && head != 0xc3;
 }
 
-/* A number, or a string that is not too long (shm/messages.py): then ``text`` is not NULL, and ``number`` its size. */
-static inline int read_sequence_id(reader_t *reader, const unsigned char **text, uint64_t *number) {
+/* Reads a number, or a string of at most MAX_SEQUENCE_ID bytes: then ``text`` is not NULL, and ``number`` its size. */
+int read_sequence_id(reader_t *reader, const unsigned char **text, uint64_t *number) {
     reader_t start = *reader;
     *text = NULL;
     if (!read_uint(reader, number))
@@ -112,24 +95,10 @@ static inline int read_sequence_id(reader_t *reader, const unsigned char **text,
     return read_str(reader, text, number) || *number > MAX_SEQUENCE_ID;
 }
 
-typedef struct {
-    uint64_t segment, offset;
-} place_t;
-
-typedef struct {
-    uint64_t id, form, deadline_ns, received_ns, trace, count;
-    /* Of its sequence. */
-    reader_t sequence;
-    int start, end;
-    /* NULL: they are at its place. */
-    const unsigned char *contents[MAX_TENSORS];
-    place_t places[MAX_TENSORS];
-    uint64_t sizes[MAX_TENSORS];
-} form_submit_t;
-
 #define SLICE "\x94\xa1" "a"
 
-static inline int read_content(reader_t *reader, form_submit_t *record, uint64_t i) {
+/* Reads a tensor: its bytes, or its place. */
+static int read_content(reader_t *reader, form_submit_t *record, uint64_t i) {
     const unsigned char *head;
     if (reader->at == reader->end || *reader->at != (unsigned char)SLICE[0])
         return read_bin(reader, &record->contents[i], &record->sizes[i]);
@@ -138,7 +107,7 @@ static inline int read_content(reader_t *reader, form_submit_t *record, uint64_t
            read_uint(reader, &record->places[i].offset) || read_uint(reader, &record->sizes[i]);
 }
 
-static inline int read_form_submit(reader_t *reader, form_submit_t *record) {
+int read_form_submit(reader_t *reader, form_submit_t *record) {
     const unsigned char *head, *text;
     uint64_t priority, timeout, number;
     if (read_bytes(reader, 3, &head) || memcmp(head, "\x9d\xa1q", 3) || read_uint(reader, &record->id) ||
@@ -147,7 +116,7 @@ static inline int read_form_submit(reader_t *reader, form_submit_t *record) {
     for (uint64_t i = 0; i < record->count; i++)
         if (read_content(reader, record, i))
             return -1;
-    /* Priority and timeout are not looked at: whatever is run here stands in one line, and waits for no slot. */
+    /* Priority and timeout change nothing for what is run here: there is one queue, and nothing waits for a slot. */
     if (skip_str(reader) || read_uint(reader, &record->deadline_ns) || read_uint(reader, &record->received_ns) ||
         read_uint(reader, &priority) || read_uint(reader, &timeout))
         return -1;
@@ -158,12 +127,12 @@ static inline int read_form_submit(reader_t *reader, form_submit_t *record) {
 
 #define RELEASE "\x92\xa1" "L"
 
-/* Whether that is next. */
-static inline int is_release(const reader_t *reader) {
+/* Returns whether the next record is a Release. */
+int is_release(const reader_t *reader) {
     return reader->end - reader->at > 3 && memcmp(reader->at, RELEASE, 3) == 0;
 }
 
-static inline int skip_release(reader_t *reader) {
+int skip_release(reader_t *reader) {
     const unsigned char *head;
     uint64_t leases, numbers, number;
     if (read_bytes(reader, 3, &head) || read_array(reader, &leases))
@@ -175,53 +144,45 @@ static inline int skip_release(reader_t *reader) {
     return 0;
 }
 
-static inline unsigned char *write_number(unsigned char *at, int width, uint64_t number) {
+static unsigned char *write_number(unsigned char *at, int width, uint64_t number) {
     for (int i = width; i-- > 0; number >>= 8)
         at[i] = (unsigned char)number;
     return at + width;
 }
 
-static inline unsigned char *write_uint(unsigned char *at, uint64_t number) {
+static unsigned char *write_uint(unsigned char *at, uint64_t number) {
     if (number < 0x80)
         return write_number(at, 1, number);
     *at = 0xcf;
     return write_number(at + 1, 8, number);
 }
 
-static inline unsigned char *write_bin_head(unsigned char *at, uint64_t size) {
+unsigned char *write_bin_head(unsigned char *at, uint64_t size) {
     *at = 0xc6;
     return write_number(at + 1, 4, size);
 }
 
-static inline unsigned char *write_slice(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t size) {
+unsigned char *write_slice(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t size) {
     memcpy(at, SLICE, 3);
     return write_uint(write_uint(write_uint(at + 3, segment), offset), size);
 }
 
-static inline unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t generation) {
+unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t generation) {
     *at = 0x93;
     return write_uint(write_uint(write_uint(at + 1, segment), offset), generation);
 }
 
-/* Of at most MAX_TENSORS contents, without them and their heads. */
-#define FORM_COMPLETION_HEAD (3 + 9 + 9 + 1 + 2)
-#define BIN_HEAD 5
-#define SLICE_SIZE (3 + 3 * 9)
-#define LEASE_SIZE (1 + 3 * 9)
-
-/* ``leased``: a lease follows the contents. */
-static inline unsigned char *write_form_completion(unsigned char *at, uint64_t id, uint64_t form, int count, int leased) {
+/* Writes a FormCompletion up to its contents. ``leased``: a lease follows them. */
+unsigned char *write_form_completion(unsigned char *at, uint64_t id, uint64_t form, int count, int leased) {
     memcpy(at, leased ? "\x95\xa1" "c" : "\x94\xa1" "c", 3);
     at = write_uint(write_uint(at + 3, id), form);
     *at = 0xdc;
     return write_number(at + 1, 2, (uint64_t)count);
 }
 
-/* What DATAGRAM_HEAD counts. */
-static inline void write_datagram_head(unsigned char *at, uint64_t records) {
+/* Writes the DATAGRAM_HEAD bytes at the beginning of a datagram. */
+void write_datagram_head(unsigned char *at, uint64_t records) {
     at[0] = INLINE_KIND;
     at[1] = 0xdc;
     write_number(at + 2, 2, records);
 }
-
-#endif

@@ -2,10 +2,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensord.shm.arrays import Array
+from tensord.shm.spin import Spin
 
 SOURCES: str
+MAX_SEQUENCE_ID: int
+MAX_DATAGRAM: int
+MAX_FDS: int
+INLINE_KIND: int
+MAX_FORMS: int
+PAGE_STATE: int
+PAGE_SINCE: int
+PAGE_BEAT: int
+DESK_MODEL: int
+DESK_SINCE: int
 MAX_TENSORS: int
 MAX_ROWS: int
+MAX_OFFERS: int
 
 #: What runs it, its rows, whether those that nobody fills become zero, and of each argument the address and the step of a row.
 Program = tuple[Callable[[], Sequence[Array | bytes]], int, bool, tuple[tuple[int, int], ...]]
@@ -23,7 +35,7 @@ class FastPath:
     def __init__(
         self,
         epoll_fd: int,
-        look_ns: int,
+        spin: Spin,
         page: memoryview,
         desk: int,
         idle: int,
@@ -69,3 +81,10 @@ class FastPath:
     ) -> tuple[list[tuple[int, int]], list[tuple[int, tuple[bytes, list[int], int]]], list[tuple[int, bytes]]]: ...
     def figures(self) -> list[tuple[Any, ...]]: ...
     def release(self) -> None: ...
+
+def redirect_allocations(folder: str, /) -> bool: ...
+def watch_allocations() -> None: ...
+def watched_allocations() -> list[tuple[int, int]]: ...
+def offer(byte_size: int, skip: int, address: int, /) -> None: ...
+def withdraw_offers() -> None: ...
+def holds(address: int, /) -> bool: ...

@@ -1,21 +1,15 @@
-/* Large requests, each of which is run by itself: its tensors stay where they lie, in arenas.
+/* Runs one large request by itself, with its tensors where they lie in the arenas.
  *
  *     FormSubmit ─▶ (place or bytes, ...) ─▶ plan->alone (workers/dispatch/lone_run.py) ─▶ lease, small outputs ─▶ FormCompletion
  *
- * What is called returns (segment, offset, generation, [small output, ...]), without a lease if the segment is -1, or None: that
- * request is Python's affair.
+ * ``alone`` returns (segment, offset, generation, [small output, ...]), where segment -1 means that there is no lease, or None: then
+ * the request is for Python.
  */
 
-#ifndef TENSORD_LONE_RUNS_H
-#define TENSORD_LONE_RUNS_H
+#include "_native.h"
 
-#include "_lanes.h"
-
-/* Instead of a stack: in the lease. */
-#define LEASED (-1)
-
-/* ``inputs``: sizes; ``outputs``: (stack, start, size) each, where stack LEASED is the lease. */
-static int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
+/* Reads a plan's tensors. ``inputs``: sizes; ``outputs``: (stack, start, size) each. Not 0: an exception is set. */
+int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
     plan->inputs = (int)PyTuple_Size(inputs);
     plan->outputs = plan->inside = (int)PyTuple_Size(outputs);
     if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS || plan->rows < 1 || plan->rows > MAX_ROWS)
@@ -46,8 +40,8 @@ static int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) 
     return plan->answer_size > MAX_ANSWER ? refuse("an answer does not fit into a datagram") : 0;
 }
 
-/* What a request's record says of its tensors: (segment, offset), or bytes, which are copied. */
-static PyObject *places_of(const request_t *request, uint64_t *copied) {
+/* Returns a tuple of a request's tensors: each its place (segment, offset), or its bytes, which are copied and counted. */
+PyObject *places_of(const request_t *request, uint64_t *copied) {
     reader_t reader = {request->record, request->record + request->size};
     form_submit_t record;
     if (read_form_submit(&reader, &record)) {
@@ -66,8 +60,8 @@ static PyObject *places_of(const request_t *request, uint64_t *copied) {
     return places;
 }
 
-/* Writes the answer behind those that wait to be sent. 0: it is; else nothing was. */
-static int answer_alone(const request_t *request, PyObject *made) {
+/* Writes the answer. Not 0: it was not written, and an exception may be set. */
+int answer_alone(const request_t *request, PyObject *made) {
     long long segment;
     unsigned long long offset, generation;
     PyObject *inside;
@@ -112,10 +106,9 @@ static int answer_alone(const request_t *request, PyObject *made) {
     return wrong;
 }
 
-/* Leases that are given back, as their records have come.
- *
- * 0: all of them were on loan.  1: so were they, and the lane has to say that a segment is closed.  -1: none is taken back. */
-static int take_back(lane_t *lane, const reader_t *records, size_t count) {
+/* Releases leases, whose records have come. Returns 0: done; 1: done, and Python has to tell the peer that a segment is closed;
+ * -1: none was released. Sets no exception. */
+int take_back(lane_t *lane, const reader_t *records, size_t count) {
     size_t size = DATAGRAM_HEAD;
     for (size_t n = 0; n < count; n++)
         size += (size_t)(records[n].end - records[n].at);
@@ -138,5 +131,3 @@ static int take_back(lane_t *lane, const reader_t *records, size_t count) {
     Py_XDECREF(taken);
     return closed;
 }
-
-#endif

@@ -1,17 +1,16 @@
-/* Runs of the requests that wait: which go together, where their inputs go, what is counted, and when their answers leave. */
+/* Runs waiting requests: which of them together, where their inputs go, what is counted, and when answers are sent.
+ *
+ * ``run`` and what it calls return 0: done; 1: the requests are for Python; -1: an exception is set that ends the process, because
+ * it is no Exception. What a run raises otherwise is dropped: Python runs the requests again and finds the reason.
+ */
 
-#ifndef TENSORD_RUNS_H
-#define TENSORD_RUNS_H
+#include "_native.h"
 
-#include "_sequences.h"
-
-/* Answers of further runs share a datagram only while so many requests wait, and for no longer than that. */
+/* Answers of several runs share a datagram while so many requests wait, but for no longer than RUN_ON_NS. */
 #define MANY 4
-/* With more requests on their way there is soon something to do, and waking up is shared by them. */
-#define FEW 4
 #define RUN_ON_NS 250000
 
-/* ``moments``: begun, gathered, computed, answered. */
+/* Counts a run. ``moments``: when it began, had its inputs, had its results, was answered. */
 static void count_run(batch_t *batch, const request_t *requests, int count, int rows, const uint64_t moments[4]) {
     figures_t *figures = &batch->figures;
     uint64_t runs = batch->series ? (uint64_t)count : 1;
@@ -19,7 +18,7 @@ static void count_run(batch_t *batch, const request_t *requests, int count, int 
     for (int n = 0; n < count; n++) {
         uint64_t arrived = requests[n].arrived_ns;
         figures->request_ns += moments[3] > arrived ? moments[3] - arrived : 0;
-        /* One that arrived while this began has not waited. */
+        /* A request that arrived after this run began has not waited. */
         figures->queue_ns += moments[0] > arrived ? moments[0] - arrived : 0;
         figures->copied += requests[n].plan->copied;
     }
@@ -34,7 +33,7 @@ static void count_run(batch_t *batch, const request_t *requests, int count, int 
     }
 }
 
-/* The requests at the head that can share a run: how many, and for how many rows. NULL: that is Python's affair. */
+/* Chooses how many of the first requests share a run, their rows, and its program. Returns NULL if they are for Python. */
 static const program_t *choose(const fast_path_t *self, int *count, int *rows) {
     const request_t *requests = &self->waiting[self->first];
     const batch_t *batch = requests->plan->batch;
@@ -52,6 +51,7 @@ static const program_t *choose(const fast_path_t *self, int *count, int *rows) {
     return number == 0 ? NULL : program;
 }
 
+/* Copies inputs to the program's memory, one request behind the other. */
 static void gather(const program_t *program, const request_t *requests, int count, int rows) {
     for (int n = 0, row = 0; n < count; row += requests[n++].plan->rows) {
         const plan_t *plan = requests[n].plan;
@@ -66,20 +66,21 @@ static void gather(const program_t *program, const request_t *requests, int coun
     }
 }
 
+/* Writes the status page as StatusPage.set_state does. */
 static void set_state(fast_path_t *self, uint64_t state, uint64_t now) {
-    self->page[0] = state;
-    self->page[1] = now;
-    self->page[2] = now;
+    self->page[PAGE_STATE] = state;
+    self->page[PAGE_SINCE] = now;
+    self->page[PAGE_BEAT] = now;
 }
 
-/* Calls what runs these requests; ``moments``: see count_run. */
+/* Calls what runs these requests, with the desk saying so meanwhile. Returns what it returns. ``moments``: see count_run. */
 static PyObject *execute(fast_path_t *self, const request_t *requests, int count, PyObject *call, PyObject *argument, uint64_t moments[4]) {
     _Atomic uint64_t *desk = self->page + self->desk;
     for (int n = 0; n < count; n++) {
         desk[1 + 2 * n] = requests[n].lane->peer;
         desk[2 + 2 * n] = requests[n].id;
     }
-    /* Written before and cleared after, so that a batch that kills this process is known by its requests. */
+    /* The count is written last and cleared afterwards: if the run kills this process, the page says with which requests. */
     moments[1] = now_ns();
     desk[DESK_MODEL] = requests->plan->batch->model;
     desk[DESK_SINCE] = moments[1];
@@ -92,12 +93,12 @@ static PyObject *execute(fast_path_t *self, const request_t *requests, int count
     return made;
 }
 
-/* A run or its answers went wrong: 1, or an error of the process. */
+/* Leaves requests whose run or answers failed to Python, now and in future. */
 static int give_up(const request_t *requests, int count) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
         return -1;
     PyErr_Clear();
-    /* Whose fault it was is known of regions only. */
+    /* Only a region that lost pages tells which request was at fault; otherwise none of them is run here again. */
     int found = 0;
     for (int n = 0; n < count; n++)
         found |= requests[n].plan->failed;
@@ -106,11 +107,11 @@ static int give_up(const request_t *requests, int count) {
     return 1;
 }
 
-/* Runs the large request at the head, which is run by itself. Returns as ``run``. */
+/* Runs the first request, a large one, by itself. */
 static int run_alone(fast_path_t *self) {
     const request_t *request = &self->waiting[self->first];
     const batch_t *batch = request->plan->batch;
-    /* Those that can share a run are gathered, by Python. */
+    /* Large requests that can share a run are gathered by Python. */
     int shared = self->first + 1 < self->count && request[1].plan->batch == batch && batch->most > request->plan->rows;
     if (shared || !has_room(request, 1))
         return 1;
@@ -125,13 +126,13 @@ static int run_alone(fast_path_t *self) {
         count_run(request->plan->batch, request, 1, request->plan->rows, moments);
         request->plan->batch->figures.copied += copied;
         self->first++;
-        /* The processor is others' beside large tensors. */
+        /* Beside large tensors others need the processor: do not poll before the next wait. */
         self->together = FEW + 1;
     }
     return outcome;
 }
 
-/* Runs the requests at the head that can share a run. 1: they are Python's affair.  -1: an error of the process. */
+/* Runs the first requests, as many as can share a run. */
 static int run(fast_path_t *self) {
     const request_t *requests = &self->waiting[self->first];
     if (requests->plan->alone != NULL)
@@ -143,7 +144,7 @@ static int run(fast_path_t *self) {
         return 1;
     uint64_t moments[4] = {now_ns()};
     if (batch->seat != NULL) {
-        /* Each has one row. */
+        /* A request of a sequence has one row. */
         count = rows = seat(requests, count);
         if (count <= 0)
             return count < 0 ? -1 : 1;
@@ -167,6 +168,7 @@ static int run(fast_path_t *self) {
     return 0;
 }
 
+/* Returns whether more requests wait than a queue of theirs may take. */
 static int too_many(const fast_path_t *self) {
     for (size_t i = 0; i < self->count; i++)
         if (self->count > self->waiting[i].plan->batch->most_waiting)
@@ -174,6 +176,7 @@ static int too_many(const fast_path_t *self) {
     return 0;
 }
 
+/* Sends the answers of all lanes. Returns whether a socket did not take some. */
 static int flush_all(fast_path_t *self) {
     int unsent = 0;
     for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next) {
@@ -183,14 +186,14 @@ static int flush_all(fast_path_t *self) {
     return unsent;
 }
 
-/* Runs what waits, and sends the answers. */
-static int serve(fast_path_t *self, PyObject *datagrams) {
+/* Runs what waits and sends the answers; what is for Python goes to ``datagrams``. Returns 0, or -1 with an exception. */
+int serve(fast_path_t *self, PyObject *datagrams) {
     uint64_t began = now_ns();
     self->together = self->count;
-    /* Whether a queue takes so many is not decided here. */
+    /* Python refuses what is too much for a queue. */
     int outcome = self->doubtful || too_many(self);
     while (outcome == 0 && self->first < self->count) {
-        /* After a long run Python looks what else has come before the next one. */
+        /* After a long run Python first looks what else has come. */
         if (self->first > 0 && self->waiting[self->first].plan->alone != NULL && now_ns() - began > RUN_ON_NS)
             break;
         outcome = run(self);
@@ -202,5 +205,3 @@ static int serve(fast_path_t *self, PyObject *datagrams) {
         return -1;
     return outcome < 0 || give_back(self, datagrams) ? -1 : 0;
 }
-
-#endif

@@ -1,0 +1,36 @@
+"""Constants that C and Python both have are the same ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensord.shm import channel, forms, messages, status_page
+from tensord.workers.native.extensions import available
+
+pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
+if available:
+    from tensord.workers.native import _native
+
+
+def test_constants_of_records() -> None:
+    assert _native.MAX_DATAGRAM == channel.MAX_DATAGRAM
+    assert _native.MAX_FDS == channel.MAX_FDS
+    assert bytes([_native.INLINE_KIND]) == channel._WHOLE
+    assert _native.MAX_FORMS == forms.MAX_FORMS
+    assert _native.MAX_SEQUENCE_ID == messages.MAX_SEQUENCE_ID
+
+
+def test_words_of_the_status_page() -> None:
+    page = status_page.StatusPage.create()
+    words = page.memory.cast("Q")
+    page.set_state(status_page.WorkerState.EXECUTING, 7)
+    page.beat(8)
+    page.begin(0, [(1, 2)], 3, 9)
+    desk = page.word(0)
+    assert words[_native.PAGE_STATE] == status_page.WorkerState.EXECUTING
+    assert (words[_native.PAGE_SINCE], words[_native.PAGE_BEAT]) == (7, 8)
+    assert words[desk : desk + 3].tolist() == [1, 1, 2]
+    assert (words[desk + _native.DESK_MODEL], words[desk + _native.DESK_SINCE]) == (3, 9)
+    assert _native.MAX_ROWS <= status_page.IDS_PER_DESK
+    words.release()
+    page.close()

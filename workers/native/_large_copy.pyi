@@ -1,3 +1,0 @@
-from typing_extensions import Buffer
-
-def copy(target: Buffer, source: Buffer, /) -> None: ...

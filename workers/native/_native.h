@@ -1,0 +1,296 @@
+/* What the files of this extension share. Each .c file holds one noun; this header declares what the others may use of it.
+ *
+ *     _native.c         the module: its functions, its one type, its constants
+ *     _fast_path.c      FastPath: what Python tells it, and waiting for events
+ *     _arrivals.c       datagrams that come on lanes: requests that can be run here wait, everything else goes to Python
+ *     _runs.c           runs of waiting requests
+ *     _lone_runs.c      a run of one large request
+ *     _sequences.c      what is asked of Python's planner for requests of sequences
+ *     _lanes.c          answers, and sending them
+ *     _plans.c          what is known of the requests of a form: where tensors lie, which programs run them
+ *     _records.c        msgpack
+ *     _output_memory.c  memory of ours for XLA's outputs; shares nothing with the files above
+ *
+ * Functions that return int return 0 for success, unless their comment says otherwise. A function that fails with a Python
+ * exception set says so, or returns NULL.
+ */
+
+#ifndef TENSORD_NATIVE_H
+#define TENSORD_NATIVE_H
+
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+
+/* Constants that Python has as well. _native.c exports them; tests/workers/native/test_constants.py compares them. */
+#define MAX_SEQUENCE_ID 128
+#define MAX_DATAGRAM (64 << 10)
+/* Descriptors in one datagram. */
+#define MAX_FDS 4
+/* First byte of a datagram that holds whole records. */
+#define INLINE_KIND 1
+#define MAX_FORMS 1024
+/* Words of the status page (shm/status_page.py): of the page, and of a desk, which says what one thread runs. */
+#define PAGE_STATE 0
+#define PAGE_SINCE 1
+#define PAGE_BEAT 2
+#define DESK_MODEL 510
+#define DESK_SINCE 511
+
+/* Constants that Python takes from here. */
+/* Inputs, or outputs, of one request. */
+#define MAX_TENSORS 16
+/* Rows of one run; a desk has room for more requests than that. */
+#define MAX_ROWS 128
+/* Outputs of one run that can be offered memory. */
+#define MAX_OFFERS 16
+
+/* Constants of C alone. */
+/* A datagram's kind, and the head of an array of up to 65535 records. */
+#define DATAGRAM_HEAD 4
+#define MAX_ANSWER (MAX_DATAGRAM - DATAGRAM_HEAD)
+/* Room for the datagrams of one iteration of the loop; another one is received while it is sure to fit. */
+#define RECEIVED (4 * (MAX_DATAGRAM + 1))
+/* While more requests than this came together no time is spent on polling: wake-ups are shared by them. */
+#define FEW 4
+
+/* ------------------------------------------------------------------------------------------------------------------ records */
+
+typedef struct {
+    const unsigned char *at, *end;
+} reader_t;
+
+/* Where a tensor lies in an arena. */
+typedef struct {
+    uint64_t segment, offset;
+} place_t;
+
+typedef struct {
+    uint64_t id, form, deadline_ns, received_ns, trace, count;
+    /* At the id of the request's sequence. */
+    reader_t sequence;
+    int start, end;
+    /* NULL: the bytes are at the tensor's place. */
+    const unsigned char *contents[MAX_TENSORS];
+    place_t places[MAX_TENSORS];
+    uint64_t sizes[MAX_TENSORS];
+} form_submit_t;
+
+/* Sizes of the parts of a FormCompletion: its head with at most MAX_TENSORS contents, and what is before or instead of bytes. */
+#define FORM_COMPLETION_HEAD (3 + 9 + 9 + 1 + 2)
+#define BIN_HEAD 5
+#define SLICE_SIZE (3 + 3 * 9)
+#define LEASE_SIZE (1 + 3 * 9)
+
+int read_array(reader_t *reader, uint64_t *count);
+int read_sequence_id(reader_t *reader, const unsigned char **text, uint64_t *number);
+int read_form_submit(reader_t *reader, form_submit_t *record);
+int is_release(const reader_t *reader);
+int skip_release(reader_t *reader);
+unsigned char *write_bin_head(unsigned char *at, uint64_t size);
+unsigned char *write_slice(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t size);
+unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t generation);
+unsigned char *write_form_completion(unsigned char *at, uint64_t id, uint64_t form, int count, int leased);
+void write_datagram_head(unsigned char *at, uint64_t records);
+
+/* -------------------------------------------------------------------------------------------------------------------- plans */
+
+typedef struct {
+    char *address;
+    /* Bytes from one row to the next. */
+    size_t stride;
+} argument_t;
+
+typedef struct {
+    PyObject *run;
+    int rows, count;
+    /* Whether unused rows are zeroed before each run. */
+    int clears;
+    argument_t arguments[MAX_TENSORS];
+} program_t;
+
+typedef struct {
+    uint64_t runs, ns[3];
+} size_figures_t;
+
+/* Statistics of requests that were answered here and well, for workers/models/statistics.py. */
+typedef struct {
+    uint64_t answered, rows, runs, request_ns, queue_ns, copied;
+    /* Time for input, inference and output of each run, counted once for each of its requests. */
+    uint64_t compute_ns[3];
+    /* By the batch size that the model saw. */
+    size_figures_t sizes[MAX_ROWS + 1];
+} figures_t;
+
+/* Requests that can share a run. Belongs to its plans and goes with the last of them. */
+typedef struct {
+    PyObject *owner;
+    int plans;
+    /* The model's key on the status page. */
+    uint64_t model;
+    uint64_t most_waiting;
+    /* Whether a run applies the model to each request by itself. */
+    int series;
+    /* The number of the program for one row, two rows, ... ``most`` rows; -1: Python runs so many. */
+    int most;
+    int programs[MAX_ROWS];
+    int made;
+    program_t *program;
+    /* See _sequences.c. NULL: the model has no sequences. */
+    PyObject *seat, *fail;
+    figures_t figures;
+} batch_t;
+
+typedef struct {
+    int argument;
+    size_t size;
+    const char *region; /* NULL: the bytes are in the record */
+} input_t;
+
+typedef struct {
+    /* Which of the run's results. LEASED: the output lies in the lease (_lone_runs.c). */
+    int stack;
+    /* Where the first row of the run begins, from one row to the next, and the size for the whole request. */
+    size_t start, step, size;
+    char *region; /* NULL: the bytes go into the record */
+} output_t;
+
+#define LEASED (-1)
+
+/* How requests of one form are run and answered. */
+typedef struct {
+    batch_t *batch;
+    /* ``inside``: outputs that the record has. */
+    int rows, inputs, outputs, inside;
+    /* Set when a run went wrong: Python runs such requests from then on. */
+    int failed;
+    /* The form of the answers. */
+    uint64_t form;
+    input_t input[MAX_TENSORS];
+    output_t output[MAX_TENSORS];
+    size_t answer_size, copied;
+    PyObject *intact; /* NULL: no tensor is in a region */
+    /* Runs one large request by itself, see _lone_runs.c. NULL: requests are gathered. */
+    PyObject *alone;
+} plan_t;
+
+int refuse(const char *reason);
+batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, int series, PyObject *programs,
+                    PyObject *by_rows, PyObject *sequences);
+int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
+void drop_plan(plan_t **place);
+PyObject *take_figures(batch_t *batch);
+
+/* -------------------------------------------------------------------------------------------------------------------- lanes */
+
+typedef struct lane {
+    struct lane *next;
+    int fd;
+    /* Whether the socket did not take the answers. */
+    int unsent;
+    uint64_t peer;
+    /* A dict whose keys are the ids of the requests that Python has; and what is called with a datagram of released leases. */
+    PyObject *in_flight, *take_back;
+    plan_t *plans[MAX_FORMS];
+    /* One more than the highest form that ever had a plan. */
+    int forms;
+    /* Bytes, and records, of ``answer``. */
+    size_t filled;
+    uint64_t answers;
+    /* Bytes of ``received`` that datagrams of waiting requests take. */
+    size_t used;
+    /* The highest id of a waiting request. */
+    uint64_t last_id;
+    unsigned char received[RECEIVED], answer[MAX_DATAGRAM];
+} lane_t;
+
+typedef struct {
+    lane_t *lane;
+    plan_t *plan;
+    uint64_t id, arrived_ns;
+    const unsigned char *record;
+    size_t size;
+    /* At the id of its sequence. */
+    reader_t sequence;
+    int start, end;
+    const unsigned char *contents[MAX_TENSORS];
+} request_t;
+
+int in_flight(lane_t *lane, uint64_t id);
+int has_room(const request_t *requests, int count);
+int answer(const request_t *requests, int count, PyObject *made);
+void flush(lane_t *lane);
+
+/* ---------------------------------------------------------------------------------------------------- arrivals and their runs */
+
+typedef struct {
+    PyObject_HEAD
+    int epoll;
+    /* begin and end of Python's Spin (shm/spin.py). */
+    PyObject *spin_begin, *spin_end;
+    /* When the last wait ended. */
+    uint64_t ended;
+    /* How many of the last requests that were served came together. */
+    size_t together;
+    _Atomic uint64_t *page;
+    Py_buffer page_buffer;
+    /* The word where the loop's desk begins. */
+    size_t desk;
+    /* Values of PAGE_STATE. */
+    uint64_t idle, executing;
+    lane_t *lanes;
+    /* The requests that wait are those from ``first`` to ``count``; there is room for ``room``. */
+    request_t *waiting;
+    size_t first, count, room;
+    /* Set when an id came that may wait already. Only Python can tell, so nothing that waits is run here. */
+    int doubtful;
+    /* Called when answers of sequences have been sent; whether there are any; and whether Python has something to send. */
+    PyObject *left;
+    int sequenced, leave;
+} fast_path_t;
+
+extern PyType_Spec fast_path_spec;
+
+lane_t *find_lane(fast_path_t *self, int fd);
+int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams);
+int give_back(fast_path_t *self, PyObject *datagrams);
+int give_unsent(fast_path_t *self, PyObject *unsent);
+int serve(fast_path_t *self, PyObject *datagrams);
+
+int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
+PyObject *places_of(const request_t *request, uint64_t *copied);
+int answer_alone(const request_t *request, PyObject *made);
+int take_back(lane_t *lane, const reader_t *records, size_t count);
+
+int seat(const request_t *requests, int count);
+int fail(fast_path_t *self, const request_t *requests, int count);
+int tell_left(fast_path_t *self);
+
+/* ------------------------------------------------------------------------------------------------------------ output memory */
+
+/* The functions of the module. */
+extern PyMethodDef output_memory_methods[];
+
+/* ------------------------------------------------------------------------------------------------------------- small helpers */
+
+static inline uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Appends a new reference, which it takes over. NULL: making it has failed, and so does this, with that exception. */
+static inline int append(PyObject *list, PyObject *item) {
+    int wrong = item == NULL || PyList_Append(list, item);
+    Py_XDECREF(item);
+    return wrong;
+}
+
+#endif
