@@ -38,7 +38,7 @@ static PyObject *descriptors(struct msghdr *message) {
     for (struct cmsghdr *each = CMSG_FIRSTHDR(message); found != NULL && each != NULL; each = CMSG_NXTHDR(message, each)) {
         if (each->cmsg_level != SOL_SOCKET || each->cmsg_type != SCM_RIGHTS)
             continue;
-        for (size_t at = 0; at + sizeof(int) <= each->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+        for (size_t at = 0; found != NULL && at + sizeof(int) <= each->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
             int fd;
             memcpy(&fd, CMSG_DATA(each) + at, sizeof fd);
             if (append(found, PyLong_FromLong(fd)))

@@ -2,7 +2,7 @@
  *
  *     epoll ─▶ datagram of FormSubmits ─▶ small: gathered into a program's memory ─▶ program.run (Python, XLA) ─▶ FormCompletions
  *           │                          └▶ large: plan->alone (Python, XLA), where their tensors lie           ─▶
- *           └▶ anything else is given back to Python, which does it the ordinary way
+ *           └▶ anything else is handed to Python, which does it the ordinary way
  *
  * What is known is told by Python (workers/dispatch/fast_path.py): a plan for each form of a lane, and the programs that can run it. None
  * of that can change while ``wait`` runs: whatever could change it comes as an event, and ``wait`` returns with the first event, or

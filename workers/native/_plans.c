@@ -185,10 +185,8 @@ PyObject *take_figures(batch_t *batch) {
         size_figures_t *one = &made->sizes[size];
         if (one->runs == 0)
             continue;
-        PyObject *found = Py_BuildValue("iKKKK", size, one->runs, one->ns[0], one->ns[1], one->ns[2]);
-        if (found == NULL || PyList_Append(sizes, found))
+        if (append(sizes, Py_BuildValue("iKKKK", size, one->runs, one->ns[0], one->ns[1], one->ns[2])))
             Py_CLEAR(sizes);
-        Py_XDECREF(found);
     }
     if (sizes == NULL)
         return NULL;

@@ -7,6 +7,7 @@ import mmap
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ ROWS = 4
 class Native:
     """The C part over one lane, with a program of four rows of eight bytes that turns every bit."""
 
-    def __init__(self) -> None:
+    def __init__(self, spin: Spin | None = None) -> None:
         self.page = np.zeros(2 * WORDS, np.uint64)
         self.epoll = select.epoll()
         self.front, self.lane = pair()
@@ -70,7 +71,9 @@ class Native:
         self.runs: list[bytes] = []
         self.running: list[list[int]] = []
         self.made: Callable[[], list[Any]] = lambda: [~self.memory]
-        self.fast = _native.FastPath(self.epoll.fileno(), Spin(0), self.page.data.cast("B"), WORDS, 1, 2, self.has_left)
+        self.fast = _native.FastPath(
+            self.epoll.fileno(), spin or Spin(0), self.page.data.cast("B"), WORDS, 1, 2, self.has_left
+        )
         #: How often the answers of sequences had left.
         self.left = 0
         #: What came of leases that are given back, and what is wrong with them.
@@ -254,6 +257,61 @@ def test_an_id_that_came_already_in_this_turn_is_python_s_affair_with_all_that_w
         native.send(request(5))
         assert native.fast.wait(0, True) == ([], [], [])
     assert [answer.request_id for answer in native.answers()] == [5, 5]
+
+
+class AskedSpin(Spin):
+    """Says that looking pays, for a minute, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(60_000_000_000)
+        self._worth = True
+        self.asked: list[tuple[str, int]] = []
+        self.error: Exception | None = None
+
+    def begin(self, now_ns: int, worked_ns: int = 0) -> int:
+        self.asked.append(("begin", worked_ns))
+        if self.error is not None:
+            raise self.error
+        return super().begin(now_ns, 0)
+
+    def end(self, now_ns: int) -> None:
+        self.asked.append(("end", now_ns - self._since_ns))
+        super().end(now_ns)
+
+
+def test_whether_to_look_before_sleeping_is_asked_once_for_each_wait() -> None:
+    spin = AskedSpin()
+    native = Native(spin)
+    native.learn()
+    try:
+        assert native.fast.wait(0, True) == ([], [], [])
+        assert spin.asked == []
+        # Until the time is up, though looking on would pay.
+        assert native.fast.wait(2_000_000, True) == ([], [], [])
+        assert [name for name, _ in spin.asked] == ["begin", "end"]
+        assert spin.asked[1][1] >= 2_000_000
+        spin.asked.clear()
+        # One wait for what comes at once, one for what is Python's affair.
+        native.send(request(1))
+        timer = threading.Timer(0.05, native.send, [b"other"])
+        timer.start()
+        native.fast.wait(240_000_000_000, True)
+        timer.join()
+        assert [name for name, _ in spin.asked] == ["begin", "end", "begin", "end"]
+        assert native.runs
+    finally:
+        native.close()
+
+
+def test_an_error_of_what_is_asked_is_told() -> None:
+    spin = AskedSpin()
+    spin.error = RuntimeError("it cannot be told")
+    native = Native(spin)
+    try:
+        with pytest.raises(RuntimeError, match="it cannot be told"):
+            native.fast.wait(2_000_000, True)
+    finally:
+        native.close()
 
 
 def test_nothing_is_served_while_others_wait_or_after_it_is_forgotten(native: Native) -> None:
