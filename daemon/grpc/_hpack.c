@@ -11,7 +11,6 @@
  */
 
 #define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <stdbool.h>
@@ -324,8 +323,8 @@ static result_t take(const decoder_t *self, block_t *block, text_t name, text_t 
         append(&block->common, value.bytes, value.size);
         return DONE;
     }
-    PyObject *field = Py_BuildValue("(y#y#)", (const char *)name.bytes, (Py_ssize_t)name.size, (const char *)value.bytes,
-                                    (Py_ssize_t)value.size);
+    PyObject *field = Py_BuildValue("(NN)", PyBytes_FromStringAndSize((const char *)name.bytes, (Py_ssize_t)name.size),
+                                    PyBytes_FromStringAndSize((const char *)value.bytes, (Py_ssize_t)value.size));
     bool failed = field == NULL || PyList_Append(block->own, field) != 0;
     Py_XDECREF(field);
     return failed ? FAILED : DONE;

@@ -9,7 +9,6 @@
  */
 
 #define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <stdint.h>
@@ -151,13 +150,14 @@ static PyObject *found(PyObject *content, const char *message, Py_ssize_t start,
     PyObject *raws = tensors(content, message, start, own, inline_size, &lent);
     if (raws == NULL)
         return NULL;
-    return Py_BuildValue("y#y#y#Nn", (const char *)own->rest, own->rest_size, message + own->id, own->id_size,
-                         (const char *)own->scheduling, own->scheduling_size, raws, lent);
+    return Py_BuildValue("NNNNn", PyBytes_FromStringAndSize((const char *)own->rest, own->rest_size),
+                         PyBytes_FromStringAndSize(message + own->id, own->id_size),
+                         PyBytes_FromStringAndSize((const char *)own->scheduling, own->scheduling_size), raws, lent);
 }
 
 static PyObject *begun(const char *message, const struct own *own) {
-    return Py_BuildValue("y#y#nn", (const char *)own->rest, own->rest_size, message + own->id, own->id_size, own->at[0],
-                         own->size[0]);
+    return Py_BuildValue("NNnn", PyBytes_FromStringAndSize((const char *)own->rest, own->rest_size),
+                         PyBytes_FromStringAndSize(message + own->id, own->id_size), own->at[0], own->size[0]);
 }
 
 /* Both walks: with a fourth argument a whole message, without it one of which the beginning is there. */
