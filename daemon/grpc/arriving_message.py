@@ -1,19 +1,27 @@
-"""One message of a client while it arrives in pieces: where its bytes go, and how many of them lie in ordinary memory.
+"""One message of a client: while it arrives in pieces, where its bytes go, and what it was before it was compressed.
 
     | compressed 8 | length 32 | message: length bytes |
 
 Its length is known from its first five bytes. A large one may be taken by a ``Reception``, which puts most of it where a worker
 reads it; any other is collected in memory of its own, whose pages take nothing until they are written.
+Source: gRPC's PROTOCOL-HTTP2.md.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable
 
 import numpy as np
 
+from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tensord.daemon.grpc.reception import Phase, Reception
 from tensord.shm.messages import Buffer
+
+#: Before each message, either way: whether it is compressed, and its length.
+PREFIX = struct.Struct(">BI")
+read_prefix = PREFIX.unpack_from
 
 
 class ArrivingMessage:
@@ -109,3 +117,32 @@ class ArrivingMessage:
         self._content = None
         if self.reception is not None:
             self.reception.drop()
+
+
+class Refused(Exception):
+    """Says that a message is not taken, with the status that ends its call."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
+    """Returns the message behind gzip or deflate, of at most ``limit`` bytes. Raises Refused."""
+    if encoding not in ("gzip", "deflate"):
+        raise Refused(
+            UNIMPLEMENTED, f"message encoding '{encoding[:32]}' is not supported; identity, deflate and gzip are"
+        )
+    inflate = zlib.decompressobj(31 if encoding == "gzip" else 15)
+    try:
+        whole = inflate.decompress(content, limit + 1)
+    except zlib.error:
+        whole = b""
+    if len(whole) > limit:
+        raise Refused(
+            RESOURCE_EXHAUSTED, f"Received message larger than max ({len(whole)} vs. {limit}) after decompression"
+        )
+    if not inflate.eof or inflate.unused_data:
+        raise Refused(INTERNAL, f"a message is not valid {encoding} data")
+    return whole

@@ -1,100 +1,104 @@
-"""One client connection: HTTP/2 from the server's side. Frames in, streams made and fed, frames out, and bounds on all of it.
+"""One client connection: its transport between the socket and ``Http2``, what waits there, its deadlines and its end.
 
-    preface, SETTINGS ─▶ streams come and go ─▶ GOAWAY: no new ones ─▶ the last one ended: closed
+    socket ─▶ data_received ─▶ Http2.receive ─▶ streams          large DATA: BodyReader reads it to where it lies
+    socket ◀── _flush ◀── Http2.out ◀── streams                  once an iteration of the loop
 
-HTTP/2 is spoken here and not by a library because a call then costs a third or less (docs/decisions/grpc-transport.md).
-Whatever breaks the protocol ends the connection with GOAWAY; whatever is merely wrong with one call ends that stream. In one turn
-of the loop so many frames are looked at (``floods``); what came beyond is read no further until the next one.
-
-One object in five files, each a class that adds a noun to the one before: Outgoing ◁ DataFrames ◁ HeaderFrames ◁ FrameReader ◁
-Connection; a Stream adds receiving to its Reply. They are layers and not parts: what arrives changes windows, streams and pings,
-all of which write, so parts would refer to each other both ways. Counted: of the 1,917 bytecodes of a small unary call 35 reach
-into another file's state, of the 1,581 of a stream's message 18, each of which would be a look-up more.
-Source: RFC 9113.
+While the client does not take what was written, nothing is read of it either. Where it sends more frames than are looked at in
+one iteration, the rest waits for the next one, and it is not read meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import cast
 
+from tensord.daemon.front.body_reader import DIRECT_BYTE_SIZE, BodyReader
 from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.each import call_each
+from tensord.daemon.front.pace import Pace
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.data_frames import CONNECTION_WINDOW, STREAM_WINDOW
-from tensord.daemon.grpc.frame_reader import FRAME_SIZE, FrameReader
-from tensord.daemon.grpc.frames import DATA, HEADERS, STREAM_ID, WINDOW_UPDATE, Violation
-from tensord.daemon.grpc.outgoing import CLOSED, TLS_BUFFER, Phase
-from tensord.daemon.grpc.pings import Pings, Sign
+from tensord.daemon.grpc.frames import Violation
+from tensord.daemon.grpc.http2 import CLOSED, ENDING, WRITE_BUFFER, Http2, Phase
 from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.step_order import StepOrder
 from tensord.daemon.grpc.stream import Stream
-from tensord.daemon.grpc.stream_numbers import Past
+from tensord.daemon.submit.accounts import Account
 
 _log = logging.getLogger(__name__)
-#: What a control frame that is answered, and a call that is taken back, cost; one that is passed over costs 1.
-_CONTROL_COST = 4
-_RESET_COST = 8
+#: Unsent bytes of a TLS connection in its transport's own buffer.
+_TLS_BUFFER = 1 << 20
+#: Small pieces are cheaper joined; large ones go to the socket as they lie.
+_JOINED = 64 << 10
+#: So many reads without anything large, and the connection is read as any other again.
+_MAX_READS_SINCE = 16
 _PING = b"tensord\0"
-_LAST_CALL = b"tensord!"
 
 
-class Connection(FrameReader):
-    """Owns the streams; control frames, deadlines and the end. ``owner``: of what it holds (``Peer.owner``)."""
+class Connection(asyncio.Protocol):
+    """Owns the transport. ``owner``: of what it holds (``Peer.owner``)."""
 
     def __init__(self, serving: Serving, owner: str) -> None:
-        super().__init__(serving)
+        self.serving = serving
+        self.loop = asyncio.get_running_loop()
+        self.http2 = Http2(serving, self)
         self._owner = owner
+        #: What it holds of the arenas, while it is open.
+        self.account: Account | None = None
+        #: Large requests that are not sent yet, and who waits for them.
+        self.steps = StepOrder(self.loop)
         #: For who waits for the end of this connection.
         self.connection_end = ConnectionEnd()
-        self._opened_at = self._checked_at = self._heard_at
-        self._pings = Pings(serving.options)
-        #: What had been answered when the client pinged last, and when that was last looked at.
-        self._answered_at_ping = self._answered_before = 0
-        #: When it was last of use to its client, and when it last had streams; loop time, as it was noticed.
-        self._used_at = self._occupied_at = self._heard_at
+        self._transport: asyncio.Transport | None = None
+        #: Whether what is written may lie in memory that is given back once it has left.
+        self.is_plain = True
+        self._lost = False
+        #: To be called when everything written so far has left.
+        self._on_written: list[Callable[[], None]] = []
+        #: Since when the client takes nothing, and whether it takes enough of what waits for it. Times are the loop's.
+        self._paused_since = 0.0
+        self._pace = Pace()
+        #: What came has to wait for the next iteration of the loop.
+        self._resting = False
+        #: Reads what is large in our place; there while the connection sends such. What came since it last had something to do.
+        self._reader: BodyReader | None = None
+        self._reads_since = 0
+        #: What of a payload that reader still has to read; None: nothing is read there.
+        self._place: memoryview | None = None
+        self._opened_at = self._checked_at = self.http2.heard_at = self.loop.time()
+        #: When it was last of use to its client, as it was noticed, and what had been answered then; when it last had streams.
+        self._used_at = self._occupied_at = self._opened_at
+        self._answered_before = 0
+        #: When our unanswered PING left; 0: none did.
+        self._asked_at = 0.0
         self._ending_at = 0.0
-        #: The last stream that GOAWAY said is looked at.
-        self._last_told: int | None = None
 
-    # ------------------------------------------------------------------------------------------------ transport
+    # -------------------------------------------------------------------------------------------------------- transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)
         # With no room to buffer, a write goes to the socket at once and says whether all of it went. TLS has a buffer of its own.
         self.is_plain = transport.get_extra_info("sslcontext") is None
-        transport.set_write_buffer_limits(high=0 if self.is_plain else TLS_BUFFER)
-        options = self.serving.options
-        seat, connections = self.serving.seat, self.serving.connections
-        full = seat.total() >= options.max_connections and not self.serving.longest_idle.make_room(self._opened_at)
-        if full or self.serving.stopping:
-            self.phase = Phase.CLOSED
+        transport.set_write_buffer_limits(high=0 if self.is_plain else _TLS_BUFFER)
+        serving = self.serving
+        full = serving.seat.total() >= serving.options.max_connections
+        if (full and not serving.longest_idle.make_room(self._opened_at)) or serving.stopping:
+            self.http2.phase = Phase.CLOSED
             transport.close()
             return
-        connections.add(self)
-        self.account = self.serving.accounts.open(self._owner)
-        seat.count(len(connections))
-        transport.write(
-            frames.settings(
-                (
-                    (frames.MAX_CONCURRENT_STREAMS, options.max_concurrent_streams),
-                    (frames.INITIAL_WINDOW_SIZE, STREAM_WINDOW),
-                    (frames.MAX_FRAME_SIZE, FRAME_SIZE),
-                    (frames.MAX_HEADER_LIST_SIZE, options.max_head_byte_size),
-                )
-            )
-            + frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
-        )
+        serving.connections.add(self)
+        self.account = serving.accounts.open(self._owner)
+        serving.seat.count(len(serving.connections))
+        transport.write(self.http2.hello())
 
     def connection_lost(self, error: Exception | None) -> None:
         self.connection_end.close()
         if self.account is not None:
             self.serving.accounts.close(self.account)
-        self.phase = Phase.CLOSED
         self.serving.connections.discard(self)
         self.serving.seat.count(len(self.serving.connections))
-        self._out.clear()
-        self._abandon_streams()
+        self.http2.connection_lost()
         self._lost = True
         self._written()
 
@@ -103,210 +107,275 @@ class Connection(FrameReader):
         self.abort()
         return False
 
-    # ---------------------------------------------------------------------------------------------------- frames
+    def fileno(self) -> int:
+        """Returns the descriptor of the client's connection; -1: it is gone already."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        return -1 if sock is None else int(sock.fileno())
 
-    def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Any frame. Returns what it costs beyond one that costs next to nothing, in such."""
-        if kind == HEADERS:
-            return self._headers(number, flags, payload)
-        if kind == frames.CONTINUATION:
-            return self._continuation(number, flags, payload)
-        if kind == frames.SETTINGS:
-            return self._settings(number, flags, payload)
-        if kind == DATA:
-            self._any_data(number, flags, payload)
-        elif kind == WINDOW_UPDATE:
-            raise Violation(frames.FRAME_SIZE_ERROR, f"WINDOW_UPDATE of {len(payload)} bytes")
-        elif kind == frames.RST_STREAM:
-            self._reset(number, payload)
-            return _RESET_COST
-        elif kind == frames.PING:
-            self._ping(number, flags, payload)
-            return _CONTROL_COST
-        elif kind == frames.PUSH_PROMISE:
-            raise Violation(frames.PROTOCOL_ERROR, "clients do not push")
-        elif kind == frames.PRIORITY:
-            self._priority(number, payload)
-        elif kind == frames.GOAWAY:
-            self._goaway(number, payload)
-        # Other types are ignored, as the RFC asks.
-        return 0
+    # ---------------------------------------------------------------------------------------------------------- reading
 
-    def stream_ended(self, stream: Stream) -> None:
-        """Called by the stream, once."""
-        self.streams.pop(stream.id, None)
-        if self.phase is Phase.ENDING and not self.streams and not self._flushing:
-            self._flushing = True
-            self.loop.call_soon(self._flush)
-
-    def _reset(self, number: int, payload: bytes) -> None:
-        if len(payload) != 4:
-            raise Violation(frames.FRAME_SIZE_ERROR, f"RST_STREAM of {len(payload)} bytes")
-        stream = self.streams.get(number)
-        if stream is not None:
-            self._floods.reset(self.answered)
-            self.numbers.reset(number)
-            stream.abandon()
-        elif self.numbers.past(number) is Past.IDLE:
-            raise Violation(frames.PROTOCOL_ERROR, f"stream {number} is reset before it is opened")
-
-    # --------------------------------------------------------------------------------------------------- connection
-
-    def _settings(self, number: int, flags: int, payload: bytes) -> int:
-        if number:
-            raise Violation(frames.PROTOCOL_ERROR, "SETTINGS on a stream")
-        if flags & frames.ACK:
-            if payload:
-                raise Violation(frames.FRAME_SIZE_ERROR, f"an acknowledgement of SETTINGS with {len(payload)} bytes")
-            return 0
-        values = frames.read_settings(payload)
-        self.max_frame_size = values.get(frames.MAX_FRAME_SIZE, self.max_frame_size)
-        window = values.get(frames.INITIAL_WINDOW_SIZE, self._peer_window)
-        streams = list(self.streams.values()) if window != self._peer_window else []
-        for stream in streams:
-            stream.send_window += window - self._peer_window
-            if stream.send_window > frames.MAX_WINDOW:
-                raise Violation(frames.FLOW_CONTROL_ERROR, f"the window of stream {stream.id} is too large")
-        self._peer_window = window
-        self.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        for stream in streams:
-            if stream.blocked:
-                stream.pump()
-        # As if each setting, and each window that it changes, were a frame.
-        cost = len(payload) // 6 + len(streams)
-        self._frames += cost
-        return _CONTROL_COST + cost
-
-    def _ping(self, number: int, flags: int, payload: bytes) -> None:
-        if number:
-            raise Violation(frames.PROTOCOL_ERROR, "PING on a stream")
-        if len(payload) != 8:
-            raise Violation(frames.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes")
-        if flags & frames.ACK:
-            self._pings.answered()
-            if payload == _LAST_CALL:
-                if self.serving.stopping:
-                    self.stop()
-                else:
-                    self.end()
+    def data_received(self, data: bytes) -> None:
+        http2 = self.http2
+        if http2.phase is CLOSED:
             return
-        self.write(frames.frame(frames.PING, frames.ACK, 0, payload))
-        answered, self._answered_at_ping = self._answered_at_ping != self.answered, self.answered
-        self._pings.pinged(self.loop.time(), bool(self.streams), answered)
+        http2.is_flushing = True
+        try:
+            if http2.receive(data, self.loop.time()):
+                self._rest()
+        except Violation as violation:
+            self._fail(violation)
+        finally:
+            http2.is_flushing = False
+        if http2.out or http2.phase is ENDING:
+            self._flush()
+        if http2.data_left >= DIRECT_BYTE_SIZE or self._reader is not None:
+            self._read_directly()
 
-    def _priority(self, number: int, payload: bytes) -> None:
-        if not number:
-            raise Violation(frames.PROTOCOL_ERROR, "PRIORITY of stream 0")
-        if len(payload) != 5:
-            raise Violation(frames.FRAME_SIZE_ERROR, f"PRIORITY of {len(payload)} bytes")
-        frames.check_dependency(number, payload)
+    def _rest(self) -> None:
+        """Has looked at enough for this iteration of the loop: others come first now."""
+        assert self._transport is not None
+        self._resting = True
+        self._transport.pause_reading()
+        self.loop.call_soon(self._go_on)
 
-    def _goaway(self, number: int, payload: bytes) -> None:
-        if number:
-            raise Violation(frames.PROTOCOL_ERROR, "GOAWAY on a stream")
-        if len(payload) < 8:
-            raise Violation(frames.FRAME_SIZE_ERROR, f"GOAWAY of {len(payload)} bytes")
-        if self.phase is Phase.OPEN:
-            self.phase = Phase.ENDING
+    def _go_on(self) -> None:
+        """Goes on with what was left; once nothing is, the client is read again."""
+        if self.http2.phase is CLOSED or self._paused_since:
+            return
+        self._resting = False
+        self.data_received(b"")
+        if self.http2.phase is not CLOSED and not self._resting and not self._paused_since:
+            assert self._transport is not None
+            self._transport.resume_reading()
+
+    def _read_directly(self) -> None:
+        """Has the rest of the payload read to where it belongs, if that is known, and takes the transport back later."""
+        reader = self._reader
+        if self.http2.phase is CLOSED or self._paused_since or self._resting:
+            return
+        place = self.http2.data_room()
+        if self.is_plain and len(place) >= DIRECT_BYTE_SIZE:
+            assert self._transport is not None
+            if reader is None:
+                reader = self._reader = BodyReader(self, self._transport)
+            self._reads_since = 0
+            self._place = place
+            reader.receive(self)
+        elif reader is not None:
+            self._reads_since += 1
+            if self._reads_since > _MAX_READS_SINCE:
+                self._reader = None
+                reader.leave()
+
+    def rest(self) -> memoryview:
+        """Returns where the reader writes what comes next."""
+        assert self._place is not None
+        return self._place
+
+    def advance(self, byte_size: int) -> None:
+        """Notes that the reader has written that many bytes."""
+        assert self._place is not None
+        self._place = self._place[byte_size:]
+        self.http2.data_read += byte_size
+        self.http2.heard_at = self.loop.time()
+
+    def direct_body_complete(self) -> None:
+        """Goes on behind what the reader has read: what comes next comes here again."""
+        http2 = self.http2
+        http2.is_flushing = True
+        self._place = None
+        http2.data_was_read()
+        http2.is_flushing = False
+        if http2.out or http2.phase is ENDING:
+            self._flush()
+
+    def stop_direct(self, stream: Stream) -> None:
+        """Reads nothing more of that stream to its place: it is not wanted."""
+        http2 = self.http2
+        if self._place is not None and http2.data_stream is stream:
+            assert self._reader is not None
+            self._reader.stop()
+            self._place = None
+            http2.data_left -= http2.data_read
+            http2.data_read = 0
+
+    # ---------------------------------------------------------------------------------------------------------- writing
+
+    def flush_soon(self) -> None:
+        """Sends what is in ``Http2.out`` at the end of this iteration of the loop."""
+        self.http2.is_flushing = True
+        self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        http2 = self.http2
+        if http2.phase is CLOSED:
+            return
+        http2.is_flushing = False
+        out = http2.out
+        if out:
+            transport = self._transport
+            assert transport is not None
+            http2.out = []
+            if not self._paused_since:
+                http2.room = WRITE_BUFFER
+            if len(out) == 1:
+                transport.write(out[0])
+            elif sum(map(len, out)) > _JOINED:
+                transport.writelines(out)
+            else:
+                transport.write(b"".join(out))
+            if self._on_written and not self._paused_since:
+                self._written()
+            if http2.blocked:
+                http2.pump()
+        if http2.phase is ENDING and not http2.streams and not http2.out:
+            self._close()
+
+    def pause_writing(self) -> None:
+        """The client takes its answers too slowly: it may not ask for more meanwhile."""
+        assert self._transport is not None
+        self._paused_since = self.loop.time()
+        self.http2.room = 0
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        assert self._transport is not None
+        http2 = self.http2
+        self._paused_since = 0.0
+        http2.room = WRITE_BUFFER - sum(map(len, http2.out))
+        if http2.phase is not CLOSED and not self._transport.is_closing():
+            if self._resting:
+                self.loop.call_soon(self._go_on)
+            else:
+                self._transport.resume_reading()
+        if not http2.out:
+            self._written()
+        http2.pump()
+        if http2.phase is CLOSED:
+            self._see_out()
+
+    def when_written(self, on_written: Callable[[], None]) -> None:
+        """Calls back when nothing that was written so far is looked at any more."""
+        if self._lost or not (self.http2.out or self._paused_since):
+            on_written()
+        else:
+            self._on_written.append(on_written)
+
+    def _written(self) -> None:
+        if self._on_written:
+            waiting, self._on_written = self._on_written, []
+            call_each(waiting, "what follows an answer")
+
+    # ----------------------------------------------------------------------------------------------------------- ending
 
     def _fail(self, violation: Violation) -> None:
-        self._take_leave(violation)
+        """Ends the connection with GOAWAY, and its streams with it."""
+        _log.debug("closing a connection: %s", violation.reason)
+        self.http2.goaway(violation)
+        self._flush()
+        self.http2.abandon_streams()
         self._close()
 
-    def _take_leave(self, violation: Violation) -> None:
-        _log.debug("closing a connection: %s", violation.reason)
-        last = self.numbers.last if self._last_told is None else self._last_told
-        self.write(frames.goaway(last, violation.code, violation.reason))
-        self._flush()
-        self._abandon_streams()
+    def _close(self) -> None:
+        """Ends the connection; what was written leaves first."""
+        if self.http2.phase is not CLOSED:
+            self.http2.phase = Phase.CLOSED
+            if not self._paused_since:
+                self._see_out()
 
-    def _abandon_streams(self) -> None:
-        call_each([stream.abandon for stream in self.streams.values()], "leaving a call")
+    def _see_out(self) -> None:
+        assert self._transport is not None
+        self.serving.lingering.see_out(self._transport)
 
-    # ------------------------------------------------------------------------------------------------------- ending
+    def abort(self) -> None:
+        """Cuts the connection."""
+        self.http2.phase = Phase.CLOSED
+        if self._transport is not None:
+            self._transport.abort()
 
     def announce_end(self) -> None:
-        """No new streams, once the client can know of it: a PING tells when what was on its way has come."""
-        if self.phase is Phase.OPENING:
+        """Takes no new streams, once the client can know of it."""
+        if self.http2.phase is Phase.OPENING:
             self.abort()
-        elif self.phase is Phase.OPEN:
-            self.phase = Phase.ANNOUNCED
+        elif self.http2.phase is Phase.OPEN:
             self._ending_at = self.loop.time()
-            self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
-
-    def end(self) -> None:
-        """No new streams from now on; closed with the last one."""
-        if self.phase is Phase.ANNOUNCED:
-            self.phase = Phase.ENDING
-            self._last_told = self.numbers.last
-            self.write(frames.goaway(self._last_told, frames.NO_ERROR))
+            self.http2.announce_end()
 
     def stop(self) -> None:
-        """The server stops: ``end``, and streams end with the answers they are owed."""
-        self.end()
-        for stream in list(self.streams.values()):
-            stream.stop(self.loop.time(), self._taken_directly(stream))
+        """Ends for the server's stop: no new streams, and those there are end with the answers they are owed."""
+        self.http2.stop(self.loop.time())
+
+    def make_room(self) -> None:
+        """Ends, because others need its place."""
+        self._fail(Violation(frames.NO_ERROR, "idle longest of too many connections"))
+
+    # -------------------------------------------------------------------------------------------------------- deadlines
 
     @property
     def asks_nothing(self) -> bool:
         """Whether it waits for no answer, nor for all of one to leave."""
-        if self.phase is CLOSED or self._paused_since:
+        if self.http2.phase is CLOSED or self._paused_since:
             return False
-        return all(stream.idle for stream in self.streams.values())
+        return all(stream.idle for stream in self.http2.streams.values())
 
     @property
     def used_at(self) -> float:
-        """When it was last of use to its client, loop time."""
-        if self.answered != self._answered_before:
-            self._answered_before = self.answered
-            self._used_at = max(self._used_at, self._heard_at)
+        """When it was last of use to its client."""
+        if self.http2.answered != self._answered_before:
+            self._answered_before = self.http2.answered
+            self._used_at = max(self._used_at, self.http2.heard_at)
         return self._used_at
-
-    def make_room(self) -> None:
-        """Others need its place."""
-        self._take_leave(Violation(frames.NO_ERROR, "idle longest of too many connections"))
-        self._close()
 
     def check(self, now: float) -> None:
         """Looks at every deadline of the connection; called about once a second."""
-        options = self.serving.options
-        if self._takes_too_little(now):
+        options, http2 = self.serving.options, self.http2
+        assert self._transport is not None
+        left = self._transport.get_write_buffer_size()
+        if self._pace.is_slow(self._paused_since, left, now, options.write_timeout, options.min_rate):
             return self.abort()
-        if self.phase is CLOSED:
+        if http2.phase is CLOSED:
             return None
-        if self.phase is Phase.OPENING and now - self._opened_at > options.head_timeout:
+        if http2.phase is Phase.OPENING and now - self._opened_at > options.head_timeout:
             return self._close()
-        for stream in list(self.streams.values()):
-            stream.check(now, self._taken_directly(stream))
         try:
-            self._check_frames(now, now - self._checked_at)
+            http2.check(now, now - self._checked_at, bool(self._paused_since or self._resting))
         except Violation as violation:
             return self._fail(violation)
         self._checked_at = now
-        sign = self._pings.look(now, self._heard_at, bool(self.streams))
-        if sign is Sign.DEAD:
+        if not self._is_alive(now):
             return self.abort()
-        if sign is Sign.ASK:
-            self.write(frames.frame(frames.PING, 0, 0, _PING))
         return self._check_age(now)
+
+    def _is_alive(self, now: float) -> bool:
+        """Asks a client that has long been silent, with a PING. Returns False where it did not answer in time."""
+        options, heard_at = self.serving.options, self.http2.heard_at
+        if self._asked_at:
+            if heard_at >= self._asked_at:
+                self._asked_at = 0.0
+            return not self._asked_at or now - self._asked_at <= options.keepalive_timeout
+        if now - heard_at > options.keepalive_time and (self.http2.streams or options.keepalive_permit_without_calls):
+            self._asked_at = now
+            self.http2.write(frames.frame(frames.PING, 0, 0, _PING))
+        return True
 
     def _check_age(self, now: float) -> None:
         """Ends what is old, or asks nothing for long."""
         options = self.serving.options
         if not self.asks_nothing:
             self._used_at = now
-        if self.streams:
+        if self.http2.streams:
             self._occupied_at = now
         idle = now - max(self.used_at, self._occupied_at)
         if options.max_connection_idle and idle > options.max_connection_idle:
             self.announce_end()
-        if self.phase is Phase.ANNOUNCED and now - self._ending_at > options.keepalive_timeout:
+        if self.http2.phase is Phase.ANNOUNCED and now - self._ending_at > options.keepalive_timeout:
             # Whoever has not answered that PING by now will not.
-            self.end()
+            self.http2.end()
         if options.max_connection_age and now - self._opened_at > options.max_connection_age:
             self.announce_end()
             if options.max_connection_age_grace and now - self._ending_at > options.max_connection_age_grace:
                 self.abort()
 
     def __repr__(self) -> str:
-        return f"<Connection {self.phase.value} streams={len(self.streams)} blocked={len(self.blocked)}>"
+        return f"<Connection {self.http2!r}>"

@@ -1,16 +1,19 @@
-"""What one connection may ask of the front in frames that bring nothing, and in calls that it takes back. Pure.
+"""Bounds on what one connection asks in frames that bring nothing, in pings, and in calls that it takes back. Pure.
 
     budget     frames looked at in one turn of the loop; what came beyond waits for the next turn, so others get theirs
     credit     frames a connection may send: so many a second, and more for each answer it was sent and for what it uploads
     resets     calls it may take back: so many a second, and one for each answer it was sent
+    strikes    pings it may send too early, one after the other
 
 An ordinary client needs few frames for a call, however small: one or two to ask, one or two to grant what it was answered. One
 that sends frames of unknown types, PRIORITY, SETTINGS, PING, empty DATA or window updates without end runs out of its credit.
 Source: RFC 9113, section 10.5; what it counts is what Envoy bounds (max_inbound_priority_frames_per_stream and its neighbours).
+Of pings: gRPC's proposal A8, "Client-side Keepalive".
 """
 
 from __future__ import annotations
 
+from tensord.config.options import Grpc
 from tensord.daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
 
 #: Frames of a connection that are looked at in one turn of the loop: many calls' worth, and well below a millisecond's if empty.
@@ -33,22 +36,27 @@ _MAX_RESETS = 10_000
 
 
 class Floods:
-    """Of one connection. What it is told are totals since the connection began."""
+    """Counts what one connection asks. Frames, answers and bytes are totals since the connection began."""
 
-    __slots__ = ("_frames_given", "_resets", "_resets_given")
+    __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")
 
-    def __init__(self) -> None:
+    def __init__(self, options: Grpc) -> None:
+        self._options = options
         self._frames_given = _FRAMES_AT_FIRST
         self._resets_given = _RESETS_AT_FIRST
         self._resets = 0
+        #: Pings that came too early, one after the other; when the last ping came, loop time, and what had been answered then.
+        self._strikes = 0
+        self._pinged_at = 0.0
+        self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """So much time has passed since this was called last."""
+        """Gives what the connection earns in so many seconds."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
     def look(self, frames: int, answers: int, byte_size: int) -> None:
-        """Called now and then, and whenever the budget of a turn is spent.
+        """Looks at the frames; called now and then, and whenever the budget of a turn is spent.
 
         Args:
           frames: that came.
@@ -63,9 +71,24 @@ class Floods:
         self._frames_given -= max(0, left - _MAX_FRAMES)
 
     def reset(self, answers: int) -> None:
-        """The client took a call back. Raises: Violation: it does so too often."""
+        """Counts a call that the client took back. Raises: Violation: it does so too often."""
         self._resets += 1
         left = self._resets_given + answers - self._resets
         if left < 0:
             raise Violation(ENHANCE_YOUR_CALM, f"{self._resets} calls were taken back, {answers} answers were sent")
         self._resets_given -= max(0, left - _MAX_RESETS)
+
+    def ping(self, now: float, busy: bool, answers: int) -> None:
+        """Counts a ping of the client. Raises: Violation: too many came too early.
+
+        None does while a call is under way (``busy``), nor after an answer: clients measure the connection with a ping then.
+        """
+        options = self._options
+        answered, self._answers_at_ping = answers != self._answers_at_ping, answers
+        if answered or busy or now - self._pinged_at >= options.min_ping_interval:
+            self._strikes = 0
+        else:
+            self._strikes += 1
+            if options.max_ping_strikes and self._strikes > options.max_ping_strikes:
+                raise Violation(ENHANCE_YOUR_CALM, "too_many_pings")
+        self._pinged_at = now

@@ -17,7 +17,7 @@ from tensord.daemon.control import log_settings
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.peer import end_of, peer_of
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.link import Link
+from tensord.daemon.grpc.connection import Connection
 from tensord.daemon.grpc.request_codec import read_version
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.unary import Unary
@@ -111,7 +111,7 @@ class Management:
     async def SystemSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("system", request.name, grpc_service_pb2.SystemSharedMemoryStatusResponse())
 
-    async def SystemSharedMemoryRegister(self, client: Link, request: Any) -> Any:
+    async def SystemSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
         fd = client.fileno()
         with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
             await self._endpoints.register_system(
@@ -119,14 +119,14 @@ class Management:
             )
         return grpc_service_pb2.SystemSharedMemoryRegisterResponse()
 
-    async def SystemSharedMemoryUnregister(self, client: Link, request: Any) -> Any:
+    async def SystemSharedMemoryUnregister(self, client: Connection, request: Any) -> Any:
         await self._endpoints.unregister("system", request.name, peer_of(client.fileno()))
         return grpc_service_pb2.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("cuda", request.name, grpc_service_pb2.CudaSharedMemoryStatusResponse())
 
-    async def CudaSharedMemoryRegister(self, client: Link, request: Any) -> Any:
+    async def CudaSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
         fd = client.fileno()
         with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
             await self._endpoints.register_cuda(
@@ -134,7 +134,7 @@ class Management:
             )
         return grpc_service_pb2.CudaSharedMemoryRegisterResponse()
 
-    async def CudaSharedMemoryUnregister(self, client: Link, request: Any) -> Any:
+    async def CudaSharedMemoryUnregister(self, client: Connection, request: Any) -> Any:
         await self._endpoints.unregister("cuda", request.name, peer_of(client.fileno()))
         return grpc_service_pb2.CudaSharedMemoryUnregisterResponse()
 

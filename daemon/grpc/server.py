@@ -6,23 +6,23 @@ import asyncio
 import contextlib
 import functools
 import logging
+import socket
+import ssl
 import time
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, ClassVar
 
 from tensord.config import restrictions
-from tensord.config.options import Options
+from tensord.config.options import Grpc, Options
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.access import grpc_access
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.process import Front
-from tensord.daemon.grpc import tls
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.connection import Connection
 from tensord.daemon.grpc.infer_calls import InferCalls
 from tensord.daemon.grpc.management import SERVICE, Management
-from tensord.daemon.grpc.opening import Opening
 from tensord.daemon.grpc.serving import Serving
 from tensord.daemon.grpc.standard_services import StandardServices
 from tensord.daemon.grpc.stream import Stream
@@ -66,7 +66,7 @@ class GrpcFront(Front):
         serving = self._serving = Serving(
             options.grpc, methods, self.place.tally.seat(self.place.row), self.submitter.accounts, rules
         )
-        opening = Opening(lambda owner: Connection(serving, owner), tls.context(options.grpc))
+        opening = Opening(lambda owner: Connection(serving, owner), tls_context(options.grpc))
         self._acceptor = Acceptor(self.place.listeners, serving.seat, opening.open, opening.pending)
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())
@@ -101,3 +101,70 @@ class GrpcFront(Front):
             for connection in list(self._serving.connections):
                 connection.check(now)
             self._serving.lingering.check(now)
+
+
+class Opening:
+    """Makes connections that were taken the loop's, which can speak TLS. One per front.
+
+    ``make`` gives a connection its protocol; it is told whose that is, as ``Peer.owner`` tells it. ``context`` None: plain text.
+    """
+
+    def __init__(self, make: Callable[[str], asyncio.BaseProtocol], context: ssl.SSLContext | None) -> None:
+        self._make = make
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        #: Those that are under way.
+        self.pending: set[Coroutine[Any, Any, object]] = set()
+
+    def open(self, taken: socket.SocketType, owner: str) -> None:
+        """Begins one."""
+        make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
+        opening = self._loop.connect_accepted_socket(make, connection, ssl=self._context)
+        self.pending.add(opening)
+        self._go_on(opening, connection)
+
+    def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
+        """A step of it, to the next future that it waits for: a task would be a twentieth of what a connection costs."""
+        try:
+            future: asyncio.Future[object] = opening.send(None)
+            future.add_done_callback(functools.partial(self._go_on, opening, connection))
+            return
+        except StopIteration:
+            self.pending.discard(opening)
+            return
+        except (OSError, ssl.SSLError):
+            pass  # a client that breaks off its handshake is its own affair
+        except Exception:
+            _log.exception("a connection could not be opened")
+        self.pending.discard(opening)
+        connection.close()
+
+    def __repr__(self) -> str:
+        return f"<Opening, {len(self.pending)} under way>"
+
+
+class TlsError(Exception):
+    """Tells the operator which file is wrong."""
+
+
+def tls_context(options: Grpc) -> ssl.SSLContext | None:
+    """Makes TLS from PEM files: HTTP/2 by ALPN, and clients' certificates where they are asked for.
+
+    None: plain text. Raises TlsError.
+    """
+    if not options.use_tls and not options.mutual_tls:
+        return None
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.minimum_version = ssl.TLSVersion.TLSv1_2
+    tls.set_alpn_protocols(["h2"])
+    try:
+        tls.load_cert_chain(options.certificate, options.key)
+    except OSError as error:
+        raise TlsError(f"grpc.certificate or grpc.key cannot be used: {error.strerror or error}") from None
+    if options.mutual_tls:
+        try:
+            tls.load_verify_locations(options.root_certificate)
+        except OSError as error:
+            raise TlsError(f"grpc.root_certificate cannot be used: {error.strerror or error}") from None
+        tls.verify_mode = ssl.CERT_REQUIRED
+    return tls

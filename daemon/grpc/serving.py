@@ -4,37 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tensord.config.options import COMPRESSION_LEVELS, Grpc
 from tensord.daemon.control.tally import Seat
-from tensord.daemon.front.access import Rule
+from tensord.daemon.front.access import Restricted, Rule
 from tensord.daemon.front.lingering_close import LingeringClose
-from tensord.daemon.front.longest_idle import Guest, LongestIdle
+from tensord.daemon.front.longest_idle import LongestIdle
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
+from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.submit.accounts import Accounts
 
-
-class Client(Guest, Protocol):
-    """A connection, as its server sees it."""
-
-    def check(self, now: float) -> None:
-        """Looks at its deadlines. ``now``: loop time."""
-
-    def announce_end(self) -> None:
-        """No new streams, once the client can know of it."""
-
-    def stop(self) -> None:
-        """No new streams; those that are there end with the answers they are owed."""
-
-    def abort(self) -> None:
-        """Cuts it."""
+if TYPE_CHECKING:
+    from tensord.daemon.grpc.connection import Connection
+    from tensord.daemon.grpc.stream import Stream
 
 
 @dataclass(slots=True)
 class Serving:
-    """What every connection of a front needs."""
+    """Everything that the connections of a front have in common."""
 
     options: Grpc
     #: What answers a path.
@@ -45,7 +34,7 @@ class Serving:
     accounts: Accounts
     #: What a path needs to be let in; those that are not here need nothing.
     rules: dict[str, Rule] = field(default_factory=dict)
-    connections: set[Client] = field(default_factory=set)
+    connections: set[Connection] = field(default_factory=set)
     #: Bytes of incomplete messages, all connections together.
     collected: int = 0
     #: Who goes when there are too many of them.
@@ -64,3 +53,20 @@ class Serving:
         self.max_message = self.options.max_message_byte_size
         self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
         self.compression = COMPRESSION_LEVELS[self.options.response_compression]
+
+    def begin(self, stream: Stream, head: CallHead) -> None:
+        """Gives a new stream its call, or its answer where nothing answers such a request."""
+        if head.http_status != 200:
+            stream.answer_http(head.http_status)
+            return
+        if self.rules and (rule := self.rules.get(head.path)) is not None:
+            try:
+                rule.check([(name.encode(), value.encode("latin-1")) for name, value in head.metadata])
+            except Restricted as error:
+                stream.finish(UNAVAILABLE, error.message)
+                return
+        make = self.methods.get(head.path)
+        if make is None:
+            stream.finish(UNIMPLEMENTED, f"Method not found: {head.path[:200]}")
+            return
+        stream.begin(make(stream))

@@ -1,10 +1,12 @@
-"""One call: an HTTP/2 stream with length-prefixed messages both ways. The connection feeds it; a ``Call`` gives it sense.
+"""One call: an HTTP/2 stream with length-prefixed messages both ways. ``Http2`` feeds it; a ``Call`` gives it sense.
 
-    | compressed 8 | length 32 | message: length bytes |     any number of them, cut into DATA frames anywhere
+    client ─▶ | compressed 8 | length 32 | message: length bytes | ... cut into DATA frames anywhere ─▶ END_STREAM
+    client ◀─ HEADERS ◀─ | compressed 8 | length 32 | message | ... in DATA frames ◀─ HEADERS: the trailers
 
-What the client may still send is bounded by the window it was granted; what it does not take waits in the stream, and a stream
-with much unsent grants nothing more, so a client that never reads its answers stops itself.
-Source: gRPC's PROTOCOL-HTTP2.md, RFC 9113 sections 5 and 6.9.
+What the client may still send is bounded by the window it was granted. What it does not take waits here as it lies, and whoever
+it belongs to hears when it has left; a stream with much unsent grants nothing more, so a client that never reads its answers
+stops itself.
+Source: gRPC's PROTOCOL-HTTP2.md, RFC 9113 sections 5, 6.9 and 8.1.1.
 """
 
 from __future__ import annotations
@@ -12,37 +14,53 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
-from tensord.daemon.front.pace import GRACE_SECONDS, SILENCE_SECONDS
-from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.arriving_message import ArrivingMessage
+from tensord.daemon.front.each import call_each
+from tensord.daemon.front.pace import GRACE_SECONDS, SILENCE_SECONDS, Pace
+from tensord.daemon.grpc import frames, header_blocks
+from tensord.daemon.grpc.arriving_message import PREFIX, ArrivingMessage, Refused, inflated, read_prefix
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE
-from tensord.daemon.grpc.inflation import Refused, inflated
+from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, OK, RESOURCE_EXHAUSTED, UNAVAILABLE
+from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.grpc.reception import Reception
-from tensord.daemon.grpc.reply import PREFIX, Reply, read_prefix
 from tensord.shm.errors import DEFECT
 from tensord.shm.messages import Buffer
+
+if TYPE_CHECKING:
+    from tensord.daemon.grpc.http2 import Http2
 
 _log = logging.getLogger(__name__)
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
 _RECEIVED_BYTE_SIZE = 64 << 10
 #: The last moment that is a number of 63 bits, as records and workers have it.
 _NEVER_NS = (1 << 63) - 1
+#: Answers up to this size leave in one piece: no client takes smaller frames only.
+_SMALL = 16384
+#: Less is not worth compressing.
+_MIN_COMPRESSED = 512
+_TRAILERS_OK_SIZE = len(header_blocks.TRAILERS_OK)
 
 
-class Stream(Reply):
+class Stream:
     """Owned by its connection until ``ended``."""
 
+    # What nearly every call leaves as it is costs nothing here.
     call: Call | None = None
+    ended = False
+    #: CLOCK_MONOTONIC; 0: the caller waits for ever.
+    deadline_ns = 0
+    _timer: asyncio.TimerHandle | None = None
+    # --- receiving
     #: Bytes taken from the client and not granted again yet; below 0: granted before they came.
     ungranted = 0
     #: No window is granted while this is set: the call has enough to do.
     held = False
-    #: CLOCK_MONOTONIC; 0: the caller waits for ever.
-    deadline_ns = 0
     half_closed = False
-    ended = False
     #: Since when a message is incomplete, loop time; 0: none is.
     partial_since = 0.0
     #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
@@ -50,10 +68,37 @@ class Stream(Reply):
     _arriving: ArrivingMessage | None = None
     #: What of ``Serving.collected`` is this stream's.
     _kept = 0
-    _timer: asyncio.TimerHandle | None = None
+    #: Bytes that its client still has to send, where it has said how many; gRPC's clients do not.
+    _promised: int | None = None
     #: While the server stops: what of its message had come, and since when it is so much, loop time.
     _came = -1
     _silent_since = 0.0
+    # --- sending
+    _head_sent = False
+    #: The status is known: nothing is added any more.
+    _finished = False
+    #: Something waits for its window, for the connection's, or for the socket.
+    blocked = False
+    #: What waits for a window, or for the socket.
+    _unsent: deque[Buffer] | None = None
+    unsent_size = 0
+    #: Since when some of it has not left, loop time, while it is blocked; how much has left that was; and whether that is enough.
+    _blocked_since = 0.0
+    _taken = 0
+    _pace: Pace | None = None
+    #: Who waits for all of that to have left.
+    _on_sent: list[Callable[[], None]] | None = None
+    _trailers = b""
+
+    def __init__(self, http2: Http2, number: int, head: CallHead, send_window: int) -> None:
+        self.http2 = http2
+        self.connection = http2.connection
+        self.id = number
+        self.head = head
+        #: What may still be sent to the client.
+        self.send_window = send_window
+        if head.content_length is not None:
+            self._promised = head.content_length
 
     def begin(self, call: Call) -> None:
         """The call that answers; its deadline runs from now."""
@@ -66,6 +111,8 @@ class Stream(Reply):
 
     def receive(self, data: bytes, start: int, end: int) -> None:
         """A piece of the client's messages: those bytes of a chunk."""
+        if self._promised is not None and not self._counts(end - start):
+            return
         if self._finished:
             return
         try:
@@ -77,10 +124,10 @@ class Stream(Reply):
         content = start + PREFIX.size
         if content <= end and not self.partial_since:
             flag, length = read_prefix(data, start)
-            if length == end - content and length <= self.connection.serving.max_message:
+            if length == end - content and length <= self.http2.serving.max_message:
                 self._deliver(flag, data, content, end)
                 return
-            if end - content < length <= self.connection.serving.max_message:
+            if end - content < length <= self.http2.serving.max_message:
                 self._begin(flag, length, memoryview(data)[content:end])
                 self._note()
                 return
@@ -99,7 +146,7 @@ class Stream(Reply):
                 if len(self._begun) < PREFIX.size:
                     return
                 (flag, length), self._begun = PREFIX.unpack(self._begun), b""
-                limit = self.connection.serving.max_message
+                limit = self.http2.serving.max_message
                 if length > limit:
                     self.refuse(RESOURCE_EXHAUSTED, f"Received message larger than max ({length} vs. {limit})")
                     return
@@ -131,7 +178,9 @@ class Stream(Reply):
         return memoryview(b"") if self._arriving is None else self._arriving.rest()
 
     def advance(self, byte_size: int) -> None:
-        """That many bytes were written into ``room``, and nothing more is for now."""
+        """Takes note that so many bytes were written into ``room``, and nothing more is for now."""
+        if self._promised is not None and not self._counts(byte_size):
+            return
         arriving = self._arriving
         assert arriving is not None
         arriving.advance(byte_size)
@@ -149,19 +198,19 @@ class Stream(Reply):
         """A message that waited for room is placed, or refused: from now on the client's time runs again."""
         self.partial_since = 0.0
         self._note()
-        self.connection.grant(self)
+        self.http2.grant(self)
 
     def _note(self) -> None:
         """After every change: what is kept here of messages under way, since when, and how much more of one is welcome."""
         if self._finished:
             return
-        arriving, serving = self._arriving, self.connection.serving
+        arriving, serving = self._arriving, self.http2.serving
         kept = len(self._begun)
         if arriving is not None:
             kept += arriving.kept_byte_size
             if arriving.is_placed and not arriving.is_granted and not self.held:
                 arriving.is_granted = True
-                self.connection.grant_ahead(self, arriving.left)
+                self.http2.grant_ahead(self, arriving.left)
         elif not kept:
             self.partial_since = 0.0
         if not self.partial_since and (kept or arriving is not None):
@@ -178,7 +227,7 @@ class Stream(Reply):
             self.connection.stop_direct(self)
             self._arriving.drop()
             self._arriving = None
-        self.connection.serving.collected -= self._kept
+        self.http2.serving.collected -= self._kept
         self._kept = 0
         self.partial_since = 0.0
 
@@ -204,7 +253,7 @@ class Stream(Reply):
         try:
             if flag:
                 content = inflated(
-                    content[start:end], self.head.encoding if flag == 1 else "", self.connection.serving.max_message
+                    content[start:end], self.head.encoding if flag == 1 else "", self.http2.serving.max_message
                 )
                 start, end = 0, len(content)
             self.call.message(content, start, end)
@@ -213,8 +262,19 @@ class Stream(Reply):
         except Exception:
             self._defect()
 
+    def _counts(self, byte_size: int) -> bool:
+        """Returns whether so much may still come by the request's content-length; else the stream is reset."""
+        assert self._promised is not None
+        self._promised -= byte_size
+        if self._promised < 0 and not self.ended:
+            self.http2.reset(self, frames.PROTOCOL_ERROR)
+        return self._promised >= 0
+
     def end_receiving(self) -> None:
         """The client half-closed."""
+        if self._promised and not self.ended:
+            self.http2.reset(self, frames.PROTOCOL_ERROR)
+            return
         self.half_closed = True
         if self._finished:
             return
@@ -226,6 +286,221 @@ class Stream(Reply):
             self.call.half_closed()
         except Exception:
             self._defect()
+
+    # -------------------------------------------------------------------------------------------------- sending
+
+    def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
+        """The one message of a unary call, and the end. ``on_sent``: its bytes are not looked at any more."""
+        if self._finished:
+            if on_sent is not None:
+                on_sent()
+            return
+        size = sum(map(len, parts))
+        http2 = self.http2
+        framed = size + PREFIX.size
+        if (
+            framed > _SMALL
+            or framed > http2.max_frame_size
+            or framed > http2.send_window
+            or framed > self.send_window
+            or self._compresses(size)
+            or self._head_sent
+        ):
+            self.send(parts, on_sent)
+            self.finish(OK)
+            return
+        http2.send_window -= framed
+        number = self.id
+        http2.write(
+            b"".join(
+                (
+                    frames.head(frames.HEADERS, frames.END_HEADERS, number, len(header_blocks.RESPONSE)),
+                    header_blocks.RESPONSE,
+                    frames.head(frames.DATA, 0, number, framed),
+                    PREFIX.pack(0, size),
+                    *parts,
+                    frames.head(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number, _TRAILERS_OK_SIZE),
+                    header_blocks.TRAILERS_OK,
+                )
+            )
+        )
+        self._finished = True
+        if on_sent is not None:
+            on_sent()
+        self._close()
+
+    def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
+        """One message; what the windows do not allow yet waits. ``on_sent``: its bytes are not looked at any more."""
+        if self._finished:
+            if on_sent is not None:
+                on_sent()
+            return
+        size = sum(map(len, parts))
+        compressed = self._compresses(size)
+        if not self._head_sent:
+            self._send_head()
+        framed = size + PREFIX.size
+        http2 = self.http2
+        if (
+            not self._unsent
+            and not compressed
+            and framed <= self.send_window
+            and framed <= http2.send_window
+            and framed <= http2.max_frame_size
+            and framed <= http2.room
+            # TLS copies what is large, and says nothing of when that was.
+            and (framed <= _SMALL or self.connection.is_plain)
+        ):
+            self.send_window -= framed
+            http2.send_window -= framed
+            http2.answered += 1
+            head = frames.head(frames.DATA, 0, self.id, framed) + PREFIX.pack(0, size)
+            if framed <= _SMALL:
+                http2.write(b"".join((head, *parts)))
+                if on_sent is not None:
+                    on_sent()
+                return
+            http2.sent += framed
+            http2.write_pieces([head, *parts])
+            if on_sent is not None:
+                self.connection.when_written(on_sent)
+            return
+        flag = 0
+        if compressed:
+            deflate = zlib.compressobj(self.http2.serving.compression, wbits=31)
+            parts = [deflate.compress(b"".join(parts)) + deflate.flush()]
+            size, flag = len(parts[0]), 1
+        prefix = PREFIX.pack(flag, size)
+        if self._unsent is None:
+            self._unsent = deque()
+        if size <= _SMALL:
+            self._unsent.append(b"".join((prefix, *parts)))
+        else:
+            self._unsent.append(prefix)
+            # TLS copies when it comes to it, and says nothing of when that was.
+            plain = self.connection.is_plain
+            self._unsent.extend(memoryview(part if plain else bytes(part)) for part in parts if len(part))
+        self.unsent_size += size + PREFIX.size
+        http2.answered += 1
+        if on_sent is not None:
+            self.send_later(on_sent)
+        self.pump()
+
+    def send_later(self, on_sent: Callable[[], None]) -> None:
+        """``on_sent`` is called when everything unsent has left."""
+        if self._on_sent is None:
+            self._on_sent = []
+        self._on_sent.append(on_sent)
+
+    def finish(self, code: int, message: str = "") -> None:
+        """The status; nothing is sent after it."""
+        if self._finished:
+            return
+        self._finished = True
+        self._drop()
+        self._trailers = header_blocks.trailers(code, message) if code or message else header_blocks.TRAILERS_OK
+        if not self._head_sent:
+            self._head_sent = True
+            self._trailers = header_blocks.trailers_only(code, message)
+        self.pump()
+
+    def answer_http(self, status: int) -> None:
+        """An answer to what is no gRPC call."""
+        self._finished = self._head_sent = True
+        self._trailers = header_blocks.http_error(status)
+        self.pump()
+
+    def pump(self) -> None:
+        """Sends what the windows and the socket's buffer allow, then the trailers."""
+        http2, unsent = self.http2, self._unsent
+        while unsent:
+            room = min(self.send_window, http2.send_window, http2.max_frame_size, http2.room)
+            if room <= 0:
+                if not self.blocked:
+                    self.blocked = True
+                    self._blocked_since = self.connection.loop.time()
+                if self.send_window > 0:
+                    http2.blocked[self.id] = self
+                else:
+                    http2.blocked.pop(self.id, None)
+                return
+            pieces: list[Buffer] = []
+            size = 0
+            while unsent and size < room:
+                piece = unsent[0]
+                if len(piece) <= room - size:
+                    unsent.popleft()
+                else:
+                    unsent[0] = memoryview(piece)[room - size :]
+                    piece = memoryview(piece)[: room - size]
+                pieces.append(piece)
+                size += len(piece)
+            self.send_window -= size
+            http2.send_window -= size
+            http2.sent += size
+            self.unsent_size -= size
+            self._taken += size
+            header = frames.head(frames.DATA, 0, self.id, size)
+            if size < _SMALL // 2:
+                http2.write(b"".join((header, *pieces)))
+            else:
+                http2.write(header)
+                for piece in pieces:
+                    http2.write(piece)
+        if self.blocked:
+            self.blocked = False
+            self._blocked_since = 0.0
+            http2.blocked.pop(self.id, None)
+        self._sent()
+        if self._trailers:
+            flags = frames.END_HEADERS | frames.END_STREAM
+            http2.write(frames.frame(frames.HEADERS, flags, self.id, self._trailers))
+            self._close()
+
+    def _sent(self) -> None:
+        """Everything is handed to the connection: what waits for it to have left waits there."""
+        if self._on_sent:
+            waiting, self._on_sent = self._on_sent, None
+            when_written = self.connection.when_written
+            call_each((partial(when_written, on_sent) for on_sent in waiting), "what follows an answer")
+
+    def _send_head(self) -> None:
+        self._head_sent = True
+        compresses = bool(self.http2.serving.compression) and "gzip" in self.head.accepts
+        block = header_blocks.RESPONSE_GZIP if compresses else header_blocks.RESPONSE
+        self.http2.write(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
+
+    def _compresses(self, size: int) -> bool:
+        return bool(self.http2.serving.compression) and size >= _MIN_COMPRESSED and "gzip" in self.head.accepts
+
+    # -------------------------------------------------------------------------------------------------- bounds
+
+    def check(self, now: float, direct: int) -> None:
+        """Ends the call if its client sends a message, or takes an answer, too slowly; called about once a second.
+
+        Args:
+          direct: bytes of its message that were read and not told of yet.
+        """
+        options = self.http2.serving.options
+        if self._is_stalled(now):
+            self.http2.write(frames.rst_stream(self.id, frames.ENHANCE_YOUR_CALM))
+            self.abandon()
+        elif self.partial_since and not self.waits_for_room:
+            # Else it is we who hold it up, for ``arenas.wait`` at most.
+            elapsed, came = now - self.partial_since, direct + self._received_byte_size()
+            if elapsed > options.body_timeout:
+                self.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
+            elif came < options.min_rate * (elapsed - GRACE_SECONDS) and not self.held:
+                self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
+
+    def _is_stalled(self, now: float) -> bool:
+        """Whether its client lets too little of an answer go, by whatever: the stream's window, the connection's, the socket."""
+        if not self.blocked:
+            return False
+        if self._pace is None:
+            self._pace = Pace()
+        options = self.http2.serving.options
+        return self._pace.is_slow(self._blocked_since, -self._taken, now, options.write_timeout, options.min_rate)
 
     @property
     def idle(self) -> bool:
@@ -265,26 +540,6 @@ class Stream(Reply):
         _log.exception("a call of %s met a defect of the server", self.head.path)
         self.refuse(INTERNAL, DEFECT)
 
-    # -------------------------------------------------------------------------------------------------- bounds
-
-    def check(self, now: float, direct: int) -> None:
-        """Ends the call if its client sends a message, or takes an answer, too slowly; called about once a second.
-
-        Args:
-          direct: bytes of its message that were read and not told of yet.
-        """
-        options = self.connection.serving.options
-        if self._is_stalled(now):
-            self.connection.write(frames.rst_stream(self.id, frames.ENHANCE_YOUR_CALM))
-            self.abandon()
-        elif self.partial_since and not self.waits_for_room:
-            # Else it is we who hold it up, for ``arenas.wait`` at most.
-            elapsed, came = now - self.partial_since, direct + self._received_byte_size()
-            if elapsed > options.body_timeout:
-                self.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
-            elif came < options.min_rate * (elapsed - GRACE_SECONDS) and not self.held:
-                self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
-
     # -------------------------------------------------------------------------------------------------- ending
 
     def refuse(self, code: int, message: str) -> None:
@@ -304,10 +559,10 @@ class Stream(Reply):
 
     def _close(self) -> None:
         """Our side is done. A client that still sends is told to stop."""
-        connection = self.connection
-        connection.answered += 1
+        http2 = self.http2
+        http2.answered += 1
         if not self.half_closed:
-            connection.cut(self.id, frames.NO_ERROR)
+            http2.rst_stream(self.id, frames.NO_ERROR)
         self._end()
 
     def abandon(self) -> None:
@@ -334,8 +589,8 @@ class Stream(Reply):
             self._timer.cancel()
             self._timer = None
         if self.blocked:
-            self.connection.blocked.pop(self.id, None)
-        self.connection.stream_ended(self)
+            self.http2.blocked.pop(self.id, None)
+        self.http2.stream_ended(self)
 
     def __repr__(self) -> str:
         return f"<Stream {self.id} {self.head.path} unsent={self.unsent_size} half_closed={self.half_closed}>"

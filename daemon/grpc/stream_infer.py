@@ -172,7 +172,7 @@ class StreamInfer(Call):
             self._ask(self._waiting.popleft())
         if self._stream.held and not self._stopping and not self._waiting and self._has_room():
             self._stream.held = False
-            self._stream.connection.grant(self._stream)
+            self._stream.http2.grant(self._stream)
         self._end_if_done()
 
     def _end_if_done(self) -> None:

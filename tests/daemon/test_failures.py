@@ -441,7 +441,7 @@ def test_grpc(
                 await work_off(bench, row.complete)
                 good, bad = client.answers()
                 assert good + bad == client.asked
-        assert not any(client.connection.streams for client in clients if not row.streams)
+        assert not any(client.connection.http2.streams for client in clients if not row.streams)
 
     on_a_bench(GrpcBench, failing)
     # What is kept of the log has frames with views of the arena in it.
@@ -462,7 +462,7 @@ class GrpcClient:
 
     @property
     def usable(self) -> bool:
-        return not self.transport.ended and all(number in self.connection.streams for number in self._streams)
+        return not self.transport.ended and all(number in self.connection.http2.streams for number in self._streams)
 
     def ask(self) -> None:
         row = self._row

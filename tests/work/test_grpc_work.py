@@ -226,6 +226,31 @@ def test_nothing_is_left_for_the_garbage_collector(row: Row) -> None:
     on_a_bench(row, test)
 
 
+def test_a_connection_leaves_nothing_for_the_garbage_collector() -> None:
+    """Its parts refer to each other; where each call has a connection of its own the collector would run all the time."""
+
+    async def run() -> None:
+        bench = GrpcBench()
+        try:
+            for _ in range(2):
+                gc.collect()
+                gc.disable()
+                transport = bench.connect()
+                await asyncio.sleep(0)
+                transport._protocol.connection_lost(None)
+                transport.set_protocol(None)
+                bench.transports.clear()
+                await asyncio.sleep(0)
+                del transport
+                garbage = gc.collect()
+            assert garbage == 0
+        finally:
+            gc.enable()
+            bench.close()
+
+    asyncio.run(run())
+
+
 def other_shape(client_id: str, **fields: Any) -> bytes:
     """Like ``small`` with as many values in one more dimension."""
     asked = Infer.FromString(small(client_id, **fields))

@@ -7,32 +7,37 @@ from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import Mock
 
-from tensord.daemon.grpc.outgoing import WRITE_BUFFER, Outgoing, Phase
+from tensord.config.options import Grpc
+from tensord.daemon.grpc.connection import Connection
+from tensord.daemon.grpc.http2 import WRITE_BUFFER, Phase
 
 
-def connection(test: Callable[[Outgoing, Mock], Any]) -> None:
+def connection(test: Callable[[Connection, Mock], Any]) -> None:
     """Runs a test with an open connection whose transport notes what it is told."""
 
     async def run() -> None:
         transport = Mock()
         transport.is_closing.return_value = False
-        outgoing = Outgoing(Mock())
+        serving = Mock(options=Grpc(), compression=0)
+        serving.seat.total.return_value = 0
+        serving.stopping = False
+        outgoing = Connection(serving, "tcp 127.0.0.1")
         outgoing._transport = cast(asyncio.Transport, transport)
-        outgoing.phase = Phase.OPEN
+        outgoing.http2.phase = Phase.OPEN
         await test(outgoing, transport)
 
     asyncio.run(run())
 
 
 def test_one_turn_is_one_write() -> None:
-    async def test(outgoing: Outgoing, transport: Mock) -> None:
+    async def test(outgoing: Connection, transport: Mock) -> None:
         for piece in (b"ab", memoryview(b"cd"), b"ef"):
-            outgoing.write(piece)
+            outgoing.http2.write(piece)
         assert not transport.mock_calls
-        assert outgoing.room == WRITE_BUFFER - 6
+        assert outgoing.http2.room == WRITE_BUFFER - 6
         await asyncio.sleep(0)
         transport.write.assert_called_once_with(b"abcdef")
-        outgoing.write(b"g")
+        outgoing.http2.write(b"g")
         await asyncio.sleep(0)
         assert [call.args for call in transport.write.mock_calls] == [(b"abcdef",), (b"g",)]
 
@@ -40,10 +45,10 @@ def test_one_turn_is_one_write() -> None:
 
 
 def test_large_pieces_are_not_joined() -> None:
-    async def test(outgoing: Outgoing, transport: Mock) -> None:
+    async def test(outgoing: Connection, transport: Mock) -> None:
         large = memoryview(bytes(100_000))
-        outgoing.write(b"head")
-        outgoing.write(large)
+        outgoing.http2.write(b"head")
+        outgoing.http2.write(large)
         await asyncio.sleep(0)
         ((pieces,),) = [call.args for call in transport.writelines.mock_calls]
         assert pieces[0] == b"head"
@@ -55,21 +60,21 @@ def test_large_pieces_are_not_joined() -> None:
 def test_who_waits_for_it_to_leave() -> None:
     """At once if nothing is unsent; when it was handed over; when the kernel has taken it; when the client is gone."""
 
-    async def test(outgoing: Outgoing, transport: Mock) -> None:
+    async def test(outgoing: Connection, transport: Mock) -> None:
         heard: list[str] = []
         outgoing.when_written(lambda: heard.append("nothing"))
         assert heard == ["nothing"]
-        outgoing.write(b"a")
+        outgoing.http2.write(b"a")
         outgoing.when_written(lambda: heard.append("written"))
         assert heard == ["nothing"]
         await asyncio.sleep(0)
         assert heard == ["nothing", "written"]
 
         transport.write.side_effect = lambda _: outgoing.pause_writing()
-        outgoing.write(b"b")
+        outgoing.http2.write(b"b")
         outgoing.when_written(lambda: heard.append("taken"))
         await asyncio.sleep(0)
-        assert (heard[2:], outgoing.room) == ([], 0)
+        assert (heard[2:], outgoing.http2.room) == ([], 0)
         transport.pause_reading.assert_called_once()
         outgoing.resume_writing()
         assert heard[2:] == ["taken"]
@@ -81,19 +86,19 @@ def test_who_waits_for_it_to_leave() -> None:
 def test_what_is_lent_is_given_back_when_it_has_left() -> None:
     """At once where the kernel takes it; when it has, where it does not."""
 
-    async def test(outgoing: Outgoing, transport: Mock) -> None:
+    async def test(outgoing: Connection, transport: Mock) -> None:
         heard: list[str] = []
         large = memoryview(bytes(100_000))
-        outgoing.write_pieces([b"head", large, b"end"])
+        outgoing.http2.write_pieces([b"head", large, b"end"])
         outgoing.when_written(lambda: heard.append("written"))
-        assert outgoing.room == WRITE_BUFFER - 100_007
+        assert outgoing.http2.room == WRITE_BUFFER - 100_007
         assert heard == []
         await asyncio.sleep(0)
         ((pieces,),) = [call.args for call in transport.writelines.mock_calls]
         assert pieces[1] is large
         assert heard == ["written"]
         transport.writelines.side_effect = lambda _: outgoing.pause_writing()
-        outgoing.write_pieces([b"head", large])
+        outgoing.http2.write_pieces([b"head", large])
         outgoing.when_written(lambda: heard.append("taken"))
         await asyncio.sleep(0)
         assert heard == ["written"]
@@ -104,21 +109,21 @@ def test_what_is_lent_is_given_back_when_it_has_left() -> None:
 
 
 def test_blocked_streams_take_turns() -> None:
-    async def test(outgoing: Outgoing, transport: Mock) -> None:
+    async def test(outgoing: Connection, transport: Mock) -> None:
         pumped: list[int] = []
 
         def pump(number: int) -> None:
             pumped.append(number)
-            outgoing.send_window -= 10
+            outgoing.http2.send_window -= 10
 
         for number in (1, 3, 5):
             stream = Mock(id=number)
             stream.pump.side_effect = lambda number=number: pump(number)
-            outgoing.blocked[number] = stream
-        outgoing.send_window = 20
+            outgoing.http2.blocked[number] = stream
+        outgoing.http2.send_window = 20
         outgoing.resume_writing()
         assert pumped == [1, 3]
-        outgoing.send_window = 20
+        outgoing.http2.send_window = 20
         outgoing.resume_writing()
         assert pumped == [1, 3, 5, 1]
 
@@ -126,25 +131,25 @@ def test_blocked_streams_take_turns() -> None:
 
 
 def test_the_last_stream_of_an_ending_connection() -> None:
-    async def test(outgoing: Outgoing, transport: Mock) -> None:
-        outgoing.phase = Phase.ENDING
-        outgoing.write(b"bye")
+    async def test(outgoing: Connection, transport: Mock) -> None:
+        outgoing.http2.phase = Phase.ENDING
+        outgoing.http2.write(b"bye")
         await asyncio.sleep(0)
         assert [name for name, _, _ in transport.mock_calls] == ["write"]
-        assert outgoing.phase is Phase.CLOSED
+        assert outgoing.http2.phase is Phase.CLOSED
         cast(Mock, outgoing.serving).lingering.see_out.assert_called_once_with(transport)
 
     connection(test)
 
 
 def test_the_last_bytes_leave_before_the_connection_ends() -> None:
-    async def test(outgoing: Outgoing, transport: Mock) -> None:
+    async def test(outgoing: Connection, transport: Mock) -> None:
         transport.write.side_effect = lambda _: outgoing.pause_writing()
-        outgoing.phase = Phase.ENDING
-        outgoing.write(b"bye")
+        outgoing.http2.phase = Phase.ENDING
+        outgoing.http2.write(b"bye")
         await asyncio.sleep(0)
         see_out = cast(Mock, outgoing.serving).lingering.see_out
-        assert (outgoing.phase, see_out.call_count) == (Phase.CLOSED, 0)
+        assert (outgoing.http2.phase, see_out.call_count) == (Phase.CLOSED, 0)
         outgoing.resume_writing()
         see_out.assert_called_once_with(transport)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tensord.daemon.grpc.opening import Opening
+from tensord.daemon.grpc.server import Opening
 
 
 async def opened(make: Callable[[str], asyncio.BaseProtocol], context: ssl.SSLContext | None) -> socket.socket:
