@@ -25,7 +25,7 @@ read_prefix = PREFIX.unpack_from
 
 
 class ArrivingMessage:
-    """Owned by its stream.
+    """Collects one message, or gives it to a reception. Owned by its stream.
 
     Args:
       flag: whether it is compressed.
@@ -46,37 +46,37 @@ class ArrivingMessage:
 
     @property
     def left(self) -> int:
-        """Bytes still to come."""
+        """Returns how many bytes are still to come."""
         return self.byte_size - self._received
 
     @property
     def received_byte_size(self) -> int:
-        """Bytes that came."""
+        """Returns how many bytes have come."""
         return self._received
 
     @property
     def kept_byte_size(self) -> int:
-        """What it has in ordinary memory."""
+        """Returns how many bytes it has in ordinary memory."""
         kept = 0 if self._content is None else self._received
         return kept if self.reception is None else kept + self.reception.kept_byte_size
 
     @property
     def is_placed(self) -> bool:
-        """Whether what still comes needs no ordinary memory."""
+        """Says whether what still comes needs no ordinary memory."""
         return self.reception is not None and self.reception.phase in (Phase.PLACED, Phase.REFUSED)
 
     @property
     def received(self) -> Reception | None:
-        """What the call gets, once everything came. None: ``content``."""
+        """Returns what the call gets, once everything came. None: ``content``."""
         return self.reception if self.is_placed else None
 
     @property
     def waits(self) -> bool:
-        """Whether there is no room for it now."""
+        """Says whether there is no room for it now."""
         return self.reception is not None and self.reception.phase is Phase.WAITING
 
     def feed(self, piece: memoryview) -> None:
-        """The next piece, nothing beyond the message."""
+        """Takes the next piece, nothing beyond the message."""
         reception = self.reception
         if reception is not None:
             reception.feed(piece, self._caught_up)
@@ -92,11 +92,11 @@ class ArrivingMessage:
         self._received += len(piece)
 
     def rest(self) -> memoryview:
-        """Where its next bytes may be written; empty: they have to be fed."""
+        """Returns where its next bytes may be written; empty: they have to be fed."""
         return memoryview(b"") if self.reception is None else self.reception.rest()
 
     def advance(self, byte_size: int) -> None:
-        """That many bytes were written into ``rest``."""
+        """Takes note that so many bytes were written into ``rest``."""
         assert self.reception is not None
         self.reception.advance(byte_size)
         self._received += byte_size
@@ -109,11 +109,11 @@ class ArrivingMessage:
         self._on_room()
 
     def content(self) -> Buffer:
-        """All of it, where no reception took it."""
+        """Returns all of it, where no reception took it."""
         return b"" if self._content is None else self._content
 
     def drop(self) -> None:
-        """Nobody wants it any more."""
+        """Gives up what it holds: nobody wants it any more."""
         self._content = None
         if self.reception is not None:
             self.reception.drop()

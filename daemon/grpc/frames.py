@@ -50,7 +50,7 @@ DEFAULT_FRAME_SIZE = 16384
 
 
 class Violation(Exception):
-    """The peer broke the protocol so that nothing on this connection can be trusted any more: GOAWAY with ``code``."""
+    """Says that the peer broke the protocol, so that the connection ends: a connection error, GOAWAY with ``code``."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -59,12 +59,12 @@ class Violation(Exception):
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A whole frame."""
+    """Builds a whole frame."""
     return head(kind, flags, stream, len(payload)) + payload
 
 
 def head(kind: int, flags: int, stream: int, size: int) -> bytes:
-    """A frame's first nine bytes."""
+    """Builds a frame's first nine bytes."""
     return _write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 
@@ -79,17 +79,17 @@ def rst_stream(stream: int, code: int) -> bytes:
 
 
 def goaway(last_stream: int, code: int, reason: str = "") -> bytes:
-    """No stream beyond ``last_stream`` is or will be looked at."""
+    """Says that no stream beyond ``last_stream`` is or will be looked at."""
     return frame(GOAWAY, 0, 0, number(last_stream) + number(code) + reason.encode())
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:
-    """What we ask of the peer."""
+    """Builds SETTINGS: what we ask of the peer."""
     return frame(SETTINGS, 0, 0, b"".join(_setting.pack(key, value) for key, value in values))
 
 
 def read_settings(payload: bytes) -> dict[int, int]:
-    """The value of each key; the last one holds. Raises Violation: not a multiple of six bytes, or a value that cannot be."""
+    """Returns the value of each key; the last one holds. Raises Violation: no whole settings, or a value that cannot be."""
     if len(payload) % _setting.size:
         raise Violation(FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
     values = {}
@@ -105,13 +105,13 @@ def read_settings(payload: bytes) -> dict[int, int]:
 
 
 def check_dependency(stream: int, payload: bytes) -> None:
-    """Of what begins with a priority, which is not looked at otherwise. Raises Violation: a stream that depends on itself."""
+    """Checks a payload that begins with a priority. Raises Violation: the stream depends on itself."""
     if read_number(payload)[0] & STREAM_ID == stream:
         raise Violation(PROTOCOL_ERROR, f"stream {stream} depends on itself")
 
 
 def unpadded(payload: bytes) -> bytes:
-    """The payload of a frame with the PADDED flag, without length and padding. Raises Violation."""
+    """Returns the payload of a frame with the PADDED flag, without length and padding. Raises Violation."""
     if not payload:
         raise Violation(FRAME_SIZE_ERROR, "a padded frame without the size of its padding")
     if payload[0] >= len(payload):

@@ -33,7 +33,7 @@ _MAX_HEAD = 64 << 10
 
 
 class Phase(enum.Enum):
-    """Where a reception is in its life."""
+    """Says where a reception is in its life."""
 
     #: No raw tensor has begun.
     HEAD = "head"
@@ -48,7 +48,7 @@ class Phase(enum.Enum):
 
 
 class Reception:
-    """Owns the lease until ``take_lease`` or ``drop``.
+    """Puts a large message where a worker reads it. Owns the lease until ``take_lease`` or ``drop``.
 
     Args:
       byte_size: the whole message's.
@@ -88,18 +88,18 @@ class Reception:
 
     @property
     def kept_byte_size(self) -> int:
-        """What it has in ordinary memory."""
+        """Returns how many bytes it has in ordinary memory."""
         return len(self._fields.head) + len(self._fields.client_id)
 
     @property
     def head(self) -> bytearray:
-        """What came of the message beside its id and its raw tensors."""
+        """Returns what came of the message beside its id and its raw tensors."""
         return self._fields.head
 
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview, on_room: Callable[[], None]) -> None:
-        """The next piece of the message, nothing beyond it.
+        """Takes the next piece of the message, nothing beyond it.
 
         Args:
           on_room: called once if it is WAITING after this, when it is PLACED or REFUSED: ``catch_up`` is due.
@@ -132,13 +132,13 @@ class Reception:
             self._place(received, self._taken)
 
     def rest(self) -> memoryview:
-        """Of the raw tensor under way: where the message's next bytes may be written. Empty: they have to be fed."""
+        """Returns where the next bytes of the raw tensor under way may be written. Empty: they have to be fed."""
         if self._lease is None:
             return memoryview(b"")
         return self._lease.view[self._at : self._at + self._fields.raw_left]
 
     def advance(self, byte_size: int) -> None:
-        """That many bytes were written into ``rest``."""
+        """Takes note that so many bytes were written into ``rest``."""
         self._at += byte_size
         self._fields.take_raw(byte_size)
 
@@ -171,7 +171,7 @@ class Reception:
         self._submitter.wait_for_room(size, granted, "", self._account, True)
 
     def _room_size(self) -> int:
-        """Of the lease, with the first tensor about to come."""
+        """Returns how large a lease the message needs, with its first tensor about to come."""
         fields = self._fields
         size = fields.unread
         if fields.raw_left < size:
@@ -215,13 +215,13 @@ class Reception:
 
     @property
     def client_id(self) -> str:
-        """The id as far as it came, for whoever refuses it."""
+        """Returns the id as far as it came, for whoever refuses it."""
         return self._fields.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def fields(self) -> tuple[bytes, bytes, list[bytes | Slice]]:
-        """Once everything came: the head, the id, and the raw tensors; a tiny one as it travels in its record.
+        """Returns the head, the id and the raw tensors, once everything came; a tiny one as it travels in its record.
 
         Raises RefusedRequest: it is no request, or there was no room for it.
         """
@@ -238,12 +238,12 @@ class Reception:
         return bytes(self._fields.head), bytes(self._fields.client_id), raws
 
     def take_lease(self) -> Lease | None:
-        """Where the tensors lie; from now on its taker gives that back."""
+        """Hands over where the tensors lie; from now on its taker gives that back."""
         lease, self._lease = self._lease, None
         return lease
 
     def drop(self) -> None:
-        """Nobody wants it any more: whatever it takes is given back. Idempotent."""
+        """Gives back whatever it takes: nobody wants it any more. Idempotent."""
         self._dropped = True
         self._give_back()
 

@@ -53,7 +53,9 @@ def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
             size = message[at + 1]
             at += 2
             if tag not in _TAGS:
-                at = _skipped(message, start)
+                # protobuf ignores fields it does not know.
+                _, content, size = _field_start(message[start : start + _MAX_START])
+                at = start + content + size
                 continue
             if size > 127:
                 size, at = _varint(message, at - 1)
@@ -185,7 +187,7 @@ def _cut_short() -> RefusedRequest:
     return RefusedRequest(InvalidArgument(_CUT_SHORT))
 
 
-def _field_start(start: bytearray) -> tuple[int, int, int]:
+def _field_start(start: Buffer | bytearray) -> tuple[int, int, int]:
     """A field's tag (0: none we know), how many bytes stand before its content, and the content's size.
 
     Raises: IndexError: more bytes are needed, or it is malformed.
@@ -226,20 +228,3 @@ def _varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise IndexError
-
-
-def _skipped(message: Buffer, at: int) -> int:
-    """Where the field after this one begins; protobuf ignores fields it does not know."""
-    tag, at = _varint(message, at)
-    _check_tag(tag)
-    match tag & 7:
-        case 0:
-            return _varint(message, at)[1]
-        case 1:
-            return at + 8
-        case 2:
-            size, at = _varint(message, at)
-            return at + size
-        case 5:
-            return at + 4
-    raise IndexError

@@ -37,7 +37,7 @@ _LAST_CALL_NS = 250_000_000
 
 
 class GrpcFront(Front):
-    """A front that speaks gRPC."""
+    """Serves clients that speak gRPC."""
 
     parts: ClassVar[Mapping[str, str]] = {
         "tensord.daemon.grpc._hpack": "header blocks are decoded in Python",
@@ -72,7 +72,7 @@ class GrpcFront(Front):
         self._check = asyncio.create_task(self._check_connections())
 
     async def drain(self, grace_ns: int) -> None:
-        """No new connections; the open ones take no new calls, end after their last answer, and close once that is taken."""
+        """Takes no new connections; the open ones take no new calls, and close once their last answer is taken."""
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
         await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
@@ -117,14 +117,14 @@ class Opening:
         self.pending: set[Coroutine[Any, Any, object]] = set()
 
     def open(self, taken: socket.SocketType, owner: str) -> None:
-        """Begins one."""
+        """Begins to make a connection the loop's. ``owner``: whose it is."""
         make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
         opening = self._loop.connect_accepted_socket(make, connection, ssl=self._context)
         self.pending.add(opening)
         self._go_on(opening, connection)
 
     def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
-        """A step of it, to the next future that it waits for: a task would be a twentieth of what a connection costs."""
+        """Takes one step, to the next future that it waits for: a task would be a twentieth of what a connection costs."""
         try:
             future: asyncio.Future[object] = opening.send(None)
             future.add_done_callback(functools.partial(self._go_on, opening, connection))

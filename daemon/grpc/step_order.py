@@ -1,4 +1,4 @@
-"""Unary steps of sequences of one connection that are not with a worker yet: of each sequence they go there in their order.
+"""Keeps the order of a connection's sequences: their unary steps that are not with a worker yet go there one after the other.
 
     a large message arrives, or waits for room ─▶ enter ─▶ leave: sent ─▶ those behind it, of its sequence, go on
                                                             ╰─ it will not be: they are refused, because they would miss it
@@ -26,21 +26,21 @@ _MODEL, _PARAMETER = 0x0A, 0x22
 
 
 class Step(Protocol):
-    """A unary call, which may be a step of a sequence."""
+    """Is a unary call, which may be a step of a sequence."""
 
     @property
     def sequence(self) -> Sequence | None:
-        """The one that it is of. None: of none, or that is not known yet."""
+        """Returns the sequence that it is of. None: of none, or that is not known yet."""
 
     def resume(self) -> None:
-        """Nothing is before it any more."""
+        """Goes on: nothing is before it any more."""
 
     def miss(self, sequence: Sequence) -> None:
-        """One before it will not run, so it cannot either."""
+        """Ends: one before it will not run, so it cannot either."""
 
 
 class StepOrder:
-    """One per connection."""
+    """Knows the unary calls of one connection that are not sent yet."""
 
     __slots__ = ("_broken", "_due", "_loop", "unsent")
 
@@ -53,11 +53,11 @@ class StepOrder:
         self._due = False
 
     def enter(self, step: Step) -> None:
-        """It may be a step, and is not sent at once."""
+        """Adds a call that may be a step, and is not sent at once."""
         self.unsent[step] = False
 
     def waits(self, step: Step) -> bool:
-        """Whether one that is whole has to wait: then it is told how it goes on."""
+        """Says whether a call that is whole has to wait: then it is told how it goes on."""
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:
@@ -69,7 +69,7 @@ class StepOrder:
         return False
 
     def leave(self, step: Step, sent: bool) -> None:
-        """It is with a worker, or will never be. Harmless for one that is not here."""
+        """Removes a call that is with a worker, or will never be. Harmless for one that is not here."""
         if self.unsent.pop(step, None) is None or not self.unsent:
             return
         if not sent and step.sequence is not None:
@@ -100,7 +100,7 @@ class StepOrder:
 
 
 def sequence_of(message: Buffer | bytearray) -> Sequence | None:
-    """Of a message of which the beginning is there, or more."""
+    """Returns the sequence that a possibly incomplete message belongs to. None: none, or that has not come yet."""
     said = b""
     for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
         if tag in (_MODEL, _PARAMETER):

@@ -1,4 +1,4 @@
-"""One call: an HTTP/2 stream with length-prefixed messages both ways. ``Http2`` feeds it; a ``Call`` gives it sense.
+"""A stream is one call: length-prefixed messages both ways. ``Http2`` feeds it, and its ``Call`` answers.
 
     client ─▶ | compressed 8 | length 32 | message: length bytes | ... cut into DATA frames anywhere ─▶ END_STREAM
     client ◀─ HEADERS ◀─ | compressed 8 | length 32 | message | ... in DATA frames ◀─ HEADERS: the trailers
@@ -47,7 +47,7 @@ _TRAILERS_OK_SIZE = len(header_blocks.TRAILERS_OK)
 
 
 class Stream:
-    """Owned by its connection until ``ended``."""
+    """Carries one call over HTTP/2. Owned by ``Http2`` until ``ended``."""
 
     # What nearly every call leaves as it is costs nothing here.
     call: Call | None = None
@@ -101,7 +101,7 @@ class Stream:
             self._promised = head.content_length
 
     def begin(self, call: Call) -> None:
-        """The call that answers; its deadline runs from now."""
+        """Begins the call that answers; its deadline runs from now."""
         self.call = call
         if self.head.timeout_ns:
             self.deadline_ns = min(time.monotonic_ns() + self.head.timeout_ns, _NEVER_NS)
@@ -110,7 +110,7 @@ class Stream:
     # ----------------------------------------------------------------------------------------------- receiving
 
     def receive(self, data: bytes, start: int, end: int) -> None:
-        """A piece of the client's messages: those bytes of a chunk."""
+        """Takes a piece of the client's messages: those bytes of ``data``."""
         if self._promised is not None and not self._counts(end - start):
             return
         if self._finished:
@@ -135,7 +135,7 @@ class Stream:
         self._note()
 
     def _take(self, piece: memoryview) -> None:
-        """Messages in several pieces, or several in one."""
+        """Takes messages that come in several pieces, or several in one."""
         at, end = 0, len(piece)
         while at < end and not self._finished:
             arriving = self._arriving
@@ -165,7 +165,7 @@ class Stream:
                 self._arrived(arriving)
 
     def _begin(self, flag: int, byte_size: int, piece: memoryview) -> None:
-        """A message of which a part is there."""
+        """Begins a message of which a part is there."""
         reception: Reception | None = None
         if not flag and byte_size > _RECEIVED_BYTE_SIZE:
             assert self.call is not None
@@ -174,7 +174,7 @@ class Stream:
         arriving.feed(piece)
 
     def room(self) -> memoryview:
-        """Where the next bytes of its DATA may be written; empty: ``receive`` takes them."""
+        """Returns where the next bytes of its DATA may be written; empty: ``receive`` takes them."""
         return memoryview(b"") if self._arriving is None else self._arriving.rest()
 
     def advance(self, byte_size: int) -> None:
@@ -191,17 +191,17 @@ class Stream:
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether a message under way has no place to go yet."""
+        """Says whether a message under way has no place to go yet."""
         return self._arriving is not None and self._arriving.waits
 
     def _room_came(self) -> None:
-        """A message that waited for room is placed, or refused: from now on the client's time runs again."""
+        """Goes on with a message that waited for room and is placed, or refused: the client's time runs again."""
         self.partial_since = 0.0
         self._note()
         self.http2.grant(self)
 
     def _note(self) -> None:
-        """After every change: what is kept here of messages under way, since when, and how much more of one is welcome."""
+        """Notes what is kept here of messages under way, and since when, and grants more of one that has its place."""
         if self._finished:
             return
         arriving, serving = self._arriving, self.http2.serving
@@ -232,7 +232,7 @@ class Stream:
         self.partial_since = 0.0
 
     def _arrived(self, arriving: ArrivingMessage) -> None:
-        """The message under way is whole."""
+        """Gives the call the message under way, which is whole."""
         self._arriving = None
         self.partial_since = 0.0
         received = arriving.received
@@ -271,7 +271,7 @@ class Stream:
         return self._promised >= 0
 
     def end_receiving(self) -> None:
-        """The client half-closed."""
+        """Takes note that the client half-closed."""
         if self._promised and not self.ended:
             self.http2.reset(self, frames.PROTOCOL_ERROR)
             return
@@ -290,7 +290,7 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- sending
 
     def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """The one message of a unary call, and the end. ``on_sent``: its bytes are not looked at any more."""
+        """Sends the one message of a unary call, and the end. ``on_sent`` is called once its bytes are free again."""
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -330,7 +330,7 @@ class Stream:
         self._close()
 
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """One message; what the windows do not allow yet waits. ``on_sent``: its bytes are not looked at any more."""
+        """Sends one message; what the windows do not allow yet waits. ``on_sent`` is called once its bytes are free again."""
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -387,13 +387,13 @@ class Stream:
         self.pump()
 
     def send_later(self, on_sent: Callable[[], None]) -> None:
-        """``on_sent`` is called when everything unsent has left."""
+        """Calls ``on_sent`` when everything unsent has left."""
         if self._on_sent is None:
             self._on_sent = []
         self._on_sent.append(on_sent)
 
     def finish(self, code: int, message: str = "") -> None:
-        """The status; nothing is sent after it."""
+        """Sends the status; nothing is sent after it."""
         if self._finished:
             return
         self._finished = True
@@ -405,7 +405,7 @@ class Stream:
         self.pump()
 
     def answer_http(self, status: int) -> None:
-        """An answer to what is no gRPC call."""
+        """Answers what is no gRPC call with a status of HTTP."""
         self._finished = self._head_sent = True
         self._trailers = header_blocks.http_error(status)
         self.pump()
@@ -458,7 +458,7 @@ class Stream:
             self._close()
 
     def _sent(self) -> None:
-        """Everything is handed to the connection: what waits for it to have left waits there."""
+        """Hands on who waits: everything is with the connection now, and they are told when it has left that."""
         if self._on_sent:
             waiting, self._on_sent = self._on_sent, None
             when_written = self.connection.when_written
@@ -494,7 +494,7 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Whether its client lets too little of an answer go, by whatever: the stream's window, the connection's, the socket."""
+        """Says whether the client takes too little of an answer, by the stream's window, the connection's or the socket."""
         if not self.blocked:
             return False
         if self._pace is None:
@@ -504,11 +504,11 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Whether it asks nothing: no message is on its way, and none waits for its answer."""
+        """Says whether nothing is asked: no message is on its way, and none waits for its answer."""
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, direct: int) -> None:
-        """The server stops: the call ends with its last answer, at once where it waits for none. Said again and again.
+        """Ends the call with its last answer, at once where it waits for none: the server stops. Called again and again.
 
         Whoever does not go on with its message is not waited for.
 
@@ -528,22 +528,22 @@ class Stream:
         call.stop()
 
     def _received_byte_size(self) -> int:
-        """Bytes of the message under way."""
+        """Returns how many bytes of the message under way have come."""
         return len(self._begun) + (0 if self._arriving is None else self._arriving.received_byte_size)
 
     def stopped(self) -> None:
-        """Called by the call when it has nothing more to answer: its client may ask another server."""
+        """Ends the call when it has nothing more to answer: its client may ask another server."""
         self.refuse(UNAVAILABLE, "the server is stopping")
 
     def _defect(self) -> None:
-        """Ours, and no reason to leave a client without its answer."""
+        """Answers over a defect of ours: no reason to leave a client without its answer."""
         _log.exception("a call of %s met a defect of the server", self.head.path)
         self.refuse(INTERNAL, DEFECT)
 
     # -------------------------------------------------------------------------------------------------- ending
 
     def refuse(self, code: int, message: str) -> None:
-        """Ends a call over what its client sent: the status, and the call is told that nobody waits."""
+        """Ends a call over what its client sent: with the status, and the call is told that nobody waits."""
         if not self._finished:
             call = self.call
             try:
@@ -558,7 +558,7 @@ class Stream:
             self.refuse(DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def _close(self) -> None:
-        """Our side is done. A client that still sends is told to stop."""
+        """Ends the stream when our side is done. A client that still sends is told to stop."""
         http2 = self.http2
         http2.answered += 1
         if not self.half_closed:
@@ -566,7 +566,7 @@ class Stream:
         self._end()
 
     def abandon(self) -> None:
-        """The client reset the stream, or the connection is gone."""
+        """Ends the stream without an answer: the client reset it, or the connection is gone."""
         if self.ended:
             return
         call = None if self._finished else self.call

@@ -1,4 +1,4 @@
-"""The numbers of a connection's streams: which are still to be used, and how those ended that are not open any more.
+"""Stream identifiers of a connection: which are still to be used, and how those ended that are not open any more.
 
     1 ── 3 ── 5 ── 7 ── 9 ── 11 ── ...        odd ones are the client's, each is used once, in rising order
     closed   passed over     next
@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """What became of a stream that is not open."""
+    """Says what became of a stream that is not open."""
 
     #: Nobody has used it yet.
     IDLE = "idle"
@@ -33,7 +33,7 @@ class Past(enum.Enum):
 
 
 class StreamNumbers:
-    """Of one connection."""
+    """Knows the streams of one connection by their numbers."""
 
     __slots__ = ("_ended", "_forgotten", "_gaps", "next")
 
@@ -48,25 +48,25 @@ class StreamNumbers:
 
     @property
     def last(self) -> int:
-        """The highest number that was used; 0: none was."""
+        """Returns the highest number that was used; 0: none was."""
         return max(0, self.next - 2)
 
     def use(self, number: int) -> None:
-        """A stream is opened, whatever its odd number, which is not below ``next``."""
+        """Opens a stream, whatever its odd number, which is not below ``next``."""
         if number > self.next:
             self._gaps.append((self.next, number - 2))
         self.next = number + 2
 
     def cut(self, number: int) -> None:
-        """We ended it, and the client had not."""
+        """Remembers that we ended a stream, and the client had not."""
         self._remember(number, Past.CUT)
 
     def reset(self, number: int) -> None:
-        """The client reset it."""
+        """Remembers that the client reset a stream."""
         self._remember(number, Past.RESET)
 
     def past(self, number: int) -> Past:
-        """Of a stream that is not open. Of one that ended long ago nobody can say that its client does anything wrong: CUT."""
+        """Returns what became of a stream that is not open. CUT if it is long ago, so that nobody is held to it."""
         if not number & 1 or number >= self.next:
             return Past.IDLE
         ended = self._ended.get(number)

@@ -23,7 +23,7 @@ Answer = Callable[[Any], Awaitable[Message]]
 
 
 class Unary(Call):
-    """One such call."""
+    """Answers one such call."""
 
     def __init__(self, stream: Stream, request: type[Message], answer: Answer) -> None:
         self._stream = stream
