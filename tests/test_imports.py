@@ -114,10 +114,11 @@ FENCED = {
     "cuda": ("shm/cuda_regions.py",),
     "posix_ipc": ("shm/regions.py",),
     "starlette": ("daemon/http/",),
-    "uvicorn": ("daemon/http/",),
     "httptools": ("daemon/http/", "daemon/metrics/exchange.py"),
     # Clients' libraries: tests and examples have them, whoever serves needs none.
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_tools", "tritonclient"), ()),
+    # What our ASGI server is compared with.
+    "uvicorn": (),
     "hpack": ("daemon/grpc/",),
     "prometheus_client": ("daemon/metrics/exposition.py",),
     "pynvml": ("daemon/processes/gpu_watch.py",),

@@ -1,6 +1,7 @@
 """The requests of a connection in their order: whose body arrives, whose answer is written, the refusal that is the last answer.
 
-    requests   [ active | next | next ]     an Exchange (infer, short way) or a Cycle (everything else, through Starlette)
+    requests   [ active | next | next ]     an Exchange (infer), a Generation (generate, generate_stream),
+                                            or an AsgiRequest (everything else, which Starlette answers)
 
 Requests are answered in their order, whichever way each goes. What comes behind a refusal is thrown away.
 """
@@ -15,13 +16,17 @@ from tensord.daemon.front.body_reader import BodyReader
 from tensord.daemon.front.each import call_each
 from tensord.daemon.front.lingering_close import is_quiet
 from tensord.daemon.http.answering import Answering
-from tensord.daemon.http.cycle import Cycle
+from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.deadlines import Deadlines
 from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.flow import Flow
+from tensord.daemon.http.generate import Generation
 from tensord.daemon.http.response_codec import CLOSE, Buffer, error_response
 from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
+
+#: One that has its place in the order.
+Request = Exchange | Generation | AsgiRequest
 
 
 class AnswerOrder:
@@ -33,14 +38,14 @@ class AnswerOrder:
 
     def __init__(self, serving: Serving, transport: asyncio.Transport, account: Account) -> None:
         self._serving = serving
-        self._transport = transport
+        self.transport = transport
         self.account = account
         self.flow = Flow(transport)
         self.times = Deadlines(monotonic())
         #: Those that are not answered.
-        self.requests: deque[Exchange | Cycle] = deque()
+        self.requests: deque[Request] = deque()
         #: The one whose body is arriving; it may be answered already.
-        self.receiving: Exchange | Cycle | None = None
+        self.receiving: Request | None = None
         #: Whether that is sent only once it is asked for.
         self.expects_continue = False
         #: Reads large bodies past the connection; there while it sends such.
@@ -55,18 +60,18 @@ class AnswerOrder:
         #: The CORS header lines of answers to the request whose head came last.
         self.origin_lines = b""
         #: The one whose answer ends the connection because the server stops.
-        self._ends_with: Exchange | Cycle | None = None
+        self._ends_with: Request | None = None
         #: Since when the body that is arriving has no place, monotonic seconds; 0: it has.
         self._body_waits_since = 0.0
         #: Whose turn comes next, while one is being given.
         self._turning = False
-        self._next: Exchange | Cycle | None = None
+        self._next: Request | None = None
         #: The next request may be begun once the client takes its answers.
         self._turn_due = False
-        #: Exchanges whose answers are partly in the transport's buffer.
-        self._unwritten: list[Exchange] = []
+        #: Those whose answers are partly in the transport's buffer.
+        self._unwritten: list[Exchange | Generation] = []
 
-    def append(self, request: Exchange | Cycle) -> None:
+    def append(self, request: Request) -> None:
         """Its body comes next."""
         self.requests.append(request)
         self.receiving = request
@@ -92,7 +97,7 @@ class AnswerOrder:
 
     def answer_whole(self, answer: bytes) -> None:
         """The active request's, in one piece; there is nothing to give back when it has left, and the connection stays."""
-        self._transport.write(answer)
+        self.transport.write(answer)
         answered = self.requests.popleft()
         if self.requests or self._refusal or self.times.head_since or self.flow.read_paused:
             self._go_on(answered)
@@ -102,23 +107,34 @@ class AnswerOrder:
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
         """The same of any. True when nothing of it is left in the transport's buffer; else it is told when it has left."""
         if len(pieces) == 1:
-            self._transport.write(pieces[0])
+            self.transport.write(pieces[0])
         else:
-            self._transport.writelines(pieces)
+            self.transport.writelines(pieces)
         answered, waits = self.requests.popleft(), self.flow.write_paused
         if waits:
-            assert isinstance(answered, Exchange)
+            assert not isinstance(answered, AsgiRequest)
             self._unwritten.append(answered)
         self._go_on(answered)
         return not waits
+
+    def answer_part(self, part: bytes) -> bool:
+        """Writes a part of the active generation's answer. As ``answer_pieces``; ``answered`` ends it."""
+        self.transport.write(part)
+        if not self.flow.write_paused:
+            return True
+        active = self.requests[0]
+        if active not in self._unwritten:
+            assert isinstance(active, Generation)
+            self._unwritten.append(active)
+        return False
 
     def answered(self) -> None:
         """The active request has its answer: the next one's turn."""
         self._go_on(self.requests.popleft())
 
-    def _go_on(self, answered: Exchange | Cycle) -> None:
-        if not answered.keep_alive or self._transport.is_closing():
-            if not self._transport.is_closing():
+    def _go_on(self, answered: Request) -> None:
+        if not answered.keep_alive or self.transport.is_closing():
+            if not self.transport.is_closing():
                 self._hang_up()
         elif self.requests:
             if self.flow.write_paused:
@@ -137,10 +153,10 @@ class AnswerOrder:
         """To the first, and those behind it while each is answered at once; not one inside of the other: that may be deep."""
         if not self.requests:
             return
-        following: Exchange | Cycle | None = self.requests[0]
+        following: Request | None = self.requests[0]
         self._next = following
         if following is self.receiving and self.expects_continue:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._steer_reading()
         if self._turning:
             return
@@ -158,7 +174,7 @@ class AnswerOrder:
 
     def cut(self) -> None:
         """The client cannot be answered any more."""
-        self._transport.abort()
+        self.transport.abort()
 
     def announce_end(self) -> None:
         """The last answer says that there will be no more; not those before it: what the client sent ahead is answered."""
@@ -182,16 +198,17 @@ class AnswerOrder:
         """It has taken them."""
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
-        self.flow.write_paused = False
-        call_each((exchange.written for exchange in unwritten), "what follows an answer")
         self.flow.resume_writing()
+        call_each([request.written for request in unwritten], "what follows an answer")
+        if self.flow.write_paused:
+            return  # there was more of an answer, and that waits
         if self._turn_due:
             self._turn_due = False
             self._give_turn()
         if not self.closing:
             self._steer_reading()
         elif self._hung_up:
-            self._serving.lingering.see_out(self._transport)
+            self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
         """The body that is arriving has no place, or has one."""
@@ -208,7 +225,7 @@ class AnswerOrder:
         """Reads while a body arrives, or nothing waits for its answer; not while the client or the arena is full."""
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()
-        elif isinstance(self.receiving, Exchange) or not self.requests:
+        elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
             self.flow.resume_reading()
 
     @property
@@ -233,8 +250,8 @@ class AnswerOrder:
             self._write_refusal()
 
     def _write_refusal(self) -> None:
-        if self._refusal is not None and not self._transport.is_closing():
-            self._transport.write(self._refusal)
+        if self._refusal is not None and not self.transport.is_closing():
+            self.transport.write(self._refusal)
             self._refusal = None
             self._hang_up()
 
@@ -244,14 +261,14 @@ class AnswerOrder:
             return
         self.closing = self._hung_up = True
         if self.ended:
-            self._transport.close()
+            self.transport.close()
         elif not self.flow.write_paused:
-            self._serving.lingering.see_out(self._transport)
+            self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
         """Ends it where nothing is asked: at once, if the client has all answers; many keep such open without looking at them."""
-        if is_quiet(self._transport) and not self._hung_up:
-            self._transport.close()
+        if is_quiet(self.transport) and not self._hung_up:
+            self.transport.close()
         else:
             self._hang_up()
 

@@ -1,7 +1,7 @@
 """A connection of a client: it has what receives, an order of answers, and deadlines.
 
-    socket ─▶ Connection ─▶ head parsed before (heads) ─▶ Exchange ──────────────╮
-                │   ╰─────▶ ParserFeed ─▶ Messages ─▶ Exchange, or Starlette's ──┴─▶ AnswerOrder ─▶ socket
+    socket ─▶ Connection ─▶ head parsed before (heads) ─▶ Exchange ───────────────────────────────╮
+                │   ╰─────▶ ParserFeed ─▶ Messages ─▶ Exchange, Generation, or AsgiRequest ───────┴─▶ AnswerOrder ─▶ socket
                 ╰─────────▶ BodyReader: the rest of a large body, straight to its place
 
 Its guards, each with a clear answer: the number of connections (503), a request that does not get whole in time (408), and those
@@ -19,6 +19,7 @@ from time import monotonic
 from tensord.daemon.front.body_reader import BodyReader
 from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.answering import Phase
+from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
 from tensord.daemon.http.deadlines import Late
 from tensord.daemon.http.exchange import Exchange
@@ -152,13 +153,13 @@ class Connection(asyncio.Protocol):
         if order.closing or order.flow.resting:
             return
         receiving = order.receiving
-        if isinstance(receiving, Exchange):
-            body = receiving.reception.body
+        if receiving is not None:
+            body = None if isinstance(receiving, AsgiRequest) else receiving.body
             if isinstance(body, PlacedBody | TextBody) and len(body.rest()) >= DIRECT_BYTE_SIZE:
                 # The parser will not see the end of this one.
                 feed.messages.begin_anew()
                 self._read_rest(body)
-        elif order.reader is not None and receiving is None and not order.times.head_since:
+        elif order.reader is not None and not order.times.head_since:
             self._leave_reader()
 
     def eof_received(self) -> bool:

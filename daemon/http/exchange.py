@@ -10,11 +10,11 @@ which their requests came, so an answer is written only by the exchange whose tu
 from __future__ import annotations
 
 import logging
+import uuid
 from time import monotonic_ns
 
 import msgspec
 
-from tensord.daemon.front import request_id
 from tensord.daemon.front.status import http_status
 from tensord.daemon.http import json_cut, placement, request_codec
 from tensord.daemon.http.answering import DECOUPLED, Answering, Phase
@@ -82,6 +82,11 @@ class Exchange(Answering):
         return self._reception
 
     @property
+    def body(self) -> Body:
+        """What came of the body, and where it lies."""
+        return self.reception.body
+
+    @property
     def received(self) -> int:
         """Bytes of the body that came."""
         return self.reception.received
@@ -132,7 +137,7 @@ class Exchange(Answering):
                 self._submit(request, CollectedBody.of(data[begins:]))
                 return
             if not client_id and serving.makes_ids:
-                client_id = request_id.made()
+                client_id = str(uuid.uuid4())
             self._asked, self._client_id = form, client_id
             lane_form: Form[Submit] = form.lane_form  # type: ignore[assignment]
             self.form = lane_form
@@ -231,7 +236,7 @@ class Exchange(Answering):
 
     def _submit(self, request: Request, body: Body) -> None:
         if self._serving.makes_ids and not request.id:
-            request = msgspec.structs.replace(request, id=request_id.made())
+            request = msgspec.structs.replace(request, id=str(uuid.uuid4()))
         self._asked, self._client_id = request.form, request.id
         size = placement.room(request.sources, body, self._serving.submitter.inline_byte_size)
         if size == 0:

@@ -6,7 +6,7 @@ import asyncio
 
 
 class Flow:
-    """One connection's. Also what uvicorn's cycle asks of its own class for this (``pause_reading`` to ``drain``)."""
+    """One connection's."""
 
     __slots__ = ("_writable", "read_paused", "resting", "transport", "write_paused")
 

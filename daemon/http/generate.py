@@ -1,191 +1,392 @@
-"""generate and generate_stream: a model's answer to one plain JSON object, as one object or as events.
+"""generate and generate_stream: a model's answer to one plain JSON object, as one object or as server-sent events.
 
-    body ─▶ generate_codec ─▶ submit.inference ─▶ answers, any number ─▶ generate: exactly one as JSON, or all joined
-                                                       ╰▶ generate_stream: each as an event, when it comes
+    head, body ─▶ Generation ─▶ generate_codec ─▶ submit.inference ─▶ answers, any number
+                                                                        ├▶ Generate: exactly one as JSON, or all joined
+                                                                        ╰▶ GenerateStream: each as an event, when it comes
 
-A client that leaves cancels its request. Source: Triton docs/protocol/extension_generate.md.
+Each arrow is a call from the connection's or the lane's callback, as for infer (``exchange``). The worker is told that a response
+was taken once it is written, and no more are written while the client does not take them: so its worker waits for a slow client.
+A client that leaves cancels its request.
+Source: Triton docs/protocol/extension_generate.md; WHATWG HTML, "Server-sent events".
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+import logging
+import uuid
+from collections import deque
+from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from tensord.daemon.front import request_id
+from tensord.daemon.front.status import http_status
 from tensord.daemon.http import generate_codec
-from tensord.daemon.http.event_stream import EventStream, while_connected
-from tensord.daemon.http.joined_answers import JoinedAnswers
+from tensord.daemon.http.body import Body, PlacedBody
+from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.reception import Reception
+from tensord.daemon.http.response_codec import CLOSE, status_line
 from tensord.daemon.http.serving import Serving
-from tensord.daemon.http.whole_body import read_body
 from tensord.daemon.submit import inference
-from tensord.daemon.submit.inference import Answer, InferenceRequest
+from tensord.daemon.submit.inference import Inference
 from tensord.daemon.tracing.tracer import Trace
-from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable, Unsupported, from_code
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion
 
+if TYPE_CHECKING:
+    from tensord.daemon.http.answer_order import AnswerOrder
+
+_log = logging.getLogger(__name__)
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, "
     "use generate stream for model that generates various number of responses"
 )
+_JSON, _EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
+_encode = msgspec.json.Encoder().encode
 
 
 class Generation:
-    """The two endpoints, over what a front serves with."""
+    """One request and its answer; the base of both endpoints. ``expects_continue``: the body comes once it is asked for."""
 
-    def __init__(self, serving: Serving) -> None:
+    #: Nobody measures how fast its body comes.
+    received = -1
+    _my_turn = _gone = _answered = False
+    #: It was submitted or refused.
+    _decided = False
+    #: The head of the answer, and perhaps more, was written.
+    _begun = False
+    #: The client has not taken all that was written.
+    _blocked = False
+    #: The body, until the request is submitted or refused.
+    _reception: Reception | None = None
+    _whole = False
+    #: The model, once the request was let in.
+    _state: ModelState | None = None
+    #: Waits until the model is loaded.
+    _loading: asyncio.Task[None] | None = None
+    #: From when it is submitted until its last response came: each refers to the other.
+    _inference: Inference | None = None
+    _client_id = ""
+    #: Where the request is a sampled one.
+    _trace: Trace | None = None
+
+    def __init__(self, serving: Serving, head: InferHead, order: AnswerOrder, expects_continue: bool) -> None:
         self._serving = serving
+        self._head = head
+        self._order = order
+        self.keep_alive = head.keep_alive
+        self._expects_continue = expects_continue
+        #: Responses that came while the client did not take what was written.
+        self._held: deque[tuple[Completion, SubmitterLane | None]] = deque()
+        #: What is wrong with the request already, and the status that says so.
+        self._error = (http_status(head.error), head.error.message) if head.error is not None else None
+        limit = serving.options.http.max_body_byte_size
+        if not head.coding and (head.content_length or 0) <= limit:
+            self._reception = Reception(serving, head, order.pause_body, self._go_on, order.account)
+            self._reception.begin()
 
-    async def generate(self, request: Request, model: str, version: int) -> Response:
-        """One JSON object. Whatever the model says is wrong is the request's fault: 400."""
-        await self._serving.submitter.loaded(model, version)
-        trace = self._sampled(model, version)
-        with _ended_if_refused(trace):
-            asked = await self._read(request, model, version, trace)
-            state = self._serving.table.find(model, version)
-            joined = JoinedAnswers(state, self._serving.options.http.max_body_byte_size) if state.joins else None
-            body = await while_connected(request.receive, self._one(asked, joined))
-        return _Object(body, None if body is None else trace)
+    # -------------------------------------------------------------------------------------------------- body
 
-    async def generate_stream(self, request: Request, model: str, version: int) -> Response:
-        """Events. An error is an event as well, once something was sent."""
-        await self._serving.submitter.loaded(model, version)
-        trace = self._sampled(model, version)
-        with _ended_if_refused(trace):
-            return _Stream(self._serving, await self._read(request, model, version, trace))
+    def receive(self, chunk: bytes) -> None:
+        """A piece of the body."""
+        if self._reception is not None:
+            self._reception.receive(chunk)
 
-    def _sampled(self, model: str, version: int) -> Trace | None:
-        tracer = self._serving.tracer
-        if tracer is None or not tracer.on:
-            return None
-        self._serving.table.find(model, version)
-        trace = tracer.sample(model)
-        if trace is not None:
-            trace.stamp("HTTP_RECV_START")
-        return trace
+    @property
+    def body(self) -> Body | None:
+        """What came of the body, and where it lies; None: it is not wanted."""
+        return None if self._reception is None else self._reception.body
 
-    async def _read(self, request: Request, model: str, version: int, trace: Trace | None) -> InferenceRequest:
-        forwarded: dict[str, str] = {}
-        if self._serving.forwarding is not None:
-            forwarded = self._serving.forwarding.parameters(request.scope["tensord.forwarded"])
-        state = self._serving.table.find(model, version)
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-        body = await read_body(request, self._serving.options.http.max_body_byte_size)
-        if trace is not None:
-            trace.stamp("HTTP_RECV_END")
-        asked = generate_codec.decode(body, model, version, state.metadata)
-        asked.parameters.update(forwarded)
-        if self._serving.options.requests.make_ids and not asked.id:
-            asked.id = request_id.made()
-        asked.trace = trace
-        asked.account = request.scope["tensord.account"]
-        return asked
+    def complete(self) -> None:
+        """The body is whole."""
+        self._whole = True
+        if self._reception is not None:
+            self._reception.complete()
+        self._go_on()
 
-    async def _one(self, asked: InferenceRequest, joined: JoinedAnswers | None) -> bytes:
-        found: list[bytes] = []
-        async with inference.answers(self._serving.submitter, asked) as each:
-            try:
-                async for answer in each:
-                    if isinstance(answer, ServingError):
-                        raise answer
-                    if joined is not None:
-                        joined.add(answer)
-                        continue
-                    if found:
-                        raise InvalidArgument(_NOT_ONE)
-                    found.append(generate_codec.encode(answer, asked.model, asked.id))
-            except (Unavailable, Unsupported):
-                raise
-            except ServingError as error:
-                raise InvalidArgument(error.message) from error
-        if joined is not None:
-            return generate_codec.encode(joined.whole(), asked.model, asked.id)
-        if not found:
-            raise InvalidArgument(_NOT_ONE)
-        return found[0]
+    def take_turn(self) -> None:
+        """Every earlier request of the connection is answered."""
+        self._my_turn = True
+        self._go_on()
 
+    def abandon(self) -> None:
+        """The client is gone."""
+        self._gone = True
+        if self._loading is not None:
+            self._loading.cancel()
+        self._let_go()
 
-class _Object(Response):
-    """A whole answer."""
+    # ------------------------------------------------------------------------------------------------ submit
 
-    def __init__(self, body: bytes | None, trace: Trace | None) -> None:
-        super().__init__(body, media_type="application/json")
-        self._trace = trace
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _sending(self._trace):
-            await super().__call__(scope, receive, send)
-
-
-class _Stream(Response):
-    """Runs the inference while its answers are sent."""
-
-    def __init__(self, serving: Serving, asked: InferenceRequest) -> None:
-        super().__init__()
-        self._serving = serving
-        self._asked = asked
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _ended_if_refused(self._asked.trace):
-            await while_connected(receive, self._run(scope, receive, send))
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with inference.answers(self._serving.submitter, self._asked) as each:
-            status, first = 200, None
-            try:
-                answer = await anext(each, None)
-                if isinstance(answer, ServingError):
-                    status = 400
-                first = None if answer is None else self._event(answer)
-            except Internal as error:
-                # The model's own; what was wrong with the request before it ran is no event.
-                status, first = 400, _error(error)
-            with _sending(self._asked.trace):
-                await EventStream(self._events(first, each), self._serving.options.http.max_body_byte_size, status)(
-                    scope, receive, send
-                )
-
-    async def _events(self, first: bytes | None, each: AsyncIterator[Answer | ServingError]) -> AsyncIterator[bytes]:
-        if first is not None:
-            yield first
+    def _go_on(self) -> None:
+        """Admits the request once it is its turn and its model is loaded, and submits it once its body is whole."""
+        if not self._my_turn or self._gone or self._decided or self._loading is not None:
+            return
+        head, submitter = self._head, self._serving.submitter
         try:
-            async for answer in each:
-                yield self._event(answer)
+            if self._error is not None:
+                self._refuse(*self._error)
+                return
+            if self._state is None:
+                if submitter.is_loading(head.model, head.version):
+                    self._loading = asyncio.create_task(self._wait_for_model())
+                    return
+                self._state = self._admit()
+            reception, limit = self._reception, self._serving.options.http.max_body_byte_size
+            if reception is None:
+                self._refuse(413, f"the request body has more than {limit} bytes, at most {limit} are allowed")
+            elif self._whole:
+                self._submit(reception, self._state)
+            elif self._expects_continue:
+                self._expects_continue = False
+                self._order.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         except ServingError as error:
-            yield _error(error)
+            self._refuse(http_status(error), error.message)
+        except Exception:
+            self._meet_defect()
 
-    def _event(self, answer: Answer | ServingError) -> bytes:
-        if isinstance(answer, ServingError):
-            return _error(answer)
-        return generate_codec.encode(answer, self._asked.model, self._asked.id)
+    async def _wait_for_model(self) -> None:
+        try:
+            await self._serving.submitter.loaded(self._head.model, self._head.version)
+        except ServingError as error:
+            self._error = http_status(error), error.message
+        self._loading = None
+        self._go_on()
+
+    def _admit(self) -> ModelState:
+        """Raises NotFound, InvalidArgument: there is no such model, or the body is compressed."""
+        head, table, tracer = self._head, self._serving.table, self._serving.tracer
+        state = table.find(head.model, head.version)
+        if tracer is not None and tracer.on:
+            self._trace = tracer.sample(head.model)
+            if self._trace is not None:
+                self._trace.stamp("HTTP_RECV_START")
+        if head.coding:
+            raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
+        return state
+
+    def _submit(self, reception: Reception, state: ModelState) -> None:
+        if reception.error is not None:
+            raise reception.error
+        head, serving = self._head, self._serving
+        if self._trace is not None:
+            self._trace.stamp("HTTP_RECV_END")
+        body = reception.body
+        assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
+        asked = generate_codec.decode(bytes(body.whole()), head.model, head.version, state.metadata)
+        self._drop_body()
+        if head.forwarded:
+            asked.parameters.update(head.forwarded)
+        if serving.makes_ids and not asked.id:
+            asked.id = str(uuid.uuid4())
+        self._client_id = asked.id
+        asked.trace = self._trace
+        asked.account = self._order.account
+        self._decided = True
+        self._inference = inference.begin(serving.submitter, asked, self._completed)
+
+    # ----------------------------------------------------------------------------------------------- answers
+
+    def _completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        if self._blocked:
+            self._held.append((completion, lane))
+        else:
+            self._take(completion, lane)
+
+    def written(self) -> None:
+        """The client has taken everything that was written."""
+        self._blocked = False
+        while self._held and not self._blocked:
+            self._take(*self._held.popleft())
+
+    def _take(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        """Answers with a response, and tells its worker that it was taken."""
+        if completion.final:
+            self._inference = None
+        try:
+            if completion.code:
+                self._fail(from_code(completion.code, completion.message), completion.final)
+            else:
+                if lane is not None and not completion.is_mark:
+                    self._answer(completion, lane)
+                if completion.final and not self._answered:
+                    self._end()
+        except ServingError as error:
+            self._fail(error, True)
+        except Exception:
+            self._meet_defect()
+        self._release(completion, lane)
+
+    def _release(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        if lane is None:
+            return
+        if not completion.final:
+            self._serving.submitter.taken(lane, completion)
+        elif completion.lease is not None:
+            self._serving.submitter.release(lane, completion.lease)
+
+    def _answer(self, completion: Completion, lane: SubmitterLane) -> None:
+        """A good response. Raises InvalidArgument: it cannot be said, or not here."""
+        raise NotImplementedError
+
+    def _fail(self, error: ServingError, final: bool) -> None:
+        """A bad response, or one that cannot be said; ``final``: nothing follows it."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """The last response was taken. Raises InvalidArgument: there are too few."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------- bytes
+
+    def _write(self, part: bytes) -> None:
+        self._begun = True
+        self._blocked = not self._order.answer_part(part)
+
+    def _write_whole(self, status: int, body: bytes, media_type: bytes = _JSON) -> None:
+        """Writes all of the answer."""
+        self._write(self._response_head(status, b"content-length: %d\r\n" % len(body), media_type) + body)
+        self._finish()
+
+    def _response_head(self, status: int, length: bytes, media_type: bytes, framing: bytes = b"") -> bytes:
+        head = self._head
+        return b"%b%b%bcontent-type: %b\r\n%b%b%b\r\n" % (
+            status_line(status),
+            head.keep_alive_line.lower() if self.keep_alive else b"",
+            length,
+            media_type,
+            head.origin_lines,
+            b"" if self.keep_alive else CLOSE.lower(),
+            framing,
+        )
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers with an error, where nothing was answered so far."""
+        if self._trace is not None:
+            self._trace.end()
+        self._write_whole(status, _encode({"error": message}))
+
+    def _meet_defect(self) -> None:
+        """Ours or a worker's. The client learns it while it can be said."""
+        _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
+        if self._begun:
+            self._gone = True
+            self._let_go()
+            self._order.cut()
+        else:
+            self._write_whole(500, _encode({"error": DEFECT}))
+
+    def _sending(self) -> None:
+        if self._trace is not None:
+            self._trace.stamp("HTTP_SEND_START")
+
+    def _sent(self) -> None:
+        if self._trace is not None:
+            self._trace.stamp("HTTP_SEND_END")
+            self._trace.end()
+
+    def _finish(self) -> None:
+        """The answer is written."""
+        self._decided = self._answered = True
+        self._let_go()
+        self._order.answered()
+
+    def _let_go(self) -> None:
+        """Gives back what the request takes, and cancels what its model still does."""
+        self._drop_body()
+        running, self._inference = self._inference, None
+        if running is not None:
+            running.cancel()
+        while self._held:
+            self._release(*self._held.popleft())
+
+    def _drop_body(self) -> None:
+        reception, self._reception = self._reception, None
+        if reception is not None:
+            reception.drop()
 
 
-@contextlib.contextmanager
-def _ended_if_refused(trace: Trace | None) -> Iterator[None]:
-    """A refusal is written by whoever catches it: the trace ends where it is raised."""
-    try:
-        yield
-    except (ServingError, HTTPException):
-        if trace is not None:
-            trace.end()
-        raise
+class Generate(Generation):
+    """One JSON object. Whatever the model says is wrong is the request's fault: 400."""
+
+    #: The object, once the response came.
+    _object: bytes | None = None
+    #: All responses, where the model wants them joined.
+    _joined: generate_codec.JoinedAnswers | None = None
+
+    def _submit(self, reception: Reception, state: ModelState) -> None:
+        if state.joins:
+            self._joined = generate_codec.JoinedAnswers(state, self._serving.options.http.max_body_byte_size)
+        super()._submit(reception, state)
+
+    def _answer(self, completion: Completion, lane: SubmitterLane) -> None:
+        if self._joined is not None:
+            self._joined.add(completion, lane)
+        elif self._object is None:
+            self._object = generate_codec.encode(completion, lane, self._head.model, self._client_id)
+        else:
+            raise InvalidArgument(_NOT_ONE)
+
+    def _fail(self, error: ServingError, final: bool) -> None:
+        self._refuse(http_status(error) if isinstance(error, Unavailable | Unsupported) else 400, error.message)
+
+    def _end(self) -> None:
+        found = self._object
+        if self._joined is not None:
+            found = generate_codec.encode(self._joined.whole(), None, self._head.model, self._client_id)
+        if found is None:
+            raise InvalidArgument(_NOT_ONE)
+        self._sending()
+        self._write_whole(200, found)
+        self._sent()
 
 
-@contextlib.contextmanager
-def _sending(trace: Trace | None) -> Iterator[None]:
-    """While the answer is written; a client that leaves meanwhile leaves no trace."""
-    if trace is not None:
-        trace.stamp("HTTP_SEND_START")
-    yield
-    if trace is not None:
-        trace.stamp("HTTP_SEND_END")
-        trace.end()
+class GenerateStream(Generation):
+    """Events, ``data: <JSON>`` and an empty line each. An error is an event as well, once there was one or others may follow."""
 
+    #: What the first event decided; 0: there was none.
+    _status = 0
+    #: All events so far for a client of HTTP/1.0, which has no chunks: it gets them with their length.
+    _kept: bytearray | None = None
 
-def _error(error: ServingError) -> bytes:
-    return msgspec.json.encode({"error": error.message})
+    def _answer(self, completion: Completion, lane: SubmitterLane) -> None:
+        self._say(generate_codec.encode(completion, lane, self._head.model, self._client_id), 200)
+
+    def _fail(self, error: ServingError, final: bool) -> None:
+        if not self._status and final and not isinstance(error, Internal):
+            # It was wrong with the request before the model ran: no event.
+            self._refuse(http_status(error), error.message)
+            return
+        self._say(_encode({"error": error.message}), 400)
+        if final and not self._answered:
+            self._end()
+
+    def _say(self, content: bytes, status: int) -> None:
+        """Sends an event; the first one decides the answer's status."""
+        head = b"" if self._status else self._begin(status)
+        if self._kept is None:
+            self._write(b"%b%x\r\ndata: %b\n\n\r\n" % (head, len(content) + 8, content))
+            return
+        self._kept += b"data: %b\n\n" % content
+        size, most = len(self._kept), self._serving.options.http.max_body_byte_size
+        if size > most:
+            self._refuse(400, f"the events have {size} bytes so far, at most {most} are kept for an answer of HTTP/1.0")
+
+    def _begin(self, status: int) -> bytes:
+        self._sending()
+        self._status = status
+        if self._head.keep_alive_line:
+            self._kept = bytearray()
+            return b""
+        return self._response_head(status, b"", _EVENTS, b"transfer-encoding: chunked\r\n")
+
+    def _end(self) -> None:
+        head = b"" if self._status else self._begin(200)
+        if self._kept is not None:
+            self._write_whole(self._status, bytes(self._kept), _EVENTS)
+        else:
+            self._write(head + b"0\r\n\r\n")
+            self._finish()
+        self._sent()

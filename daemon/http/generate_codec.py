@@ -19,10 +19,12 @@ from tensord.daemon.http.control_fields import members
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.json_values import text
 from tensord.daemon.http.request_parameters import read_parameters
-from tensord.daemon.submit.inference import Answer, Content, InferenceRequest
+from tensord.daemon.submit.inference import Content, InferenceRequest
+from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import RegionSlice
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion, Inline, Parameter, Place, RegionSlice, Slice, Tensor
 
 #: Shorter texts are read whatever they hold.
 _MAX_UNCOUNTED = 256 << 10
@@ -120,14 +122,76 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
     return lengths
 
 
-def encode(answer: Answer, model: str, client_id: str) -> bytes:
-    """The object of an answer. Raises InvalidArgument: an output cannot be written as JSON."""
+def encode(completion: Completion, lane: SubmitterLane | None, model: str, client_id: str) -> bytes:
+    """The object of a response. Raises InvalidArgument: an output cannot be written as JSON.
+
+    ``lane``: where slices among its outputs lie; None: there are none.
+    """
     fields: dict[str, Any] = {"id": client_id} if client_id else {}
-    fields |= {"model_name": model, "model_version": str(answer.completion.version)}
-    fields |= answer.completion.parameters
-    for tensor in answer.completion.outputs:
+    fields |= {"model_name": model, "model_version": str(completion.version)}
+    fields |= completion.parameters
+    for tensor in completion.outputs:
         if isinstance(tensor.place, RegionSlice):
             continue
-        data = json_text.whole(tensor, answer.content(tensor))
+        data = json_text.whole(tensor, _content(tensor.place, lane))
         fields[tensor.name] = msgspec.Raw(data[1:-1] if element_count(tensor.shape) == 1 else data)
     return msgspec.json.encode(fields)
+
+
+def _content(place: Place, lane: SubmitterLane | None) -> bytes | memoryview:
+    """The bytes of an output that did not go to a region."""
+    if isinstance(place, Inline):
+        return place.content
+    assert isinstance(place, Slice)
+    assert lane is not None
+    return lane.view(place)
+
+
+class _Joined:
+    """One output of a ``JoinedAnswers``, as far as it came."""
+
+    def __init__(self, datatype: str, shape: tuple[int, ...]) -> None:
+        """``shape``: one response's."""
+        self.datatype = datatype
+        self.rest = shape[1:]
+        self.size = 0
+        self.contents: list[bytes] = []
+
+
+class JoinedAnswers:
+    """All responses to one request as one: each output is what they hold of it, joined along its first axis.
+
+    For models that say so (``ModelState.joins``), and clients that want no stream.
+    """
+
+    def __init__(self, state: ModelState, max_byte_size: int) -> None:
+        """``max_byte_size``: of all outputs together."""
+        self._state = state
+        self._max_byte_size = max_byte_size
+        self._byte_size = 0
+        self._parameters: dict[str, Parameter] = {}
+        outputs = msgspec.json.decode(state.metadata)["outputs"]
+        self._outputs = {each["name"]: _Joined(each["datatype"], tuple(each["shape"])) for each in outputs}
+
+    def add(self, completion: Completion, lane: SubmitterLane) -> None:
+        """The next one. Raises InvalidArgument: they are too large together, or do not go together."""
+        self._parameters |= completion.parameters
+        for tensor in completion.outputs:
+            joined = self._outputs[tensor.name]
+            content = bytes(_content(tensor.place, lane))
+            self._byte_size += len(content)
+            if self._byte_size > self._max_byte_size:
+                raise InvalidArgument(
+                    f"the responses of model '{self._state.name}' have more than {self._max_byte_size} bytes, "
+                    "use generate stream"
+                )
+            joined.size += tensor.shape[0]
+            joined.contents.append(content)
+
+    def whole(self) -> Completion:
+        """What they come to; of none, outputs without elements."""
+        tensors = [
+            Tensor(name, each.datatype, (each.size, *each.rest), Inline(b"".join(each.contents)))
+            for name, each in self._outputs.items()
+        ]
+        return Completion(0, version=self._state.version, outputs=tuple(tensors), parameters=self._parameters)

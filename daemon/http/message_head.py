@@ -14,7 +14,7 @@ from typing import Any
 
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE
 from tensord.daemon.http.compression import answer_coding, request_coding
-from tensord.daemon.http.infer_route import InferRoute
+from tensord.daemon.submit.model_table import parse_version
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 
 Fields = Sequence[tuple[bytes, bytes]]
@@ -26,6 +26,50 @@ MAX_TEXT = 2048
 
 #: A request target: its path, absolute or not, and its query. Anything else ("*") is a path that nobody serves.
 _TARGET = re.compile(rb"(?:https?://[^/?]*)?(/[^?#]*)(?:\?([^#]*))?.*", re.IGNORECASE | re.DOTALL)
+#: The path of an inference request.
+_INFER_PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(infer|generate|generate_stream)")
+#: Request targets remembered; more than a client of many models and versions uses.
+_REMEMBERED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class InferRoute:
+    """The model and version that a target names; 0: the newest. ``error``: what is wrong with the version."""
+
+    model: str
+    version: int
+    error: ServingError | None = None
+    #: infer, generate or generate_stream.
+    endpoint: str = "infer"
+
+
+class InferRoutes:
+    """Recognises targets of inference requests; the same ones come again and again, so each is parsed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, InferRoute | None] = {}
+
+    def find(self, target: bytes) -> InferRoute | None:
+        """Returns None where a target is another endpoint's, or nobody's."""
+        try:
+            return self._known[target]
+        except KeyError:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            route = self._known[target] = infer_route(target)
+            return route
+
+
+def infer_route(target: bytes) -> InferRoute | None:
+    """Splits a request target, absolute or not, with or without a query."""
+    match = _INFER_PATH.fullmatch(path_and_query(target)[0])
+    if match is None:
+        return None
+    model, version, endpoint = match.groups()
+    try:
+        return InferRoute(model, parse_version(model, version) if version else 0, endpoint=endpoint)
+    except ServingError as error:
+        return InferRoute(model, 0, error, endpoint)
 
 
 @dataclass(slots=True)
@@ -162,3 +206,19 @@ def infer_head(
     return InferHead(
         route.model, route.version, length, json_size, keep_alive, error, connection, coding or "", accepts
     )
+
+
+def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
+    """The head of a request for generate or generate_stream. A ``coding`` of its body is not taken there."""
+    length: int | None = 0
+    coding: bytes | None = None
+    for name, value in fields:
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding":
+            length = None
+        elif name == b"content-encoding" and coding is None:
+            coding = value
+    taken = "" if coding is None or coding == b"identity" else "unknown"
+    connection = b"" if version != "1.0" else b"Connection: keep-alive\r\n"
+    return InferHead(route.model, route.version, length, None, keep_alive, route.error, connection, taken)

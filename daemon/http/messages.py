@@ -1,7 +1,7 @@
 """Requests whose heads have to be parsed: what httptools calls as it finds them.
 
 The guards of a head, each with a clear answer: its size and its number of fields (431), malformed HTTP (400), what message_head
-refuses. And of a body: its size (413). What is no inference request becomes a cycle of Starlette's.
+refuses. And of a body: its size (413). A head that asks for no inference becomes an ``AsgiRequest``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tensord.daemon.front.chunk_sizes import ChunkSizes
 from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.http import message_head
 from tensord.daemon.http.answer_order import AnswerOrder
-from tensord.daemon.http.cycle import Cycle
+from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.exchange import Exchange
-from tensord.daemon.http.infer_route import InferRoute
-from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.generate import Generate, GenerateStream
+from tensord.daemon.http.message_head import InferHead, InferRoute
 from tensord.daemon.http.serving import Serving
 from tensord.shm.errors import ServingError
 
@@ -114,9 +114,11 @@ class Messages:
             order.expects_continue = False  # that version has no interim answers
         route = self._serving.routes.find(self.url) if parser.get_method() == b"POST" else None
         if route is None:
-            self._begin_cycle(version)
-        else:
+            self._begin_asgi_request(version)
+        elif route.endpoint == "infer":
             self._begin_exchange(route, version)
+        else:
+            self._begin_generation(route, version)
 
     def _check_size(self) -> tuple[int, str] | None:
         http = self._serving.options.http
@@ -152,10 +154,7 @@ class Messages:
         serving, order = self._serving, self._order
         keep_alive = bool(self.parser.should_keep_alive())
         head = message_head.infer_head(route, version, keep_alive, self.headers, serving.compression > 0)
-        if order.origin_lines:
-            head.tell_origin(order.origin_lines)
-        if serving.infer_rule is not None or self._forwarded:
-            self._apply_rules(head)
+        self._apply_rules(head)
         limit = serving.options.http.max_body_byte_size
         if (head.content_length or 0) > limit:
             order.refuse(413, f"the request body has {head.content_length} bytes, at most {limit} are allowed")
@@ -178,19 +177,35 @@ class Messages:
             exchange.take_turn()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """What the operator has asked for: a key, headers as parameters."""
+        """What the operator has asked for: lines for browsers, a key, headers as parameters."""
+        if self._order.origin_lines:
+            head.tell_origin(self._order.origin_lines)
         try:
             if self._serving.infer_rule is not None:
                 self._serving.infer_rule.check(self.headers)
-            if self._serving.forwarding is not None:
+            if self._forwarded and self._serving.forwarding is not None:
                 head.forward(self._serving.forwarding.parameters(self._forwarded))
         except Restricted as refusal:
             head.error = refusal  # before anything else that is wrong: nothing is told to who may not ask
         except ServingError as error:
             head.error = head.error or error
 
-    def _begin_cycle(self, version: str) -> None:
-        """Everything but infer."""
+    def _begin_generation(self, route: InferRoute, version: str) -> None:
+        order = self._order
+        head = message_head.generate_head(route, version, bool(self.parser.should_keep_alive()), self.headers)
+        self._apply_rules(head)
+        if head.content_length is None:
+            self._chunks_begin()
+        # It asks for its body itself, once its model is known to be there.
+        expects_continue, order.expects_continue = order.expects_continue, False
+        endpoint = Generate if route.endpoint == "generate" else GenerateStream
+        generation = endpoint(self._serving, head, order, expects_continue)
+        order.append(generation)
+        if len(order.requests) == 1:
+            generation.take_turn()
+
+    def _begin_asgi_request(self, version: str) -> None:
+        """Anything but inference."""
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
             self._chunks_begin()
@@ -198,17 +213,15 @@ class Messages:
             **message_head.scope(self.parser.get_method(), self.url, version, self.headers),
             # Who asks: read from it only where that matters (tensord.daemon.front.peer).
             "tensord.socket": self._transport.get_extra_info("socket"),
-            "tensord.account": order.account,
             "tensord.end": self._connection_end,
-            "tensord.forwarded": self._forwarded,
         }
-        # It says by itself when it wants its body.
+        # The application says when it wants the body.
         expects_continue, order.expects_continue = order.expects_continue, False
         keep_alive = bool(self.parser.should_keep_alive())
-        cycle = Cycle(self._serving, scope, order.flow, order.answered, keep_alive, expects_continue)
-        order.append(cycle)
+        request = AsgiRequest(self._serving, scope, order, keep_alive, expects_continue)
+        order.append(request)
         if len(order.requests) == 1:
-            cycle.take_turn()
+            request.take_turn()
 
     # ------------------------------------------------------------------------------------------------- body
 
@@ -229,7 +242,7 @@ class Messages:
             else:
                 receiving.reception.receive(body)
         elif receiving is not None:
-            receiving.take_body(body)
+            receiving.receive(body)
 
     def on_message_complete(self) -> None:
         self.inside = False

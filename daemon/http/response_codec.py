@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Generator
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -16,10 +17,9 @@ from tensord.shm.messages import Completion, Inline, RegionSlice, Slice
 
 Buffer = bytes | memoryview
 _encode = msgspec.json.Encoder().encode
-_REASONS = {200: b"OK", 400: b"Bad Request", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed"}
-_REASONS |= {408: b"Request Timeout"}
-_REASONS |= {413: b"Content Too Large", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
-_REASONS |= {501: b"Not Implemented", 503: b"Service Unavailable", 505: b"HTTP Version Not Supported"}
+_STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each, each.phrase.encode()) for each in HTTPStatus}
+# Its name since RFC 9110, which HTTPStatus has in newer Pythons alone.
+_STATUS_LINES[413] = b"HTTP/1.1 413 Content Too Large\r\n"
 #: Tensors of more bytes are written in steps.
 _LARGE = 64 << 10
 #: Stands for a tensor's text in the head. No model knows it.
@@ -138,11 +138,16 @@ def compressed_head(json_size: int | None, coding: str, byte_size: int, connecti
     )
 
 
+def status_line(status: int) -> bytes:
+    """The first line of an answer."""
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
 def error_response(status: int, message: str, lines: bytes = b"") -> bytes:
     """A whole error answer: always a JSON object with ``error``. ``lines``: further header lines."""
     body = _encode({"error": message})
     retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (
-        b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\n%b%bContent-Length: %d\r\n\r\n"
-        % (status, _REASONS[status], retry, lines, len(body))
+        b"%bContent-Type: application/json\r\n%b%bContent-Length: %d\r\n\r\n"
+        % (status_line(status), retry, lines, len(body))
     ) + body

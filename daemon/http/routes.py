@@ -1,5 +1,4 @@
-"""Every endpoint but infer, as a Starlette application: health, metadata, configuration, generate, statistics, repository,
-regions.
+"""Every endpoint but inference, as a Starlette application: health, metadata, configuration, statistics, repository, regions.
 
 What they answer is the business of ``tensord.daemon.front.endpoints``; here are paths, methods, bodies and statuses. Errors are
 one JSON object with ``error``, whatever raised them. Source: KServe V2 REST and Triton's extensions, as recorded against a real
@@ -23,7 +22,6 @@ from tensord.daemon.front.peer import end_of, peer_of
 from tensord.daemon.front.status import http_status
 from tensord.daemon.http import control_fields, json_body
 from tensord.daemon.http.cuda_registration import cuda_registration
-from tensord.daemon.http.generate import Generation
 from tensord.daemon.http.settings_routes import SettingsRoutes
 from tensord.daemon.http.whole_body import read_body
 from tensord.daemon.submit.model_table import parse_version
@@ -38,9 +36,8 @@ _HEALTH = ("ServerLive", "ServerReady", "ModelReady")
 class Routes:
     """The HTTP form of the endpoints."""
 
-    def __init__(self, endpoints: Endpoints, generation: Generation, access: Access) -> None:
+    def __init__(self, endpoints: Endpoints, access: Access) -> None:
         self._endpoints = endpoints
-        self._generation = generation
         self._access = access
 
     def table(self) -> list[Endpoint]:
@@ -71,8 +68,8 @@ class Routes:
                 ("GET", f"{prefix}/config", self.config, "ModelConfig"),
                 ("GET", f"{prefix}/stats", self.statistics, "ModelStatistics"),
                 ("POST", f"{prefix}/infer", self.infer, "ModelInfer"),
-                ("POST", f"{prefix}/generate", self.generate, "Generate"),
-                ("POST", f"{prefix}/generate_stream", self.generate_stream, "GenerateStream"),
+                ("POST", f"{prefix}/generate", self.infer, "Generate"),
+                ("POST", f"{prefix}/generate_stream", self.infer, "GenerateStream"),
             ]
         for kind, register in (("System", self.register), ("Cuda", self.register_cuda)):
             regions = f"/v2/{kind.lower()}sharedmemory"
@@ -151,14 +148,8 @@ class Routes:
         return json_body.answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
-        """Only for its place in the table: a connection takes every infer request the short way."""
+        """Keeps the place of inference in the table: a connection answers such requests itself."""
         raise NotFound("Not Found")
-
-    async def generate(self, request: Request) -> Response:
-        return await self._generation.generate(request, *_target(request))
-
-    async def generate_stream(self, request: Request) -> Response:
-        return await self._generation.generate_stream(request, *_target(request))
 
     async def statistics(self, request: Request) -> Response:
         model, version = _target(request) if "model" in request.path_params else ("", 0)

@@ -17,7 +17,6 @@ from tensord.daemon.front.process import Front
 from tensord.daemon.front.socket_watch import SocketWatch
 from tensord.daemon.http.connection import Connection
 from tensord.daemon.http.cross_origin import CrossOrigin
-from tensord.daemon.http.generate import Generation
 from tensord.daemon.http.routes import Routes
 from tensord.daemon.http.serving import Serving
 
@@ -45,7 +44,7 @@ class HttpFront(Front):
             cross_origin=cross_origin,
             tracer=self.tracer,
         )
-        application = Routes(endpoints, Generation(self._serving), access).application()
+        application = Routes(endpoints, access).application()
         self._serving.application = application if cross_origin is None else cross_origin.around(application)
         self._connections: set[Connection] = set()
         self._serving.longest_idle = LongestIdle(self._connections, options.http.max_connections)

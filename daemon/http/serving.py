@@ -17,7 +17,7 @@ from tensord.daemon.http.conversions import Conversions
 from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.heads import Heads
 from tensord.daemon.http.http_forms import HttpForms
-from tensord.daemon.http.infer_route import InferRoutes
+from tensord.daemon.http.message_head import InferRoutes
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Tracer

@@ -209,6 +209,10 @@ class Submitter:
             if not one.done():
                 one.set_result(None)
 
+    def is_loading(self, model: str, version: int) -> bool:
+        """Whether a version is being loaded, and none serves that would answer for it."""
+        return self._choice.is_loading(model, version)
+
     async def loaded(self, model: str, version: int) -> None:
         """Returns when a model that is being loaded is there, or is not to come. Raises Unavailable: that takes too long."""
         deadline = self._loop.time() + self._worker_wait

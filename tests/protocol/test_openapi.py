@@ -53,7 +53,7 @@ def session(leaves_nothing: None) -> Iterator[requests.Session]:
 
 def test_the_paths_and_methods_are_those_of_the_code() -> None:
     # The table of routes is made without asking any endpoint.
-    application = Routes(cast("Any", None), cast("Any", None), http_access({})).application()
+    application = Routes(cast("Any", None), http_access({})).application()
     served = {
         (route.path, method)
         for route in application.routes

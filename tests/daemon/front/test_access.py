@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
 
 import pytest
 from tritonclient.grpc import service_pb2
@@ -36,7 +35,7 @@ RESTRICTIONS = parse(["model-repository,shared-memory:Admin-Key=sesame"])
 
 
 def test_every_http_endpoint_is_in_the_table(endpoints: Endpoints) -> None:
-    routes = Routes(endpoints, cast("Any", None), http_access({}))
+    routes = Routes(endpoints, http_access({}))
     assert {call for _, _, _, call in routes.table()} <= CALLS.keys()
 
 
@@ -46,7 +45,7 @@ def test_an_endpoint_that_is_not_cannot_be_served(endpoints: Endpoints) -> None:
             return [*super().table(), ("GET", "/v2/new", self.live, "Forgotten")]
 
     with pytest.raises(KeyError):
-        Forgetful(endpoints, cast("Any", None), http_access({})).application()
+        Forgetful(endpoints, http_access({})).application()
 
 
 def test_every_call_of_the_grpc_service_is_in_the_table() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tensord.daemon.http.generate_codec import decode, encode
-from tensord.daemon.submit.inference import Answer
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Completion, Inline, RegionSlice, Tensor
@@ -111,16 +110,12 @@ def test_halves_are_refused_in_json() -> None:
         decode(b'{"x": 1}', "m", 0, described(x=("FP16", [1])))
 
 
-class Lane:
-    """Nothing lies in it."""
-
-
-def answer_of(*outputs: Tensor, **fields: Any) -> Answer:
-    return Answer(Completion(1, version=3, outputs=outputs, **fields), Lane())  # type: ignore[arg-type]
+def response(*outputs: Tensor, **fields: Any) -> Completion:
+    return Completion(1, version=3, outputs=outputs, **fields)
 
 
 def test_answers() -> None:
-    answer = answer_of(
+    answer = response(
         Tensor("text", "BYTES", (1, 1), Inline(b"\2\0\0\0hi")),
         Tensor("n", "UINT8", (3,), Inline(b"\1\2\3")),
         Tensor("none", "UINT8", (0,), Inline(b"")),
@@ -128,7 +123,7 @@ def test_answers() -> None:
         Tensor("there", "UINT8", (1,), RegionSlice("r", 0, 1)),
         parameters={"tokens": 7},
     )
-    encoded = encode(answer, "m", "id")
+    encoded = encode(answer, None, "m", "id")
     assert b'"nan":NaN' in encoded
     assert json.loads(encoded.replace(b"NaN", b"null")) == {
         "id": "id",
@@ -140,9 +135,9 @@ def test_answers() -> None:
         "none": [],
         "nan": None,
     }
-    assert "id" not in json.loads(encode(answer_of(), "m", ""))
+    assert "id" not in json.loads(encode(response(), None, "m", ""))
 
 
 def test_bytes_that_are_no_text() -> None:
     with pytest.raises(InvalidArgument, match="not UTF-8"):
-        encode(answer_of(Tensor("y", "BYTES", (1,), Inline(b"\1\0\0\0\xff"))), "m", "")
+        encode(response(Tensor("y", "BYTES", (1,), Inline(b"\1\0\0\0\xff"))), None, "m", "")

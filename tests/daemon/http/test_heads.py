@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tensord.daemon.http import message_head
 from tensord.daemon.http.heads import MAX_HEAD, Heads
-from tensord.daemon.http.infer_route import InferRoutes
-from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.message_head import InferHead, InferRoutes
 
 LINES = [b"Host: x", b"Content-Length: 9", b"Inference-Header-Content-Length: 5"]
 _ROUTES = InferRoutes()

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tensord.daemon.http.infer_route import InferRoute
-from tensord.daemon.http.message_head import infer_head, path_and_query, refusal
-from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.daemon.http.message_head import (
+    InferRoute,
+    InferRoutes,
+    generate_head,
+    infer_head,
+    infer_route,
+    path_and_query,
+    refusal,
+)
+from tensord.shm.errors import InvalidArgument, NotFound, Unsupported
 
 HOST = (b"host", b"x")
 
@@ -79,3 +88,79 @@ def test_the_first_error_counts() -> None:
     fields = [(b"content-encoding", b"br"), (b"inference-header-content-length", b"x")]
     assert infer_head(InferRoute("m", 0, wrong), "1.1", True, fields).error is wrong
     assert isinstance(infer_head(InferRoute("m", 0), "1.1", True, fields).error, Unsupported)
+
+
+@pytest.mark.parametrize(
+    ("fields", "length", "coding"),
+    [
+        ([], 0, ""),
+        ([(b"content-length", b"9")], 9, ""),
+        ([(b"transfer-encoding", b"chunked")], None, ""),
+        ([(b"content-encoding", b"identity"), (b"content-encoding", b"gzip")], 0, ""),
+        ([(b"content-encoding", b"gzip")], 0, "unknown"),
+        ([(b"content-encoding", b"")], 0, "unknown"),
+        # What infer heeds means nothing there.
+        ([(b"inference-header-content-length", b"x"), (b"accept-encoding", b"gzip")], 0, ""),
+    ],
+)
+def test_heads_of_generate(fields: list[tuple[bytes, bytes]], length: int | None, coding: str) -> None:
+    head = generate_head(InferRoute("m", 3), "1.1", True, [HOST, *fields])
+    assert (head.model, head.version, head.content_length, head.coding) == ("m", 3, length, coding)
+    assert (head.error, head.json_size, head.accepts) == (None, None, "")
+
+
+@pytest.mark.parametrize(
+    ("target", "route"),
+    [
+        (b"/v2/models/m/infer", InferRoute("m", 0)),
+        (b"/v2/models/m/versions/3/infer", InferRoute("m", 3)),
+        (b"/v2/models/m/versions/007/infer", InferRoute("m", 7)),
+        (b"/v2/models/m/infer?a=/b", InferRoute("m", 0)),
+        (b"http://host:1/v2/models/m/infer", InferRoute("m", 0)),
+        (b"HTTPS://host/v2/models/m/infer?x", InferRoute("m", 0)),
+        (b"/v2/models/a.b-c_d%20%2F/infer", InferRoute("a.b-c_d %2F", 0)),
+        (b"/v2/models/%ff/infer", InferRoute("\ufffd", 0)),
+        (b"/v2/models/versions/infer", InferRoute("versions", 0)),
+        (b"/v2/models//infer", None),
+        (b"/v2/models/m/infer/", None),
+        (b"/v2/models/m/infers", None),
+        (b"/v2/models/m/versions//infer", None),
+        (b"/v2/models/m/versions/x/infer", None),
+        (b"/v2/models/m/versions/-1/infer", None),
+        (b"/v2/models/m/inf%65r", InferRoute("m", 0)),
+        (b"/v2/models/m/generate", InferRoute("m", 0, endpoint="generate")),
+        (b"/v2/models/m/versions/2/generate_stream", InferRoute("m", 2, endpoint="generate_stream")),
+        (b"/v2/models/m/versions/x/generate", None),
+        (b"v2/models/m/infer", None),
+        (b"/x?/v2/models/m/infer", None),
+        (b"", None),
+    ],
+)
+def test_targets_of_inference(target: bytes, route: InferRoute | None) -> None:
+    assert infer_route(target) == route
+
+
+@pytest.mark.parametrize(
+    ("version", "error"),
+    [(b"0", NotFound), (b"00", NotFound), (b"9223372036854775808", InvalidArgument), (b"9" * 5000, InvalidArgument)],
+)
+def test_versions_that_are_none(version: bytes, error: type[Exception]) -> None:
+    route = infer_route(b"/v2/models/m/versions/" + version + b"/infer")
+    assert route is not None
+    assert (route.model, type(route.error)) == ("m", error)
+
+
+@given(st.binary())
+def test_any_target_is_parsed(target: bytes) -> None:
+    infer_route(target)
+    infer_route(b"/v2/models/" + target + b"/infer")
+
+
+def test_targets_are_remembered_and_bounded() -> None:
+    routes = InferRoutes()
+    first = routes.find(b"/v2/models/m/infer")
+    assert routes.find(b"/v2/models/m/infer") is first
+    for number in range(3000):
+        assert routes.find(b"/v2/models/%d/infer" % number) == InferRoute(str(number), 0)
+        assert routes.find(b"/%d" % number) is None
+    assert len(routes._known) <= 1024

@@ -1,0 +1,185 @@
+"""A request that the ASGI application answers (Starlette, for everything but inference), in its connection's order of answers.
+
+    head, body ─▶ AsgiRequest ─receive─▶ application ─send─▶ AsgiRequest ─▶ socket
+
+It is the server's side of ASGI for one request: it frames the answer, asks for the body where the client waits for that, and
+holds the application up while the client does not take what it is sent.
+Source: ASGI 3.0, "HTTP & WebSocket ASGI Message Format"; RFC 9112.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from tensord.daemon.http.response_codec import CLOSE, error_response, status_line
+from tensord.daemon.http.serving import Serving
+from tensord.shm.errors import DEFECT
+
+if TYPE_CHECKING:
+    from tensord.daemon.http.answer_order import AnswerOrder
+
+_log = logging.getLogger(__name__)
+#: The client is not read while so much of a body waits for the application.
+_MAX_WAITING = 64 << 10
+#: Statuses whose answers have no body.
+_BODILESS = (204, 304)
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+
+
+class AsgiRequest:
+    """One request and its answer. ``scope``: ASGI's; ``expects_continue``: the body comes once it is asked for."""
+
+    #: Nobody measures how fast its body comes.
+    received = -1
+
+    def __init__(
+        self, serving: Serving, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool, expects_continue: bool
+    ) -> None:
+        self._serving = serving
+        self._scope = scope
+        self._order = order
+        self.keep_alive = keep_alive
+        self._expects_continue = expects_continue
+        #: What came of its body and was not taken; whether there is more to come.
+        self._body = bytearray()
+        self._more_body = True
+        #: Something happened that ``_receive`` waits for.
+        self._news = asyncio.Event()
+        self._gone = False
+        #: The answer's head, from its start to the first bytes of its body.
+        self._head = b""
+        self._begun = self._answered = False
+        #: Bytes that the answer still owes; None: it is sent in chunks.
+        self._owed: int | None = 0
+
+    # ------------------------------------------------------------------------------------------- the connection's side
+
+    def receive(self, chunk: bytes) -> None:
+        """A piece of the body; nobody wants it once the answer is complete."""
+        if not self._answered:
+            self._body += chunk
+            if len(self._body) > _MAX_WAITING:
+                self._order.flow.pause_reading()
+            self._news.set()
+
+    def complete(self) -> None:
+        """The body is whole."""
+        self._more_body = False
+        self._news.set()
+
+    def take_turn(self) -> None:
+        """Every earlier request of the connection is answered."""
+        tasks = self._serving.tasks
+        task = asyncio.create_task(self._run())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def abandon(self) -> None:
+        """The client is gone: the application is told, and what it says is dropped."""
+        self._gone = True
+        self._expects_continue = False
+        self._news.set()
+
+    # ------------------------------------------------------------------------------------------ the application's side
+
+    async def _run(self) -> None:
+        try:
+            await self._serving.application(self._scope, self._receive, self._send)
+        except Exception:
+            _log.exception("the ASGI application failed")
+        if self._answered or self._gone:
+            return
+        _log.error("the ASGI application left a request without a complete answer")
+        if self._begun:
+            self._order.cut()
+        else:
+            self.keep_alive = False
+            self._order.transport.write(error_response(500, DEFECT, CLOSE))
+            self._finish()
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._expects_continue:
+            self._expects_continue = False
+            self._order.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if not (self._gone or self._answered):
+            self._order.flow.resume_reading()
+            await self._news.wait()
+            self._news.clear()
+        if self._gone or self._answered:
+            return {"type": "http.disconnect"}
+        body, self._body = bytes(self._body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": self._more_body}
+
+    async def _send(self, message: Any) -> None:
+        if self._gone:
+            return
+        await self._order.flow.drain()
+        if self._gone:
+            return
+        kind = message["type"]
+        if kind == "http.response.start" and not self._head:
+            self._expects_continue = False
+            self._start(message["status"], message.get("headers", ()))
+        elif kind == "http.response.body" and self._head and not self._answered:
+            self._write(message.get("body", b""), message.get("more_body", False))
+        else:
+            raise RuntimeError(f"the ASGI message '{kind}' is out of place")
+
+    def _start(self, status: int, fields: Iterable[tuple[bytes, bytes]]) -> None:
+        """The answer's status and header fields; they leave with the first bytes of its body. Raises RuntimeError."""
+        lines = [status_line(status)]
+        if self.keep_alive and self._scope["http_version"] == "1.0":
+            # Who speaks HTTP/1.0 must be told that the connection stays.
+            lines.append(b"connection: keep-alive\r\n")
+        length: int | None = None
+        closes = chunked = False
+        for name, value in fields:
+            if not (_NAME.fullmatch(name) and _VALUE.fullmatch(value)):
+                raise RuntimeError(f"{name!r}: {value!r} is no header field")
+            name = name.lower()
+            if name == b"content-length":
+                length = int(value)
+            elif name == b"connection" and b"close" in value.lower():
+                closes, self.keep_alive = True, False
+            elif name == b"transfer-encoding":
+                chunked = True
+            lines.append(b"%b: %b\r\n" % (name, value))
+        if not (self.keep_alive or closes):
+            lines.append(CLOSE.lower())
+        if self._scope["method"] == "HEAD" or status in _BODILESS:
+            self._owed = 0
+        else:
+            self._owed = None if chunked else length
+            if self._owed is None and not chunked:
+                lines.append(b"transfer-encoding: chunked\r\n")
+        self._head = b"".join((*lines, b"\r\n"))
+
+    def _write(self, body: bytes, more: bool) -> None:
+        """Writes a piece of the answer's body. Raises RuntimeError: it is longer or shorter than its head says."""
+        if self._scope["method"] == "HEAD":
+            body = b""
+        if self._owed is None:
+            framed = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            framed += b"" if more else b"0\r\n\r\n"
+        else:
+            self._owed -= len(body)
+            if self._owed < 0 or (self._owed and not more):
+                raise RuntimeError("the answer's body is longer or shorter than its Content-Length")
+            framed = body
+        if not self._begun:
+            self._begun = True
+            framed = self._head + framed
+        if framed:
+            self._order.transport.write(framed)
+        if not more:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._answered = True
+        self._news.set()
+        self._order.answered()
