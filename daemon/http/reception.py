@@ -8,19 +8,17 @@ begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: whole, inflated
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
+from tensord.daemon.front.receiver import Receiver
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE, Body, CollectedBody, PlacedBody, TextBody
 from tensord.daemon.http.compression import Inflation
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
 from tensord.shm.arena import Lease
-from tensord.shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 from tensord.shm.refusals import Refusal
-
-_log = logging.getLogger(__name__)
 
 #: Larger JSON of known length goes straight into memory of its own.
 COLLECT_JSON_BYTE_SIZE = 64 << 10
@@ -28,7 +26,7 @@ COLLECT_JSON_BYTE_SIZE = 64 << 10
 _NO_BODY = CollectedBody()
 
 
-class Reception:
+class Reception(Receiver):
     """Owns the body and what it lies in until ``leave`` or ``drop``.
 
     Args:
@@ -39,15 +37,12 @@ class Reception:
 
     #: What is wrong with the request; the rest of its body is only counted.
     error: ServingError | None = None
-    #: The body will be placed, and there is no room for it yet.
-    _waits_for_room = False
     #: What of ``Serving.collected_byte_size`` is this body's.
     _collected_byte_size = 0
     #: Of a compressed body, and whether its next step is due.
     _inflation: Inflation | None = None
     _inflating = False
     _whole = False
-    _dropped = False
 
     def __init__(
         self,
@@ -57,18 +52,17 @@ class Reception:
         progressed: Callable[[], None],
         account: Account | None = None,
     ) -> None:
+        super().__init__(serving.submitter, head.model, account)
         self._serving = serving
         self._head = head
         self._pause = pause
-        self._progressed = progressed
-        self._account = account
+        self._on_progress = progressed
         self.body: Body = _NO_BODY
-        self._lease: Lease | None = None
 
     @property
     def ready(self) -> bool:
         """Whether everything came and lies where it is decoded."""
-        return self._whole and not self._inflating and not self._waits_for_room
+        return self._whole and not self._inflating and not self.waits_for_room
 
     @property
     def received(self) -> int:
@@ -88,53 +82,37 @@ class Reception:
         if json_size is not None and length is not None and not 0 <= json_size <= length:
             raise InvalidArgument(f"inference header size should be in range (0, {length}), got: {json_size}")
         if length is not None and json_size is not None and length > COLLECT_BYTE_SIZE:
-            self._borrow(length, json_size)
+            self._ask_for_room(PlacedBody.lease_size(length))
+            if self.waits_for_room:
+                self._pause(True)
         elif length is not None and json_size is None and length > COLLECT_JSON_BYTE_SIZE:
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
         """As ``begin``, of a large binary body that is not compressed. None: nothing happened, because there is no room now."""
+        length = self._head.content_length
+        assert length is not None
+        if not self._borrow(PlacedBody.lease_size(length)):
+            return None
+        assert isinstance(self.body, PlacedBody)
+        return self.body
+
+    def _place(self, lease: Lease) -> None:
         length, json_size = self._head.content_length, self._head.json_size
         assert length is not None
         assert json_size is not None
-        lease = self._lease = self._serving.submitter.loan(PlacedBody.lease_size(length), self._account, True)
-        if lease is None:
-            return None
-        self.body = body = PlacedBody(lease, length, json_size)
-        return body
+        body = PlacedBody(lease, length, json_size)
+        if isinstance(self.body, CollectedBody):
+            body.write(self.body.whole())
+        self._drop_collected()
+        self.body = body
 
-    def _borrow(self, length: int, json_size: int) -> None:
-        submitter = self._serving.submitter
-        size = PlacedBody.lease_size(length)
-        lease = submitter.loan(size, self._account, True)
-        if lease is not None:
-            self._lease = lease
-            self.body = PlacedBody(lease, length, json_size)
-            return
-        self._waits_for_room = True
-        self._pause(True)
+    def _refuse(self, error: ServingError) -> None:
+        self.error = error
 
-        def granted(lease: Lease | ServingError) -> None:
-            self._waits_for_room = False
-            if isinstance(lease, ServingError):
-                self.error = lease
-            elif self._dropped:
-                submitter.give_back(lease)
-                return
-            else:
-                self._lease = lease
-                try:
-                    placed = PlacedBody(lease, length, json_size)
-                    placed.write(self.body.whole() if isinstance(self.body, CollectedBody) else b"")
-                    self._drop_collected()
-                    self.body = placed
-                except Exception:
-                    _log.exception("a body could not be placed")
-                    self.error = Internal(DEFECT)
-            self._pause(False)
-            self._progressed()
-
-        submitter.wait_for_room(size, granted, self._head.model, self._account, True)
+    def _progressed(self) -> None:
+        self._pause(False)
+        self._on_progress()
 
     def _collect(self, byte_size: int) -> None:
         """Counts so many bytes more. Raises Unavailable: all connections together would collect too many."""
@@ -211,7 +189,7 @@ class Reception:
             self._drop_collected()
         if was_inflating:
             self._pause(False)
-        self._progressed()
+        self._on_progress()
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
@@ -222,7 +200,7 @@ class Reception:
         """
         if self._collected_byte_size:
             self.drop_body()
-        lease, self._lease = self._lease, None
+        lease = self.take_lease()
         return () if lease is None else (lease,)
 
     def drop_body(self) -> None:
@@ -232,13 +210,12 @@ class Reception:
             self._drop_collected()
 
     def drop(self) -> None:
-        """Nobody decodes it any more: whatever it takes is given back."""
-        self._dropped = True
+        if self.waits_for_room:
+            self._pause(False)
         self._drop_collected()
         if self._inflation is not None:
             self._inflation.drop()
-        for lease in self.leave():
-            self._serving.submitter.give_back(lease)
+        super().drop()
 
     def _drop_collected(self) -> None:
         self._serving.collected_byte_size -= self._collected_byte_size

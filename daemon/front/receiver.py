@@ -1,0 +1,98 @@
+"""Receives a large body into the request arena while it arrives, whatever its protocol.
+
+    room? ─▶ place ─▶ everything came ─▶ take_lease        any time: drop, and what it has is given back
+     ╰ none now: it waits ─▶ place, or refused
+
+What the bytes mean is the protocol's business: where in the lease they go, and what is kept beside it
+(``tensord.daemon.http.reception``, ``tensord.daemon.grpc.reception``).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.arena import Lease
+from tensord.shm.errors import DEFECT, Internal, ServingError
+
+_log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """The base of both protocols' receivers. Owns the lease until ``take_lease`` or ``drop``.
+
+    Args:
+      model: the one that is asked for, as far as it is known.
+      account: whose memory the body takes.
+    """
+
+    __slots__ = ("_account", "_dropped", "_lease", "_model", "_submitter", "waits_for_room")
+
+    def __init__(self, submitter: Submitter, model: str, account: Account | None) -> None:
+        self._submitter = submitter
+        self._model = model
+        self._account = account
+        self._lease: Lease | None = None
+        #: The body will be placed, and there is no room for it yet.
+        self.waits_for_room = False
+        self._dropped = False
+
+    def _ask_for_room(self, byte_size: int) -> None:
+        """Calls ``_place`` now, or when there is room; ``_progressed`` tells that, or the refusal. Raises as ``loan``."""
+        if not self._borrow(byte_size):
+            self.waits_for_room = True
+            self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
+
+    def _borrow(self, byte_size: int) -> bool:
+        """Calls ``_place`` if there is room now, or else returns False. Raises InvalidArgument: there never will be."""
+        lease = self._submitter.loan(byte_size, self._account, True)
+        if lease is None:
+            return False
+        self._lease = lease
+        self._place(lease)
+        return True
+
+    def _granted(self, lease: Lease | ServingError) -> None:
+        self.waits_for_room = False
+        if self._dropped:
+            if isinstance(lease, Lease):
+                self._submitter.give_back(lease)
+            return
+        if isinstance(lease, ServingError):
+            self._refuse(lease)
+        else:
+            self._lease = lease
+            try:
+                self._place(lease)
+            except Exception:
+                _log.exception("a body could not be placed")
+                self._refuse(Internal(DEFECT))
+        self._progressed()
+
+    def take_lease(self) -> Lease | None:
+        """Where the body lies; from now on its taker gives that back."""
+        lease, self._lease = self._lease, None
+        return lease
+
+    def drop(self) -> None:
+        """Nobody wants the body any more: whatever it takes is given back. Idempotent."""
+        self._dropped = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        lease = self.take_lease()
+        if lease is not None:
+            self._submitter.give_back(lease)
+
+    def _place(self, lease: Lease) -> None:
+        """There is room: what comes goes there, after what came."""
+        raise NotImplementedError
+
+    def _refuse(self, error: ServingError) -> None:
+        """There was no room in time."""
+        raise NotImplementedError
+
+    def _progressed(self) -> None:
+        """It waits for room no longer."""
+        raise NotImplementedError
