@@ -48,7 +48,7 @@ from tensord.workers.requests.submitter import Submitter
 from tensord.workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
-_TURN_NS = 1_000_000_000
+_BEAT_NS = 1_000_000_000
 T = TypeVar("T")
 
 
@@ -193,23 +193,25 @@ class LocalWorker:
                 next_ns: int | None = None
                 while not (self._closing and not any(self._models) and not self._models.draining):
                     now_ns = time.monotonic_ns()
-                    until_ns = now_ns + _TURN_NS if next_ns is None else min(next_ns, now_ns + _TURN_NS)
+                    until_ns = now_ns + _BEAT_NS if next_ns is None else min(next_ns, now_ns + _BEAT_NS)
                     if epoll.poll(max(0, until_ns - now_ns) / 1e9):
                         self._inbox.drain()
-                    next_ns = self._turn()
+                    next_ns = self._iterate()
         except BaseException:
             _log.exception("the loop failed")
         self._end()
 
-    def _turn(self) -> int | None:
+    def _iterate(self) -> int | None:
         now_ns = time.monotonic_ns()
         next_ns = self._dispatcher.run_due(now_ns)
-        self._models.settle()
+        if self._models.draining:
+            self._models.settle()
         if self._sequences.changed:
             self._sequences.tell()
         if self._sequences.ended:
             self._sequences.settle()
-        self._dispatcher.count()
+        if self._dispatcher.uncounted:
+            self._dispatcher.count()
         for answers in [one for one in self._asked if one.request is None or not one.request.is_open]:
             del self._asked[answers]
         return next_ns

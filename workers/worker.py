@@ -3,7 +3,11 @@
     epoll ─▶ control channel: records of the supervisor      ─▶ Control
           ─▶ lanes: requests, cancellations, leases back     ─▶ Dispatcher
           ─▶ inbox: what other threads have finished
-    then     one jitted batch, batches for free instances, one flush per lane, statistics, one beat on the status page
+    then     what is on the agenda (``dispatch/dispatcher.py``), what waits for an end or a flush, statistics
+
+One such iteration of the loop asks only who has work: every part of the worker that could have some keeps a list of it, which is
+empty most of the time (regions and models that are leaving, lanes with answers, sequences that changed), or a due time on the
+agenda. An iteration in which nothing is due waits, beats on the status page, and makes eight calls of ours at most.
 
 Beside it: a loader thread, a compiler thread, one thread per instance of a model that is not jitted or has several, and on a GPU
 one that page-locks memory. None of them touches the loop's state; they post to the inbox.
@@ -39,7 +43,7 @@ from tensord.workers.devices.pinned_budget import PinnedBudget
 from tensord.workers.devices.pinned_memory import PinnedMemory
 from tensord.workers.dispatch.dispatcher import FIRST_INSTANCE_DESK
 from tensord.workers.dispatch.fast_path import FastPath
-from tensord.workers.dispatch.jitted_turns import LOOP_DESK
+from tensord.workers.dispatch.loop_runs import LOOP_DESK
 from tensord.workers.dispatch.poller import Datagram, Poller
 from tensord.workers.engine import Engine
 from tensord.workers.jax_internals import interfaces
@@ -60,10 +64,10 @@ from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 
-#: Datagrams taken from one lane in a turn, so that a busy submitter cannot starve the others.
-_DATAGRAMS_PER_TURN = 32
-#: The loop turns at least this often: its beat is what the supervisor sees of an idle worker.
-_TURN_NS = 1_000_000_000
+#: Datagrams taken from one lane in an iteration, so that a busy submitter cannot starve the others.
+_MAX_DATAGRAMS = 32
+#: An iteration takes no longer than that if nothing happens: its beat is what the supervisor sees of an idle worker.
+_BEAT_NS = 1_000_000_000
 
 
 class Worker:
@@ -75,10 +79,10 @@ class Worker:
         options: Options,
         device_name: DeviceName,
         device: jax.Device,
-        turn_ns: int = _TURN_NS,
+        beat_ns: int = _BEAT_NS,
     ) -> None:
-        """``turn_ns``: the loop turns at least this often, whatever happens."""
-        self._turn_ns = turn_ns
+        """``beat_ns``: the longest that an iteration waits for something to happen."""
+        self._beat_ns = beat_ns
         self._channel = channel
         self._options = options
         self._inbox = Inbox()
@@ -148,7 +152,6 @@ class Worker:
                 self._page,
                 LOOP_DESK,
                 self._regions,
-                self._changes,
                 self._sequences,
                 self._models,
                 self._dispatcher.ensembles.chains,
@@ -157,6 +160,8 @@ class Worker:
             else Poller(self._epoll, look_ns)
         )
         self._gathers = False  # responses: it looks by itself
+        #: Lanes that cannot be written to now.
+        self._writing: set[int] = set()
         #: When something is due without an event; None: nothing is.
         self._next_ns: int | None = 0
         #: When to exit although something is in flight; 0: not told to stop.
@@ -176,11 +181,11 @@ class Worker:
         # cycles, and each may hold megabytes (measured: with rare collections a 16 MiB request took 3 ms more, for fresh pages).
         gc.freeze()
         gc.enable()
-        while self.turn():
+        while self.iterate():
             pass
 
-    def turn(self) -> bool:
-        """One turn of the loop, which begins with waiting for something to do. False: it was the last. Raises as ``run``."""
+    def iterate(self) -> bool:
+        """Waits for something to do, and does what is due. False: this was the last iteration. Raises as ``run``."""
         for fd, events in self._wait():
             self._handle(fd, events)
         if self._gathers:
@@ -188,37 +193,41 @@ class Worker:
         now_ns = time.monotonic_ns()
         self._page.beat(now_ns)
         self._next_ns = self._dispatcher.run_due(now_ns)
-        self._regions.settle()
-        self._models.settle()
+        if self._regions.leaving:
+            self._regions.settle()
+        if self._models.draining:
+            self._models.settle()
         if self._sequences.changed:
             self._sequences.tell()
-        self._flush()
-        if self._sequences.ended and not any(submitter.lane.waiting for submitter in self._submitters.values()):
+        for submitter in self._submitters.values():
+            if submitter.unflushed:
+                self._flush(submitter)
+        if self._channel.waiting:
+            self._flush_control()
+        if self._sequences.ended and not self._writing:
             self._sequences.settle()
-        self._dispatcher.say_refusals(now_ns)
-        for version, execution in self._dispatcher.count():
-            self._poller.learn(version, execution)
+        if self._dispatcher.uncounted:
+            for version, execution in self._dispatcher.count():
+                self._poller.learn(version, execution)
         if self._driver.lost:
             raise DeviceLost(f"the GPU failed ({self._driver.lost}), and no call on it can succeed any more")
         ends = self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns)
         return self._supervised and not ends
 
     def _rests(self) -> bool:
-        return self._next_ns is None and self._dispatcher.idle
-
-    def _timeout_ns(self) -> int:
-        now_ns = time.monotonic_ns()
-        until = now_ns + self._turn_ns if self._next_ns is None else min(self._next_ns, now_ns + self._turn_ns)
-        if self._stop_ns:
-            until = min(until, self._stop_ns)
-        return max(0, until - now_ns)
+        at_once = self._next_ns is not None and self._next_ns <= time.monotonic_ns()
+        return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
         """Returns events; what else came is taken care of."""
-        gathers = self._next_ns is not None and self._dispatcher.gathering
-        idle = (gathers or self._next_ns is None) and not self._stop_ns and self._dispatcher.idle
-        idle = idle and not any(submitter.behind for submitter in self._submitters.values())
-        timeout_ns = self._timeout_ns()
+        now_ns, next_ns = time.monotonic_ns(), self._next_ns
+        until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
+        if self._stop_ns:
+            until_ns = min(until_ns, self._stop_ns)
+        timeout_ns = max(0, until_ns - now_ns)
+        at_once = next_ns is not None and next_ns <= now_ns
+        idle = not (at_once or self._stop_ns or self._writing) and self._dispatcher.idle
+        gathers = self._dispatcher.responses.look_ns > 0
         if gathers is not self._gathers:
             self._gathers = gathers
             if self._inbox.look(gathers):
@@ -257,7 +266,7 @@ class Worker:
                 self._take(submitter, submitter.lane.read(*datagram), now_ns)
                 submitter.unflushed |= submitter.lane.unsaid
                 return
-            for _ in range(_DATAGRAMS_PER_TURN):
+            for _ in range(_MAX_DATAGRAMS):
                 self._take(submitter, submitter.lane.receive() or (), now_ns)
                 # What the lane has to say itself.
                 submitter.unflushed |= submitter.lane.unsaid
@@ -281,11 +290,6 @@ class Worker:
                 self._poller.forget(submitter, record.number)
             else:
                 self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]
-
-    def _changes(self) -> int:
-        """Another number whenever what is known of a form may not hold any more."""
-        renumbered = sum([submitter.lane.renumbered for submitter in self._submitters.values()])
-        return self._models.changes + self._regions.changes + self._dispatcher.adopted + renumbered
 
     def _receive_control(self) -> None:
         try:
@@ -326,23 +330,27 @@ class Worker:
         self._poller.close_lane(submitter)
         self._epoll.unregister(fd)
         del self._submitters[fd]
+        self._writing.discard(fd)
         submitter.lane.close()
 
-    def _flush(self) -> None:
-        for fd, submitter in self._submitters.items():
-            if submitter.unflushed:
-                submitter.unflushed = False
-                self._watch(fd, submitter.writing, writing := not submitter.lane.flush())
-                submitter.writing = writing
-        if self._channel.waiting:
-            writing = not self._channel.flush()
-            self._watch(self._channel.fileno(), self._control_writing, writing)
+    def _flush(self, submitter: Submitter[Request]) -> None:
+        submitter.unflushed = False
+        lane, fd = submitter.lane, submitter.lane.fileno()
+        if (writing := not lane.flush()) != (fd in self._writing):
+            self._watch(fd, writing)
+            self._writing ^= {fd}
+        if lane.renumbered != submitter.renumbered:
+            submitter.renumbered = lane.renumbered
+            self._poller.outdate()
+
+    def _flush_control(self) -> None:
+        if (writing := not self._channel.flush()) != self._control_writing:
+            self._watch(self._channel.fileno(), writing)
             self._control_writing = writing
 
-    def _watch(self, fd: int, watched: bool, wanted: bool) -> None:
+    def _watch(self, fd: int, writing: bool) -> None:
         """Asks for EPOLLOUT only while a peer is slow."""
-        if watched != wanted:
-            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+        self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     # ------------------------------------------------------------------------------------------------- models, the end
 
@@ -369,9 +377,10 @@ class Worker:
     def _stop(self, grace_ns: int) -> None:
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
-        self._dispatcher.jitted.resting_state = WorkerState.STOPPING
+        self._dispatcher.loop_runs.resting_state = WorkerState.STOPPING
         for version in self._models:
             version.planner.stop()
+        self._dispatcher.ask_all()
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:
@@ -381,7 +390,7 @@ class Worker:
         for version in list(self._models):
             self._models.remove(version.name, version.version, lambda: None)
         self._models.settle()
-        return self._models.draining == 0
+        return not self._models.draining
 
     def close(self) -> None:
         """Lets go of everything. The process ends after this; its threads may still be inside models."""

@@ -120,7 +120,7 @@ def a_loop(options: Options, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker
 def leases(loop: WorkerLoop) -> int:
     # Each datagram with what was given back takes one.
     for _ in range(20):
-        loop.worker.turn()
+        loop.worker.iterate()
     return sum(submitter.lane.arena.statistics()["leases"] for submitter in loop.worker._submitters.values())
 
 
@@ -241,7 +241,7 @@ def copied(loop: WorkerLoop, model: str, once: Callable[[], object], times: int 
     for _ in range(times):
         before = version(loop, model).statistics.to_dict()["copied_byte_size"]
         once()
-        loop.worker.turn()
+        loop.worker.iterate()
         found.append(version(loop, model).statistics.to_dict()["copied_byte_size"] - before)
     return found
 
@@ -558,7 +558,7 @@ def test_a_name_that_means_another_region(loop: WorkerLoop, client: Object, mode
     client.bytes[SIZE : 2 * SIZE] = 0
     submit(loop, "waits", x, [into(SIZE)], rows=1)
     assert loop.front.flush()
-    loop.worker.turn()
+    loop.worker.iterate()
     # The waiting request is in it still.
     loop.tell(Call(1, UnregisterRegion("system", "r")))
     with an_object(loop) as other:

@@ -41,7 +41,7 @@ class WorkerLoop:
         ours, theirs = pair()
         self.control = Channel(ours, decoder(FromWorker))
         channel = Channel(theirs, decoder(ToWorkerControl))
-        self.worker = Worker(channel, options, DEVICE_NAME, DEVICE, turn_ns=0)
+        self.worker = Worker(channel, options, DEVICE_NAME, DEVICE, beat_ns=0)
         arenas = options.arenas
         self.arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self.front = self.open_lane(7)
@@ -58,7 +58,7 @@ class WorkerLoop:
         """A record of the supervisor, and a turn in which it is taken."""
         self.control.put(record, *fds)
         assert self.control.flush()
-        self.worker.turn()
+        self.worker.iterate()
 
     def hear(self, kind: type[Record]) -> Any:
         """Turns until such a record has come from the worker, and returns it."""
@@ -71,7 +71,7 @@ class WorkerLoop:
                 if isinstance(record, kind):
                     return record
             if received is None:
-                self.worker.turn()
+                self.worker.iterate()
                 time.sleep(0.0005)  # what comes is made in another thread of this process
         raise AssertionError(f"no {kind.__name__} came")
 
@@ -124,7 +124,7 @@ class WorkerLoop:
         while len(answers) < count:
             assert time.monotonic() < deadline, f"{len(answers)} of {count} answers came"
             with work.counting() if work is not None else contextlib.nullcontext():
-                self.worker.turn()
+                self.worker.iterate()
             while (received := lane.receive()) is not None:
                 answers += whole_answers(received)
         return answers

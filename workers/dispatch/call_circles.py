@@ -19,6 +19,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Request
+from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.scheduling.waiting import is_stuck
 
 #: How long a circle through a model's own thread must have lasted.
@@ -47,33 +48,26 @@ class CallCircles:
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter
-        #: Whether any call began, ended or brought something since it was last looked.
-        self.changed = False
-        #: When to look again although nothing has changed; 0: never.
-        self._again_ns = 0
         #: Whether a model's own thread was on the way.
         self._by_thread = False
 
-    def find(self, now_ns: int) -> tuple[Call | None, int | None]:
-        """The call that was made last of those that wait for themselves. Also, when to look again."""
-        if not self.changed and not 0 < self._again_ns <= now_ns:
-            return None, self._again_ns or None
-        self.changed, self._again_ns = False, 0
+    def find(self, now_ns: int) -> tuple[Call | None, int]:
+        """The call that was made last of those that wait for themselves. Also, when to look again although nothing changes."""
+        again_ns = NEVER
         for call in reversed(self._calls):
             inner = self._calls[call]
             version = inner.version
             assert isinstance(version, ModelVersion)
             if not version.loaded.instances and version.loaded.ensemble is None:
                 continue
-            self._again_ns = now_ns + _LOOK_NS
+            again_ns = now_ns + _LOOK_NS
             self._by_thread = False
             start: _Node = inner
             if not is_stuck(start, self._waits_for):
                 continue
             if not self._by_thread or call.began_ns + _PATIENCE_NS <= now_ns:
-                self.changed = True
-                return call, now_ns
-        return None, self._again_ns or None
+                return call, again_ns
+        return None, again_ns
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:

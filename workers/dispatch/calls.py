@@ -23,12 +23,13 @@ from tensord.workers.dispatch.ensembles import EnsembleRuns
 from tensord.workers.dispatch.inner_arrival import validate_inner
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.model_table import ModelTable
-from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.model_version import ModelVersion, Part
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Moments, Request, controls_of
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.submitter import Submitter
+from tensord.workers.scheduling.agenda import Agenda
 
 _log = logging.getLogger(__name__)
 #: How deep calls may be nested.
@@ -54,6 +55,7 @@ class Calls:
         responses: Responses,
         ensembles: EnsembleRuns,
         limiter: RateLimiter,
+        agenda: Agenda[Part],
         clock: Callable[[], int],
         post: Callable[[Callable[[], None]], None],
         enter: Callable[[ModelVersion, Request, int], None],
@@ -69,6 +71,7 @@ class Calls:
         """
         self._models = models
         self._responses = responses
+        self._agenda = agenda
         self._clock = clock
         self._post = post
         self._enter = enter
@@ -116,21 +119,15 @@ class Calls:
             if all(each.cancelled for each in call.requests):
                 self._end(call, Cancelled("the request was cancelled"))
 
-    def settle(self, now_ns: int) -> int | None:
-        """Ends a call that waits for itself. Returns when to be called again at the latest; None: when something has changed."""
+    def settle(self, now_ns: int) -> None:
+        """Ends a call that waits for itself. It is asked after each change, and now and then while calls wait."""
         found, again_ns = self._circles.find(now_ns)
+        self._agenda.put(self.settle, again_ns)
         if found is not None:
             names = " -> ".join((*path(found), found.submit.model))
             why = "all that could run this request wait for such requests"
             found.refused = True
             self._end(found, Internal(f"model '{found.submit.model}' waits for itself ({names}): {why}"))
-            return now_ns
-        return again_ns
-
-    @property
-    def any(self) -> bool:
-        """Whether any is under way."""
-        return bool(self._open)
 
     def _begin(self, call: Call) -> None:
         call.began_ns = now_ns = self._clock()
@@ -159,7 +156,7 @@ class Calls:
         except ServingError as error:
             call.refused = True
             self._end(call, error.with_traceback(None))
-        self._circles.changed = True
+        self._agenda.wake(self.settle)
 
     def _not_here(self, call: Call, error: NotFound) -> None:
         """Answers a call of a model that this worker has not, when it is known whether others have it."""
@@ -226,7 +223,7 @@ class Calls:
     def _responded(self, call: Call, request: Request, result: Result | None, final: bool) -> None:
         if call not in self._open:
             return
-        self._circles.changed = True
+        self._agenda.wake(self.settle)
         if call.outputs and result is not None and not isinstance(result, ServingError):
             chosen = {name: array for name, array in result.items() if name in call.outputs}
             result = Response(chosen, result.parameters) if isinstance(result, Response) else chosen
@@ -272,7 +269,7 @@ class Calls:
     def _close(self, call: Call) -> None:
         del self._open[call]
         call.caller.in_flight -= 1
-        self._circles.changed = True
+        self._agenda.wake(self.settle)
         for request in call.requests:
             calls = self._of[request]
             del calls[call]

@@ -4,8 +4,13 @@
                                             └▶ an instance's thread       ─▶
                                             └▶ parked while its shape is compiled, then queued again
 
-Batches of a jitted model with one instance run right here: the model whose head has waited longest goes first. Every request in
-``Submitter.in_flight`` gets exactly one final completion.
+Planners decide (``tensord.workers.scheduling.planner``); here it is carried out. An iteration asks only what is on the agenda:
+versions of which something has changed, and parts whose time has come. Whatever changes a version in which requests wait wakes
+it: a request that comes, goes or is queued again, the end of a run, a program or a resource that is there, a slot that is free.
+So nothing is asked that has no work, and a version is asked again at the time that its planner names.
+
+Batches of a jitted model with one instance run right here, one model's in an iteration: of those that are due, the model goes
+first whose request has waited longest. Every request in ``Submitter.in_flight`` gets exactly one final completion.
 """
 
 from __future__ import annotations
@@ -24,23 +29,24 @@ from tensord.workers.dispatch.cached_answers import CachedAnswers
 from tensord.workers.dispatch.calls import Calls
 from tensord.workers.dispatch.ensembles import EnsembleRuns
 from tensord.workers.dispatch.expiry import Expiry
-from tensord.workers.dispatch.instance_turns import InstanceTurns
-from tensord.workers.dispatch.jitted_turns import JittedTurns
+from tensord.workers.dispatch.instance_runs import InstanceRuns
+from tensord.workers.dispatch.loop_runs import LoopRuns
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.dispatch.shape_compiler import COMPILER_DESK, ShapeCompiler
-from tensord.workers.dispatch.stepping import SteppingTurns
+from tensord.workers.dispatch.stepping import SteppingRuns
 from tensord.workers.dispatch.validation import validate, validate_formed
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
-from tensord.workers.models.model_version import ModelVersion, by_version
+from tensord.workers.models.model_version import ModelVersion, Part, by_version
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.requests.request import Request, controls_of, named
 from tensord.workers.requests.submitter import Submitter
-from tensord.workers.scheduling.planner import earlier
+from tensord.workers.scheduling.agenda import NEVER, Agenda
+from tensord.workers.scheduling.planner import Refuse, Run, WaitUntil
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
@@ -78,30 +84,38 @@ class Dispatcher:
         self._regions = regions
         self._page = page
         self._clock = clock
-        self._outbox = Outbox(options.arenas)
+        self._agenda: Agenda[Part] = Agenda()
+        self._outbox = Outbox(options.arenas, self._agenda)
         self._cached = CachedAnswers(self._outbox, clock)
-        self._responses = Responses(options.arenas, self._outbox, post, clock, options.responses.max_ahead)
-        self.took = self._responses.took
+        self.responses = Responses(options.arenas, self._outbox, post, clock, options.responses.max_ahead, self._agenda)
+        self.took = self.responses.took
         self.limiter = RateLimiter(rate_limits.limits(options.rate_limit, gpu) or {})
         self.ensembles = EnsembleRuns(
-            models, self._outbox, self._responses, page, clock, self.enter, self._finish, self.withdraw
+            models, self._outbox, self.responses, page, clock, self.enter, self._finish, self.withdraw
         )
         self._compiler = ShapeCompiler(
-            compiler, page, self._outbox, options.executables.max_unexpected_shapes, clock, check, self._restore
+            compiler, page, self._outbox, options.executables.max_unexpected_shapes, clock, check, self._restore, models
         )
-        self._instances = InstanceTurns(
-            self.limiter, self._compiler, self._responses, self._outbox.prepare, self._take, self._finish
+        self._instances = InstanceRuns(
+            self.limiter,
+            self._compiler,
+            self.responses,
+            self._outbox.prepare,
+            self._take,
+            self._finish,
+            self._changed,
         )
-        self.jitted = JittedTurns(
+        self.loop_runs = LoopRuns(
             self._outbox, self._compiler, self.ensembles, page, clock, check, self._take, self._finish
         )
-        self._stepping = SteppingTurns(self._responses, page, clock, check)
-        self._expiry = Expiry(models, self._outbox)
+        self._stepping = SteppingRuns(self.responses, page, clock, check)
+        self._expiry = Expiry(models, self._outbox, self._agenda)
         self.calls = Calls(
             models,
-            self._responses,
+            self.responses,
             self.ensembles,
             self.limiter,
+            self._agenda,
             clock,
             post,
             self.enter,
@@ -109,11 +123,11 @@ class Dispatcher:
             options.requests.max_calls,
         )
         #: Executions whose answers are placed, and when they were; see ``count``.
-        self._uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
-        #: Versions with requests that wait, or are stepped.
+        self.uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
+        #: Versions in which requests wait.
         self._active: dict[ModelVersion, None] = {}
-        #: Whether requests were queued that were made inside the worker.
-        self._entered = False
+        #: What the table of models had changed when all of them were asked.
+        self._asked_of = 0
 
     # ---------------------------------------------------------------------------------------------------------- arrival
 
@@ -155,7 +169,6 @@ class Dispatcher:
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
         """Takes a request that was made inside the worker. Raises ServingError: it is not one for that model."""
         version.loaded.join(request)
-        self._entered = True
         self._admit(version, request, now_ns)
 
     def _queue(self, version: ModelVersion, request: Request, now_ns: int) -> None:
@@ -179,7 +192,19 @@ class Dispatcher:
             self._outbox.fail(request, error)
             return
         self._active[version] = None
-        self._expiry.note(version, now_ns)
+        self._agenda.wake(version)
+        if version.sequences is not None:
+            self._expiry.note(version.sequences, now_ns)
+
+    def _changed(self, version: ModelVersion) -> None:
+        """Something may have made requests ready that wait for that version."""
+        if version in self._active:
+            self._agenda.wake(version)
+
+    def ask_all(self) -> None:
+        """Has every version asked in which requests wait."""
+        self._asked_of, self.limiter.moved = self._models.changes, False
+        self._agenda.woken.update(self._active)  # type: ignore[arg-type]
 
     def cancel(self, submitter: Submitter[Request], request_id: int) -> None:
         """Drops a request that waits; one that runs is answered when it is done. Ignores what is not in flight."""
@@ -189,9 +214,18 @@ class Dispatcher:
 
     def withdraw(self, request: Request) -> None:
         """As ``cancel``, of one that is in flight or was made inside the worker."""
-        request.cancelled = True
-        self._outbox.fail_all(request.version.planner.cancelled(request), self._clock())
-        self._responses.cancelled(request)
+        version, request.cancelled = request.version, True
+        assert isinstance(version, ModelVersion)
+        answers = version.planner.cancelled(request)
+        if not answers and version.runs_ahead and self._instances.take_back(version, request):
+            sender = version.senders.get(request)
+            if sender is None:
+                answers = [(request, Cancelled("the request was cancelled"))]
+            else:
+                sender.returned = True
+        self._outbox.fail_all(answers, self._clock())
+        self._changed(version)
+        self.responses.cancelled(request)
         self.ensembles.cancel(request)
         self.calls.cancelled(request)
 
@@ -199,7 +233,7 @@ class Dispatcher:
         """Responses of a request have reached its client. Ignores what is not in flight."""
         request = submitter.in_flight.get(record.request_id)
         if request is not None:
-            self._responses.taken(request, record.byte_size)
+            self.responses.taken(request, record.byte_size)
 
     def drop(self, submitter: Submitter[Request]) -> None:
         """The submitter is gone: its waiting requests go, its running ones are forgotten when they end."""
@@ -210,71 +244,87 @@ class Dispatcher:
         for request in submitter.held:
             request.version.executing -= 1
             self._outbox.fail_all(request.version.planner.dropped(request, now_ns), now_ns)
+        self.ask_all()
         self._outbox.drop(submitter)
 
     # ---------------------------------------------------------------------------------------------------------- running
 
     def run_due(self, now_ns: int) -> int | None:
-        """Runs jitted batches of at most one model and fills every free instance.
+        """Carries out what is due: runs jitted batches of at most one model, and fills every free instance.
 
         Returns: when to be called again at the latest (not after ``now_ns``: at once); None: only when something arrives.
         """
-        next_ns: int | None = None
-        self._entered = False
-        if self._outbox.blocked:
-            for version, requests in by_version(self._outbox.retry(now_ns)).items():
-                version.executing -= len(requests)
-                self._restore(version, requests)
-            next_ns = self._outbox.next_give_up_ns
-        if self._responses.gathering and (look_ns := self._responses.gather(now_ns)) is not None:
-            next_ns = earlier(next_ns, look_ns)
-        if self._responses.blocked and (again_ns := self._responses.retry(now_ns)) is not None:
-            next_ns = earlier(next_ns, again_ns)
-        if now_ns >= self._expiry.next_ns:
-            self._expiry.end(now_ns)
-        first: ModelVersion | None = None
-        first_due_ns = 0
-        for version in list(self._active):
-            planner = version.planner
-            if 0 < planner.next_tick_ns <= now_ns:
-                self._expiry.tick(version, now_ns)
-            if not len(planner) and not planner.lives:
-                del self._active[version]
-                if version.limited and self._instances.withdraw(version, now_ns):
-                    next_ns = now_ns
-                continue
-            if planner.next_tick_ns:
-                next_ns = earlier(next_ns, planner.next_tick_ns)
-            if version.steps is not None:
-                self._stepping.dispatch(version, now_ns)
-                continue
-            if version.loaded.instances:
-                due_ns = self._instances.fill(version, now_ns)
-                if due_ns is not None:
-                    next_ns = earlier(next_ns, due_ns)
-                continue
-            due_ns = planner.due_ns()
-            if due_ns is None:
-                continue
-            if due_ns > now_ns:
-                next_ns = earlier(next_ns, due_ns)
-            elif first is None or due_ns < first_due_ns:
-                if first is not None:
-                    next_ns = now_ns
-                first, first_due_ns = version, due_ns
-            else:
-                next_ns = now_ns
-        if first is not None:
-            self.jitted.run(first, now_ns, alone=len(self._active) == 1)
-            if len(first.planner):
-                next_ns = now_ns
-        if self._stepping.versions and self._stepping.pending:
-            self._stepping.read(wait=not self._entered and (next_ns is None or next_ns > now_ns))
-            self._page.set_state(self.jitted.resting_state, self._clock())
-            next_ns = now_ns
-        if self.calls.any and (again_ns := self.calls.settle(now_ns)) is not None:
-            next_ns = earlier(next_ns, again_ns)
-        return now_ns if self._entered else next_ns
+        agenda, blocked, kept = self._agenda, self._outbox.blocked, self.responses.kept
+        if blocked or kept:
+            self._retry(now_ns)
+        if self._asked_of != self._models.changes or self.limiter.moved:
+            self.ask_all()
+        if agenda.woken or agenda.due_ns <= now_ns:
+            self._ask(agenda.take(now_ns), now_ns)
+        if self._stepping.living and self._step(now_ns):
+            return now_ns
+        if blocked or kept:
+            agenda.put(self._retry, min(self._outbox.next_give_up_ns, self.responses.next_give_up_ns))
+        if agenda.woken or self.limiter.moved:
+            return now_ns
+        return None if agenda.due_ns == NEVER else agenda.due_ns
+
+    def _retry(self, now_ns: int) -> None:
+        """Places answers that found no room, as far as they fit by now, and gives up on those that waited too long."""
+        for version, requests in by_version(self._outbox.retry(now_ns)).items():
+            version.executing -= len(requests)
+            self._restore(version, requests)
+        self.responses.retry(now_ns)
+
+    def _ask(self, parts: list[Part], now_ns: int) -> None:
+        due: list[tuple[Run, ModelVersion]] = []
+        for part in parts:
+            if not isinstance(part, ModelVersion):
+                part(now_ns)
+            elif (decision := self._decide(part, now_ns)) is not None:
+                due.append((decision, part))
+        if not due:
+            return
+        first = due[0][1] if len(due) == 1 else min(due, key=_since)[1]
+        for _, version in due:
+            if version is not first:
+                self._agenda.wake(version)
+        alone = len(self._active) == 1
+        self._active.pop(first, None)
+        self.loop_runs.run(first, now_ns, alone)
+        if len(first.planner):
+            self._active[first] = None
+            self._agenda.wake(first)
+
+    def _decide(self, version: ModelVersion, now_ns: int) -> Run | None:
+        """Carries out what the planner of a version decides, but for a run of the loop itself: returns that."""
+        planner, instances = version.planner, version.loaded.instances
+        decision = planner.decide(now_ns)
+        while isinstance(decision, Refuse):
+            self._expiry.refuse(version, decision.answers, now_ns)
+            decision = planner.decide(now_ns)
+        if isinstance(decision, Run) and not instances and version.steps is None:
+            return decision
+        next_ns = decision.when_ns if isinstance(decision, WaitUntil) else NEVER
+        if version.steps is not None:
+            self._stepping.join(version)
+            next_ns = planner.next_tick_ns or NEVER
+        elif instances:
+            next_ns = min(self._instances.fill(version, now_ns), planner.next_tick_ns or NEVER)
+        waits = len(planner) > 0
+        if not waits or version.steps is not None:
+            self._active.pop(version, None)
+        self._agenda.put(version, next_ns if waits else NEVER)
+        return None
+
+    def _step(self, now_ns: int) -> bool:
+        """Steps the models that are stepped. Returns whether there is more to do at once."""
+        self._stepping.dispatch(now_ns)
+        if not self._stepping.pending:
+            return False
+        self._stepping.read(wait=not self._agenda.woken and self._agenda.due_ns > now_ns)
+        self._page.set_state(self.loop_runs.resting_state, self._clock())
+        return True
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
         """The next batch, without requests of submitters that do not take their answers."""
@@ -291,6 +341,7 @@ class Dispatcher:
         waiting = [request for request in requests if not self._gone(request, now_ns)]
         self._outbox.fail_all(version.planner.restore(waiting, now_ns), now_ns)
         self._active[version] = None
+        self._agenda.wake(version)
 
     def _gone(self, request: Request, now_ns: int) -> bool:
         """Ends a request that nobody waits for any more."""
@@ -304,7 +355,7 @@ class Dispatcher:
 
     def _finish(self, version: ModelVersion, execution: Execution) -> None:
         if execution.by_senders:
-            self._responses.returned(execution)
+            self.responses.returned(execution)
         if version.free_state is not None and version.sequences is not None:
             version.free_state.keep(execution, version.sequences.table.sequences)
         if version.cache is not None:
@@ -316,40 +367,29 @@ class Dispatcher:
             self._outbox.fail_all(lost, now_ns, Failure.BACKEND)
         version.planner.done(execution.requests, now_ns)
         version.planner.done(execution.streamed, now_ns)
+        self._changed(version)
         if execution.again and version.loaded.sequences is not None:
             for request in execution.again:
                 version.loaded.sequences.join_again(request)
             self._restore(version, execution.again)
-        self._uncounted.append((version, execution, failed, now_ns))
+        self.uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
         """Counts what was executed; after its answers have left, because nobody waits for that. Returns what that was."""
-        if not self._uncounted:
-            return []
-        uncounted, self._uncounted = self._uncounted, []
+        uncounted, self.uncounted = self.uncounted, []
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)
         return [(version, execution) for version, execution, _, _ in uncounted]
 
-    def say_refusals(self, now_ns: int) -> None:
-        """Writes to the log what was refused, where that is due."""
-        self._outbox.refusals.settle(now_ns)
-
-    @property
-    def adopted(self) -> int:
-        """How many programs came into use since the start."""
-        return self._compiler.adopted
-
-    @property
-    def gathering(self) -> bool:
-        """Whether responses of a model are looked for in a moment."""
-        return self._responses.gathering
-
     @property
     def idle(self) -> bool:
-        """Whether no request waits for its turn, and no answer for room."""
-        blocked = self._outbox.blocked or self._responses.blocked
-        return not (blocked or (self._active and any(len(version.planner) for version in self._active)))
+        """Whether no request waits to run, and no answer for room."""
+        waits = self._active or self._outbox.blocked or self.responses.kept
+        return not (waits or (self._stepping.living and self._stepping.waits))
 
     def __repr__(self) -> str:
         return f"<Dispatcher {len(self._active)} models with work>"
+
+
+def _since(due: tuple[Run, ModelVersion]) -> int:
+    return due[0].since_ns

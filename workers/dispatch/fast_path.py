@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import select
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import cast
 
 from tensord.shm.arrays import address_of
@@ -140,12 +140,10 @@ class FastPath(Poller):
         page: StatusPage,
         desk: int,
         regions: RegionTable,
-        changes: Callable[[], int],
         register: SequenceRegister,
         models: ModelTable,
         chains: EnsembleChains,
     ) -> None:
-        """``changes``: another number whenever something changed that was learned from."""
         super().__init__(epoll, look_ns)
         states = WorkerState.IDLE, WorkerState.EXECUTING
         self._native = _native.FastPath(
@@ -156,8 +154,8 @@ class FastPath(Poller):
         self._models = models
         self._chains = chains
         self._regions = regions
-        self._changes = changes
-        self._seen = changes()
+        #: What the tables had changed when anything was learned.
+        self._seen = self._changes
         self._batches: dict[tuple[JaxModel | EnsembleChain, Hashable], _Batch] = {}
         self._alone: dict[tuple[ModelVersion, Hashable], _Alone] = {}
         #: (descriptor of the lane, number) of what was learned.
@@ -172,10 +170,17 @@ class FastPath(Poller):
         self._settle()
         self._submitters.pop(submitter.lane.fileno(), None)
         self._native.close(submitter.lane.fileno())
+        self.outdate()
+
+    @property
+    def _changes(self) -> int:
+        return self._models.changes + self._regions.changes
+
+    def outdate(self) -> None:
         self._seen = _NEVER
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
-        if self._seen != self._changes():
+        if self._seen != self._models.changes + self._regions.changes:
             self._forget()
         woken = Woken(*self._native.wait(max(0, timeout_ns), idle, sleeps))
         if self._forms:
@@ -221,7 +226,7 @@ class FastPath(Poller):
                 continue  # or its tensors lie in an arena: such are never gathered here
             if isinstance(model, EnsembleChain) and not model.answers(request):
                 continue
-            if self._seen == self._changes() and form.familiar is version.familiar:
+            if self._seen == self._changes and form.familiar is version.familiar:
                 batch = self._batches.get((model, request.key))
                 if batch is None:
                     batch = self._batches[model, request.key] = self._batch(version, model, cast(Shapes, request.key))
@@ -284,7 +289,7 @@ class FastPath(Poller):
         if request.submitter.closed or not isinstance(executable, Executable):
             return
         key = (lane.fileno(), form.number)
-        if key in self._forms or self._seen != self._changes() or form.familiar is not version.familiar:
+        if key in self._forms or self._seen != self._changes or form.familiar is not version.familiar:
             return
         answer = plan_alone(execution, form) if model.is_whole(execution) and not version.batcher.delays else None
         if answer is None or not lane.knows(answer.form):
@@ -332,7 +337,7 @@ class FastPath(Poller):
         self._batches.clear()
         self._alone.clear()
         self._forms.clear()
-        self._seen = self._changes()
+        self._seen = self._changes
 
     def close(self) -> None:
         self._forget()

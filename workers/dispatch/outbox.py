@@ -26,6 +26,7 @@ from tensord.shm.messages import Completion, FormCompletion
 from tensord.shm.refusals import Refusal, RefusalLog
 from tensord.workers.dispatch.answers import complete, complete_planned, complete_small, failure, plan_answer
 from tensord.workers.models.execution import Execution
+from tensord.workers.models.model_version import Part
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable
 from tensord.workers.requests.inner_request import hand_over, kept
@@ -34,6 +35,7 @@ from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Moments, Request, named
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter import BlockedAnswer, Submitter
+from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.tensors.batch_outputs import BatchOutputs
 
 _log = logging.getLogger(__name__)
@@ -51,12 +53,13 @@ class _Placing(enum.Enum):
 class Outbox:
     """One per worker; belongs to its loop."""
 
-    def __init__(self, options: Arenas) -> None:
+    def __init__(self, options: Arenas, agenda: Agenda[Part] | None = None) -> None:
         self._options = options
         self._wait_ns = int(options.wait * 1e9)
-        #: Submitters with blocked answers.
-        self._blocked: dict[Submitter[Request], None] = {}
-        self.refusals = RefusalLog()
+        #: Submitters that do not take their answers.
+        self.blocked: dict[Submitter[Request], None] = {}
+        self._refusals = RefusalLog()
+        self._agenda: Agenda[Part] = agenda or Agenda()
 
     def fail(self, request: Request, error: ServingError) -> None:
         """Answers with an error and ends the request, when it is its turn."""
@@ -95,7 +98,12 @@ class Outbox:
 
     def _note(self, request: Request, refusal: Refusal, now_ns: int) -> None:
         request.version.statistics.refused[refusal] += 1
-        self.refusals.note(request.version.name, refusal, now_ns)
+        self._refusals.note(request.version.name, refusal, now_ns)
+        self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
+
+    def _log_refusals(self, now_ns: int) -> None:
+        self._refusals.settle(now_ns)
+        self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def end(self, request: Request) -> None:
         """The request is over: its regions are free, its id may be forgotten."""
@@ -269,18 +277,13 @@ class Outbox:
         submitter.blocked_byte_size += answer.byte_size
         if answer.byte_size > submitter.lane.arena.small_byte_size:
             submitter.bulky.add((request.version, request.key))
-        self._blocked[submitter] = None
+        self.blocked[submitter] = None
         return None
 
     def no_room(self, request: Request, byte_size: int, now_ns: int) -> Unavailable:
         """Why an answer is given up: it is counted and told to the operator."""
         self._note(request, Refusal.ANSWER_ROOM, now_ns)
         return Unavailable(_describe_full(request.submitter, byte_size))
-
-    @property
-    def blocked(self) -> bool:
-        """Whether any submitter does not take its answers."""
-        return bool(self._blocked)
 
     def hold(self, request: Request) -> bool:
         """True: keeps a request from being run, because its submitter does not take the large answers of its kind that it has."""
@@ -296,14 +299,14 @@ class Outbox:
     def retry(self, now_ns: int) -> list[Request]:
         """Places what fits by now and gives up on what waited too long. Returns requests that may be run again."""
         freed: list[Request] = []
-        for submitter in list(self._blocked):
+        for submitter in list(self.blocked):
             self._retry(submitter, now_ns)
             if submitter.blocked_byte_size <= self._options.byte_size:
                 freed += submitter.held
                 submitter.held = []
             if not submitter.blocked:
                 submitter.bulky.clear()
-                del self._blocked[submitter]
+                del self.blocked[submitter]
         return freed
 
     def _retry(self, submitter: Submitter[Request], now_ns: int) -> None:
@@ -334,9 +337,9 @@ class Outbox:
                 self._fail(answer.request, error)
 
     @property
-    def next_give_up_ns(self) -> int | None:
+    def next_give_up_ns(self) -> int:
         """When ``retry`` must be called although no room came."""
-        return min((submitter.blocked[0].give_up_ns for submitter in self._blocked), default=None)
+        return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: Submitter[Request]) -> None:
         """Ends everything that waits for a submitter that is gone."""
@@ -348,10 +351,10 @@ class Outbox:
         submitter.held.clear()
         submitter.bulky.clear()
         submitter.blocked_byte_size = 0
-        self._blocked.pop(submitter, None)
+        self.blocked.pop(submitter, None)
 
     def __repr__(self) -> str:
-        return f"<Outbox {len(self._blocked)} submitters blocked>"
+        return f"<Outbox {len(self.blocked)} submitters blocked>"
 
 
 def _answer_formed(submitter: Submitter[Request], form: KnownForm, completion: Completion) -> None:

@@ -53,6 +53,9 @@ class Poller:
     def forget(self, submitter: Submitter[Request], number: int) -> None:
         """The number of a form of that submitter stands for another one from now on."""
 
+    def outdate(self) -> None:
+        """What was learned may not hold any more, although no table has changed."""
+
     def close(self) -> None:
         """Lets go of everything that it was told."""
 

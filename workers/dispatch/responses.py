@@ -23,12 +23,14 @@ from tensord.shm.messages import Completion, FormCompletion, response_byte_size
 from tensord.workers.dispatch.answers import complete, failure
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
+from tensord.workers.models.model_version import Part
 from tensord.workers.models.statistics import Failure
 from tensord.workers.requests.inner_request import InnerRequest, hand_over, kept
 from tensord.workers.requests.request import Request, named
 from tensord.workers.requests.response_kind import Described, EncodedResponses, ResponsesAlike, describe
 from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender, Sent
 from tensord.workers.requests.result import STREAMED, Response, Result
+from tensord.workers.scheduling.agenda import NEVER, Agenda
 
 _log = logging.getLogger(__name__)
 #: After responses came the loop is not woken for others, but looks for them after so long: a thread that makes one after the
@@ -51,8 +53,10 @@ class Responses:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], int],
         max_ahead: int,
+        agenda: Agenda[Part] | None = None,
     ) -> None:
         """``post``: has the loop call something, from any thread. ``max_ahead``: bytes of one request that nobody has taken."""
+        self._agenda: Agenda[Part] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size
         self._wait_ns = int(options.wait * 1e9)
         self._outbox = outbox
@@ -62,10 +66,10 @@ class Responses:
         self._arrived: deque[tuple[ResponseSender[Request], _Sent]] = deque()
         #: The loop was told that there are some, or looks for them by itself.
         self._posted = False
-        #: When it looks; 0: it does not.
-        self._look_ns = 0
+        #: When it looks for responses that do not wake it; 0: it does not.
+        self.look_ns = 0
         #: What found the response arena full, of each request in its order, and when it is given up.
-        self._kept: dict[ResponseSender[Request], tuple[deque[_Sent], int]] = {}
+        self.kept: dict[ResponseSender[Request], tuple[deque[_Sent], int]] = {}
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
@@ -129,8 +133,8 @@ class Responses:
     def respond(self, sender: ResponseSender[Request], result: Result | None, final: bool) -> None:
         """As ``sender.send``, from the loop itself: it is placed at once, and never waits."""
         sent = result, final, sender.posted(result, final)
-        if sender in self._kept:
-            self._kept[sender][0].append(sent)
+        if sender in self.kept:
+            self.kept[sender][0].append(sent)
         else:
             self._respond(sender, sent)
 
@@ -169,7 +173,7 @@ class Responses:
             and not request.outputs
             and request.timeline is None
             and request.sink is None
-            and sender not in self._kept
+            and sender not in self.kept
             and not sender.is_cancelled
         )
 
@@ -191,49 +195,43 @@ class Responses:
             if sender.returned:
                 self._end_cancelled(sender)
 
-    @property
-    def blocked(self) -> bool:
-        """Whether any waits for room."""
-        return bool(self._kept)
-
-    def retry(self, now_ns: int) -> int | None:
-        """Places what fits by now, and gives up on what waited too long. Returns when to be called again; None: nothing waits."""
-        for sender, (waiting, give_up_ns) in list(self._kept.items()):
-            del self._kept[sender]
+    def retry(self, now_ns: int) -> None:
+        """Places what fits by now, and gives up on what waited too long."""
+        for sender, (waiting, give_up_ns) in list(self.kept.items()):
+            del self.kept[sender]
             while waiting and not sender.ended:
                 if now_ns >= give_up_ns:
                     waiting = deque([(self._no_room(sender, waiting[0][2]), True, 0)])
                 sent = waiting.popleft()
                 self._respond(sender, sent)
-                if sender in self._kept:
+                if sender in self.kept:
                     waiting.appendleft(sent)
-                    self._kept[sender] = waiting, give_up_ns
+                    self.kept[sender] = waiting, give_up_ns
                     break
-        return min((give_up_ns for _, give_up_ns in self._kept.values()), default=None)
-
-    def gather(self, now_ns: int) -> int | None:
-        """Takes what came without waking the loop. Returns when to be called again; None: whoever sends wakes it."""
-        if 0 < self._look_ns <= now_ns:
-            self._look_ns = 0
-            self._take()
-        return self._look_ns or None
 
     @property
-    def gathering(self) -> bool:
-        """Whether the loop is to look for responses that do not wake it."""
-        return self._look_ns > 0
+    def next_give_up_ns(self) -> int:
+        """When ``retry`` must be called although no room came."""
+        return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
+
+    def gather(self, now_ns: int) -> None:
+        """Takes what came without waking the loop, when that is due."""
+        if 0 < self.look_ns <= now_ns:
+            self.look_ns = 0
+            self._take()
 
     def _take(self) -> None:
         arrived = self._arrived
-        if not self._look_ns:
+        if not self.look_ns:
             self._posted = False
         count = len(arrived)
         if count:
-            self._posted, self._look_ns = True, self._clock() + _GATHER_NS
+            self._posted, self.look_ns = True, self._clock() + _GATHER_NS
+            self._agenda.put(self.gather, self.look_ns)
         for _ in range(count):
             sender, sent = arrived.popleft()
-            if sender in self._kept:
-                self._kept[sender][0].append(sent)
+            if sender in self.kept:
+                self.kept[sender][0].append(sent)
             else:
                 self._respond(sender, sent)
 
@@ -265,7 +263,7 @@ class Responses:
             result = placed
             placed = self._place(sender, result, final)
         if not isinstance(placed, int):
-            self._kept[sender] = deque([sent]), now_ns + self._wait_ns
+            self.kept[sender] = deque([sent]), now_ns + self._wait_ns
             return
         # What it comes to on the lane is what its submitter says has been taken.
         sender.settle(byte_size - placed)
@@ -371,11 +369,11 @@ class Responses:
     def _end(self, sender: ResponseSender[Request], now_ns: int, failure: Failure | None) -> None:
         request = sender.request
         sender.end()
-        self._kept.pop(sender, None)
+        self.kept.pop(sender, None)
         request.version.senders.pop(request, None)
         request.version.statistics.streamed(sender, now_ns, failure)
         if request.sink is None:
             self._outbox.end(request)
 
     def __repr__(self) -> str:
-        return f"<Responses {len(self._arrived)} to be placed, {len(self._kept)} requests wait for room>"
+        return f"<Responses {len(self._arrived)} to be placed, {len(self.kept)} requests wait for room>"

@@ -14,6 +14,7 @@ from tensord.shm.refusals import Refusal
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.free_state import Unfit
+from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable, Wanted
@@ -41,8 +42,10 @@ class ShapeCompiler:
         clock: Callable[[], int],
         check: CheckDevice,
         restore: Callable[[ModelVersion, list[Request]], None],
+        models: ModelTable,
     ) -> None:
         """``max_shapes``: of one version, at a time. ``restore``: queues requests again that could not run."""
+        self._models = models
         self._thread = thread
         self._page = page
         self._outbox = outbox
@@ -50,8 +53,6 @@ class ShapeCompiler:
         self._clock = clock
         self._check = check
         self._restore = restore
-        #: How many programs came into use since the start.
-        self.adopted = 0
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
         """Has a shape compiled; its requests wait and everything else goes on."""
@@ -108,12 +109,14 @@ class ShapeCompiler:
                 now_ns = self._clock()
                 version.planner.done(requests, now_ns)
                 self._outbox.fail_all([(request, error) for request in requests], now_ns, Failure.BACKEND)
+                # The next ones of their sequences may run now.
+                self._restore(version, [])
                 return
             executables = version.jitted.executables
             for changed in (*executables.add(outcome), outcome.wanted):
                 # Batches of a shape grow only as far as an executable for them is ready.
                 version.planner.limit(changed.shapes, executables.limit(changed.shapes))
-            self.adopted += 1
+            self._models.changes += 1
             self._restore(version, requests)
 
         return compiled
@@ -131,4 +134,4 @@ class ShapeCompiler:
             _log.error("compiling a series for model '%s' failed", version.name, exc_info=outcome)
         elif outcome is not None:
             series.add(outcome)
-            self.adopted += 1
+            self._models.changes += 1

@@ -5,7 +5,7 @@
                step ────┘                        └─▶ slots that are free ─▶ the next requests
 
 ``dispatch`` gives the device all that may be on its way and returns at once; ``read`` waits for the oldest of it. Meanwhile the
-device has the next, and other models have their turn. Between the two the loop takes what has come: who joins is inserted behind
+device has the next, and other models run. Between the two the loop takes what has come: who joins is inserted behind
 the step that is on its way, not behind one more. Belongs to the worker's loop.
 
 XLA runs small programs on a processor before it returns: what is done by then is answered before anything else is run.
@@ -47,31 +47,46 @@ class _Given(NamedTuple):
     began_ns: int
 
 
-class SteppingTurns:
+class SteppingRuns:
     """Those of all versions, one after the other. One per worker."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
         """``check``: of the worker's device."""
         self._make = functools.partial(Stepping, responses=responses, page=page, clock=clock, check=check)
-        #: Those that have been stepped.
-        self.versions: dict[ModelVersion, Stepping] = {}
+        #: Versions that have been stepped.
+        self._versions: dict[ModelVersion, Stepping] = {}
+        #: Those of them with requests: they are asked in each iteration.
+        self.living: dict[ModelVersion, Stepping] = {}
 
-    def dispatch(self, version: ModelVersion, now_ns: int) -> None:
-        """Gives the device what it may have of that version."""
-        stepping = self.versions.get(version)
+    def join(self, version: ModelVersion) -> None:
+        """It has requests."""
+        stepping = self._versions.get(version)
         if stepping is None:
-            stepping = self.versions[version] = self._make(version)
-            version.when_closed(lambda: self.versions.pop(version, None))
-        stepping.dispatch(now_ns)
+            stepping = self._versions[version] = self._make(version)
+            version.when_closed(lambda: (self._versions.pop(version, None), self.living.pop(version, None)))
+        self.living[version] = stepping
+
+    def dispatch(self, now_ns: int) -> None:
+        """Gives the device what it may have of each."""
+        for version, stepping in list(self.living.items()):
+            stepping.dispatch(now_ns)
+            # Also one of which all requests have left: what the device was given is read.
+            if not (len(version.planner) or version.planner.lives or stepping.pending):
+                del self.living[version]
+
+    @property
+    def waits(self) -> bool:
+        """Whether any request waits for a slot."""
+        return any(len(version.planner) for version in self.living)
 
     @property
     def pending(self) -> bool:
         """Whether anything is to be read, or somebody may begin."""
-        return any(stepping.pending for stepping in self.versions.values())
+        return any(stepping.pending for stepping in self.living.values())
 
     def read(self, wait: bool) -> None:
         """Answers with what the device has done of each. ``wait``: until there is something."""
-        for stepping in self.versions.values():
+        for stepping in self.living.values():
             stepping.read(wait)
 
 

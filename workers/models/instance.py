@@ -72,6 +72,8 @@ class Instance:
         #: wait for the loop.
         self.given: deque[Execution] = deque()
         self.depth = 1
+        #: Those of them that the thread has not begun with.
+        self._ahead: deque[Execution] = deque()
         #: It only holds the model.
         self.passive = False
         #: The group that it is of, and its number there.
@@ -121,7 +123,17 @@ class Instance:
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
         """Runs a batch there; ``done`` is called on the loop."""
         self.given.append(execution)
+        self._ahead.append(execution)
         self._jobs.put((execution, done))
+
+    def take_back(self, execution: Execution) -> bool:
+        """Takes back what was given to ``run``; nothing more is heard of it. False: the thread has begun with it."""
+        # One of the two removes it: that is one step, which no other thread can come between.
+        with contextlib.suppress(ValueError):
+            self._ahead.remove(execution)
+            self.given.remove(execution)
+            return True
+        return False
 
     def close(self, closed: Callable[[], None]) -> None:
         """Ends the model and the thread after what was given to it; ``closed`` is called on the loop.
@@ -167,6 +179,11 @@ class Instance:
                 del job
                 continue
             execution, done = job
+            try:
+                self._ahead.remove(execution)
+            except ValueError:  # it was taken back
+                del job, execution, done
+                continue
             execution.began_ns = time.monotonic_ns()
             execution.resume = self._jobs.put
             running = [(request.submitter.peer, request.request_id) for request in execution.requests]

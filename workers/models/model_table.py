@@ -23,8 +23,9 @@ class ModelTable:
         self._found: dict[tuple[str, int], ModelVersion] = {}
         #: Those that only hold their model.
         self._passive: set[tuple[str, int]] = set()
-        self._draining: list[ModelVersion] = []
-        #: How often anything was added or removed.
+        #: Versions that are not gone yet.
+        self.draining: list[ModelVersion] = []
+        #: How often anything came, went, or came into use: versions, and programs of theirs.
         self.changes = 0
 
     def __iter__(self) -> Iterator[ModelVersion]:
@@ -33,7 +34,7 @@ class ModelTable:
     def everyone(self) -> Iterator[ModelVersion]:
         """Also those that only finish their requests."""
         yield from self._serving.values()
-        yield from self._draining
+        yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
         """From now on requests find it; a version it replaces drains."""
@@ -53,7 +54,7 @@ class ModelTable:
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
         """No request finds it any more; ``done`` is called when its last one is answered and it is gone."""
         version = self._serving.pop((name, number), None)
-        for gone in (version, *self._draining):
+        for gone in (version, *self.draining):
             if gone is not None and (gone.name, gone.version) == (name, number):
                 gone.end_sequences()
         if version is None:
@@ -99,31 +100,27 @@ class ModelTable:
         return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> None:
-        """Moves draining versions on; called once a turn."""
-        if self._draining:
-            self._draining = [version for version in self._draining if not version.settle()]
-
-    @property
-    def draining(self) -> int:
-        """Versions that are not gone yet."""
-        return len(self._draining)
+        """Moves draining versions on; called in each iteration while there are any."""
+        self.draining = [version for version in self.draining if not version.settle()]
 
     def _drain(self, version: ModelVersion, done: Callable[[], None]) -> None:
         version.drain(done)
-        self._draining.append(version)
+        self.draining.append(version)
 
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
         """Where a request of a sequence goes: a sequence that began before the version was loaded again ends where it began.
 
         A START goes to the new load, and ends the old run of its sequence.
         """
-        for old in self._draining:
+        for old in self.draining:
             if old.sequences is None or (old.name, old.version) != (version.name, version.version):
                 continue
             if old.sequences.table.find(correlation_id) is not None:
                 if not start:
                     return old
                 old.sequences.close(correlation_id)
+                # Another sequence may run in its place.
+                self.changes += 1
         return version
 
     def _index(self, name: str) -> None:
@@ -138,4 +135,4 @@ class ModelTable:
         self._passive |= {key for key, version in versions.items() if version.loaded.is_passive}
 
     def __repr__(self) -> str:
-        return f"<ModelTable {sorted(self._serving)}, {len(self._draining)} draining>"
+        return f"<ModelTable {sorted(self._serving)}, {len(self.draining)} draining>"

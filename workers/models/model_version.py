@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable, Mapping
+from typing import TypeAlias
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
@@ -27,6 +28,11 @@ from tensord.workers.scheduling.queue import RequestQueue
 from tensord.workers.scheduling.response_order import ResponseOrder
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.step_batcher import StepBatcher
+
+#: So many requests an instance is given at a time, the one that runs among them, where it is given some ahead.
+_AHEAD = 3
+#: What the agenda of a worker's loop holds: versions with requests, and functions that are called with the time.
+Part: TypeAlias = "ModelVersion | Callable[[int], object]"
 
 
 class VersionState(enum.Enum):
@@ -107,13 +113,17 @@ class ModelVersion:
         self.order: ResponseOrder[object, Callable[[], None]] | None = None
         if loaded.ordered and len(loaded.instances) > 1:
             self.order = ResponseOrder()
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a batch may be taken before another one has run: nothing that comes meanwhile would join it, or overtake it."""
-        loaded = self.loaded
-        alone = len(loaded.instances) == 1 and not self.limited and self.sequences is None
-        return alone and not loaded.batch_rules.joins and loaded.queue_rules.plain
+        #: Whether a request may be given to the thread before another one has run: no other thread could run it meanwhile, and
+        #: nothing that comes would join it, or overtake it.
+        self.runs_ahead = (
+            len(loaded.instances) == 1
+            and not self.limited
+            and self.sequences is None
+            and not loaded.batch_rules.joins
+            and loaded.queue_rules.plain
+        )
+        for instance in loaded.instances:
+            instance.depth = _AHEAD if self.runs_ahead else 1
 
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
         """What requests must have in common to run together."""
@@ -145,8 +155,9 @@ class ModelVersion:
 
     @property
     def pending(self) -> int:
-        """Requests that wait for their turn, or for their shape to be compiled."""
-        return len(self.planner) + sum(map(len, self.compiling.values()))
+        """Requests that wait to run, some of them with an instance already, or for their shape to be compiled."""
+        ahead = sum([max(0, len(instance.given) - 1) for instance in self.loaded.instances])
+        return len(self.planner) + ahead + sum(map(len, self.compiling.values()))
 
     def figures(self, now_ns: int) -> VersionFigures:
         """For metrics."""

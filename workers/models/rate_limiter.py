@@ -21,7 +21,8 @@ class RateLimiter:
         self._limits: dict[str, int] = dict(given)
         self._resources: Resources[Instance] = Resources(self._limits)
         self._known: dict[Instance, None] = {}
-        self._moved = False
+        #: Somebody who waited may run now; cleared by who asks them.
+        self.moved = False
 
     def add(self, instances: Iterable[Instance]) -> None:
         """They come, if they are not there. None of them needs more than the operator gives."""
@@ -36,7 +37,7 @@ class RateLimiter:
         for instance in instances:
             if instance in self._known:
                 del self._known[instance]
-                self._moved |= bool(self._resources.remove(instance))
+                self.moved |= bool(self._resources.remove(instance))
         self._set_limits()
 
     def _set_limits(self) -> None:
@@ -52,7 +53,7 @@ class RateLimiter:
 
     def done(self, instance: Instance, again: bool = False) -> None:
         """It has run, or has nothing to run after all. ``again``: it has run, and there is more to run."""
-        self._moved |= bool(
+        self.moved |= bool(
             self._resources.give_back(instance, again)
             if self._resources.runs(instance)
             else self._resources.withdraw(instance)
@@ -62,11 +63,6 @@ class RateLimiter:
     def running(self) -> list[Instance]:
         """Those that have what they need, and run."""
         return [instance for instance in self._known if instance.busy]
-
-    def take_moved(self) -> bool:
-        """Whether somebody who waited may run now; asked once."""
-        moved, self._moved = self._moved, False
-        return moved
 
     def __repr__(self) -> str:
         return f"<RateLimiter of {len(self._known)} instances>"

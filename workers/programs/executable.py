@@ -27,6 +27,7 @@ from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.plain_program import is_plain
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import memory_needed
+from tensord.workers.programs.weight import Weight, weight_of
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.batch_outputs import OutputLayout, layout_of
 from tensord.workers.tensors.buckets import Shapes
@@ -61,6 +62,7 @@ class Executable:
         "_inputs",
         "_laid",
         "_layout",
+        "_light",
         "_plain",
         "_program",
         "_signature",
@@ -98,6 +100,7 @@ class Executable:
         #: How they are allocated, once it has run where that can be learned.
         self.memory_of_outputs: OutputMemory | None = None
         self._plain: bool | None = None
+        self._light: bool | None = None
         self._specs = [
             (spec, shape)
             for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True)
@@ -133,6 +136,13 @@ class Executable:
     def placement(self) -> Placement:
         """Where it runs."""
         return self._program.placement
+
+    @property
+    def light(self) -> bool:
+        """Whether it has no more to do than a call of it costs, as far as XLA tells."""
+        if self._light is None:
+            self._light = weight_of(self._program.call) > Weight.HEAVY
+        return self._light
 
     @property
     def memory_needed(self) -> int | None:

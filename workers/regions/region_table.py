@@ -38,7 +38,7 @@ class RegionTable:
         #: Memory of GPUs that other workers have, which no request has needed here so far.
         self._elsewhere: dict[str, RegisterCudaRegion] = {}
         #: Regions whose requests are not done.
-        self._leaving: list[AnyRegion] = []
+        self.leaving: list[AnyRegion] = []
         #: Whom to tell when those are closed.
         self._waiting: list[tuple[list[AnyRegion], Callable[[], None]]] = []
         #: How often anything was added or removed.
@@ -90,7 +90,7 @@ class RegionTable:
             self._adopt(self._opened(record))
             return
         if (renewed := self._regions.pop(record.name, None)) is not None:
-            self._leaving.append(renewed)
+            self.leaving.append(renewed)
         self._elsewhere[record.name] = record
         self.changes += 1
         self.settle()
@@ -119,7 +119,7 @@ class RegionTable:
     def _adopt(self, region: AnyRegion) -> None:
         """Requests find it from here on; those that use the one it renews go on with that."""
         if (renewed := self._regions.get(region.name)) is not None:
-            self._leaving.append(renewed)
+            self.leaving.append(renewed)
         self._regions[region.name] = region
         self.changes += 1
         self.settle()
@@ -151,20 +151,20 @@ class RegionTable:
         if region is None or not isinstance(region, wanted):
             return 0
         del self._regions[name]
-        self._leaving.append(region)
+        self.leaving.append(region)
         self.changes += 1
         self.settle()
         return region.leases
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
         """Calls ``done`` when no region that had that name, and is leaving now, is in use any more."""
-        self._waiting.append(([region for region in self._leaving if region.name == name], done))
+        self._waiting.append(([region for region in self.leaving if region.name == name], done))
         self._tell()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
         """Name, the given or every one (""), with the tensors of requests in its region, and in those that had it before."""
         found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
-        for region in self._leaving:
+        for region in self.leaving:
             if name in ("", region.name):
                 held, left = found.get(region.name, (0, 0))
                 found[region.name] = held, left + region.leases
@@ -173,16 +173,16 @@ class RegionTable:
     def leases(self) -> dict[str, int]:
         """Kind of region -> tensors of requests that are in such regions now, also in those that are leaving."""
         found = {"system": 0, "cuda": 0}
-        for region in (*self._regions.values(), *self._leaving):
+        for region in (*self._regions.values(), *self.leaving):
             found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
         return found
 
     def settle(self) -> None:
-        """Closes what is no longer used. Cheap when nothing is leaving; called once a turn."""
-        if not self._leaving:
+        """Closes what is no longer used; called in each iteration while anything is leaving."""
+        if not self.leaving:
             return
-        for region in [region for region in self._leaving if not region.leases]:
-            self._leaving.remove(region)
+        for region in [region for region in self.leaving if not region.leases]:
+            self.leaving.remove(region)
             self._close(region)
         self._tell()
 
@@ -190,7 +190,7 @@ class RegionTable:
         """Whoever waits for what is closed now."""
         for entry in list(self._waiting):
             regions, done = entry
-            if not any(region in self._leaving for region in regions):
+            if not any(region in self.leaving for region in regions):
                 self._waiting.remove(entry)
                 done()
 
@@ -206,7 +206,7 @@ class RegionTable:
         region.close()
 
     def __repr__(self) -> str:
-        return f"<RegionTable {sorted(self._regions)}, {len(self._leaving)} leaving>"
+        return f"<RegionTable {sorted(self._regions)}, {len(self.leaving)} leaving>"
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:

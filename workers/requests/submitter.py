@@ -50,8 +50,8 @@ class Submitter(Generic[R]):
         "in_flight",
         "lane",
         "peer",
+        "renumbered",
         "unflushed",
-        "writing",
     )
 
     def __init__(self, peer: int, lane: WorkerLane) -> None:
@@ -71,8 +71,8 @@ class Submitter(Generic[R]):
         self._response_kinds: dict[tuple[int, bool, Described], ResponseKind] = {}
         #: Completions were queued since the last flush.
         self.unflushed = False
-        #: The loop waits until the lane can be written to.
-        self.writing = False
+        #: How often a number of a form had come to stand for another one when this was last looked at.
+        self.renumbered = 0
         self.closed = False
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
@@ -91,13 +91,8 @@ class Submitter(Generic[R]):
         """That of responses like that which others follow, where there was one before. From any thread."""
         return self._response_kinds.get((version, False, described))
 
-    @property
-    def behind(self) -> bool:
-        """Whether answers wait, for room or until the lane can be written to."""
-        return bool(self.blocked or self.held or self.lane.waiting)
-
     def answer(self, completion: Completion) -> None:
-        """Queues a completion; the loop flushes once a turn."""
+        """Queues a completion; the loop flushes once in an iteration."""
         if not self.closed:
             self.lane.complete(completion)
             self.unflushed = True

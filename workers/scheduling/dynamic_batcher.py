@@ -1,6 +1,6 @@
 """Decides which waiting requests of one model version run together, and when.
 
-Pure: ``due_ns`` and ``take`` read the queue and the time they are told. ``tensord.workers.dispatch.dispatcher`` asks, and runs
+Pure: ``decide`` and ``take`` read the queue and the time they are told. ``tensord.workers.dispatch.dispatcher`` asks, and runs
 what is taken.
 
     no delay    whatever waits is due at once, as much of it as fits
@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.planner import QueuePlanner
+from tensord.workers.scheduling.planner import Decision, QueuePlanner, Run, WaitUntil, decide
 from tensord.workers.scheduling.queue import RequestQueue, W
 
 
@@ -88,6 +88,16 @@ class DynamicBatcher(QueuePlanner[W]):
             self._limits.pop(key, None)
         if self.delays:
             self._changed.add(key)
+
+    def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
+        """As ``Planner.decide``."""
+        if self.delays or self._queue.expiries:
+            return decide(self, now_ns, instance)
+        head = self._queue.head()
+        if head is None:
+            return None
+        since_ns = head.arrived_ns
+        return Run(since_ns) if since_ns <= now_ns else WaitUntil(since_ns)
 
     def due_ns(self, instance: int = 0) -> int | None:
         """When the next batch should run, on whichever instance. None: nothing waits."""

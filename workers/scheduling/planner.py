@@ -1,5 +1,10 @@
 """What decides for one model version which requests run, when, and together: a ``DynamicBatcher``, ``SequenceBatcher``, or
-``StepBatcher``.
+``StepBatcher``. ``decide`` says it; ``tensord.workers.dispatch.dispatcher`` carries it out.
+
+    decide ─▶ Run         a batch is due: take it, once there is somebody to run it
+           ─▶ Refuse      requests waited too long: answer them
+           ─▶ WaitUntil   nothing is due before that
+           ─▶ None        nothing is due before something happens: a request, the end of a run
 
     arrived ─▶ waits ─▶ take ─▶ runs ─▶ done
                  │        ├──▶ restore: it could not run, and waits again
@@ -12,12 +17,31 @@ A request that is lost may take others along, so whatever loses one returns the 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tensord.shm.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
 from tensord.workers.scheduling.queue import RequestQueue, W, Waiting
 
 P = TypeVar("P", bound=Waiting)
+
+
+class Run(NamedTuple):
+    """A batch is to be taken and run."""
+
+    #: Since when it could have been: whose request has waited longest goes first.
+    since_ns: int
+
+
+class WaitUntil(NamedTuple):
+    """Nothing is due before that."""
+
+    when_ns: int
+
+
+class Refuse(NamedTuple, Generic[P]):
+    """Requests waited too long; each with its answer."""
+
+    answers: list[tuple[P, ServingError]]
 
 
 class Planner(Protocol[P]):
@@ -43,6 +67,9 @@ class Planner(Protocol[P]):
     @property
     def lives(self) -> bool:
         """Whether it must be asked although nothing waits."""
+
+    def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
+        """What is to be done now for an instance that is free."""
 
     def due_ns(self, instance: int = 0) -> int | None:
         """When an instance's next batch should run. None: nothing waits for it."""
@@ -72,6 +99,22 @@ class Planner(Protocol[P]):
         """The worker is to stop: what may be refused for that is refused."""
 
 
+Decision = Run | WaitUntil | Refuse[P] | None
+
+
+def decide(planner: Planner[P], now_ns: int, instance: int) -> Decision[P]:
+    """As ``Planner.decide``, by what a planner says of its requests' times."""
+    tick_ns = planner.next_tick_ns
+    if 0 < tick_ns <= now_ns:
+        return Refuse(planner.tick(now_ns))
+    due_ns = planner.due_ns(instance)
+    if due_ns is not None and due_ns <= now_ns:
+        return Run(due_ns)
+    if due_ns is None:
+        return WaitUntil(tick_ns) if tick_ns else None
+    return WaitUntil(min(due_ns, tick_ns or due_ns))
+
+
 class QueuePlanner(Generic[W]):
     """What a planner is to the requests that wait in its queue, whatever it does with those that it takes out."""
 
@@ -81,7 +124,7 @@ class QueuePlanner(Generic[W]):
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return len(self._queue)
+        return self._queue.size
 
     def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
         """Nobody waits for it any more. Returns its answer, if it waited."""
@@ -106,8 +149,3 @@ class QueuePlanner(Generic[W]):
         """What was taken could not run, and waits again."""
         self._queue.restore(requests)
         return []
-
-
-def earlier(a: int | None, b: int) -> int:
-    """The first of two moments; None: never."""
-    return b if a is None else min(a, b)

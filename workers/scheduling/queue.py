@@ -98,15 +98,16 @@ class RequestQueue(Generic[W]):
         self._rows: dict[Hashable, int] = {}
         #: Of the level of line 0, of line 2, ...; of those that have a line.
         self._level_sizes = {0: 0}
-        self._size = 0
+        #: Requests that wait.
+        self.size = 0
         self._sequence = 0
         #: (when, sequence, request) of those that can expire; entries of requests that left are skipped.
-        self._expiries: list[tuple[int, int, W]] = []
+        self.expiries: list[tuple[int, int, W]] = []
         #: Keys of which other requests wait than when the batcher last looked; None: nobody looks.
         self.changed: set[Hashable] | None = None
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def rows(self, key: Hashable) -> int:
         """Rows of that key that wait."""
@@ -114,14 +115,14 @@ class RequestQueue(Generic[W]):
 
     def push(self, request: W) -> None:
         """Appends. Raises Unavailable: the queue is full."""
-        if self._line >= 0 and not request.deadline_ns and self._size < self._rules.max_size:
+        if self._line >= 0 and not request.deadline_ns and self.size < self._rules.max_size:
             self._sequence += 1
             request.sequence = self._sequence
             self._insert(request, self._line)
             return
         level = self._rules.level(request.priority)
         policy = self._rules.policy(level)
-        if self._size >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes.get(level - 1, 0):
+        if self.size >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes.get(level - 1, 0):
             raise Unavailable("Exceeds maximum queue size")
         self._sequence += 1
         request.sequence = self._sequence
@@ -142,10 +143,10 @@ class RequestQueue(Generic[W]):
         """Notes when the request expires."""
         expires_ns = self._expiry(request, policy)
         if expires_ns:
-            heapq.heappush(self._expiries, (expires_ns, request.sequence, request))
-            if len(self._expiries) > 2 * self._size + 64:
-                self._expiries = [entry for entry in self._expiries if entry[2].line >= 0]
-                heapq.heapify(self._expiries)
+            heapq.heappush(self.expiries, (expires_ns, request.sequence, request))
+            if len(self.expiries) > 2 * self.size + 64:
+                self.expiries = [entry for entry in self.expiries if entry[2].line >= 0]
+                heapq.heapify(self.expiries)
 
     @staticmethod
     def _expiry(request: W, policy: QueuePolicy) -> int:
@@ -198,7 +199,7 @@ class RequestQueue(Generic[W]):
                 break
             self._end(number, line, key)
         if taken:
-            self._size -= len(taken)
+            self.size -= len(taken)
             self._less(key, rows)
         return taken
 
@@ -212,7 +213,7 @@ class RequestQueue(Generic[W]):
         self._level_sizes[request.line // 2] -= 1
         if not waiting:
             self._end(request.line, line, request.key)
-        self._size -= 1
+        self.size -= 1
         request.line = -1
         self._less(request.key, request.rows)
         return True
@@ -220,8 +221,8 @@ class RequestQueue(Generic[W]):
     def expire(self, now_ns: int) -> list[W]:
         """Removes and returns the requests to refuse; those that may be late are only put behind the others."""
         refused: list[W] = []
-        while self._expiries and self._expiries[0][0] <= now_ns:
-            _, _, request = heapq.heappop(self._expiries)
+        while self.expiries and self.expiries[0][0] <= now_ns:
+            _, _, request = heapq.heappop(self.expiries)
             if request.line < 0:
                 continue
             level = request.line // 2 + 1
@@ -232,13 +233,13 @@ class RequestQueue(Generic[W]):
                 continue
             self._insert(request, 2 * (level - 1) + 1)
             if request.deadline_ns:
-                heapq.heappush(self._expiries, (request.deadline_ns, request.sequence, request))
+                heapq.heappush(self.expiries, (request.deadline_ns, request.sequence, request))
         return refused
 
     @property
     def next_expiry_ns(self) -> int:
         """When ``expire`` is worth a call; 0: never. May be early."""
-        return self._expiries[0][0] if self._expiries else 0
+        return self.expiries[0][0] if self.expiries else 0
 
     def requests(self) -> list[W]:
         """Everything that waits, in no order."""
@@ -251,7 +252,7 @@ class RequestQueue(Generic[W]):
             bisect.insort(self._order, number)
             self._level_sizes.setdefault(number // 2, 0)
         request.line = number
-        self._size += 1
+        self.size += 1
         self._level_sizes[number // 2] += 1
         self._rows[request.key] = self._rows.get(request.key, 0) + request.rows
         if self.changed is not None:
@@ -285,7 +286,7 @@ class RequestQueue(Generic[W]):
     def check_invariants(self) -> None:
         """For tests: the counters say what the lines hold, and there is nothing but them."""
         requests = self.requests()
-        assert len(requests) == self._size
+        assert len(requests) == self.size
         assert self._order == sorted(self._lines)
         assert all(line for number, line in self._lines.items() if number)
         assert all(waiting for line in self._lines.values() for waiting in line.values())
@@ -301,7 +302,7 @@ class RequestQueue(Generic[W]):
         assert sizes == self._level_sizes
 
     def __repr__(self) -> str:
-        return f"<RequestQueue {self._size} waiting, {len(self._rows)} keys>"
+        return f"<RequestQueue {self.size} waiting, {len(self._rows)} keys>"
 
 
 def _sequence(request: Waiting) -> int:

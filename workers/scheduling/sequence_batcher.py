@@ -12,6 +12,7 @@ from typing import Generic, Protocol
 
 from tensord.shm.errors import Cancelled, ServingError
 from tensord.workers.scheduling.expiries import TIMED_OUT
+from tensord.workers.scheduling.planner import Decision, decide
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, state_lost
 from tensord.workers.scheduling.sequence_events import SequenceEvents
 from tensord.workers.scheduling.sequence_table import SequenceRules, SequenceTable
@@ -160,6 +161,10 @@ class SequenceBatcher(Generic[S]):
     def lives(self) -> bool:
         """While nothing waits it is asked only when somebody may have been silent too long (``silent_ns`` of its table)."""
         return False
+
+    def decide(self, now_ns: int, instance: int = 0) -> Decision[S]:
+        """As ``Planner.decide``."""
+        return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:
         """When the next batch of an instance should run. None: nothing of it is ready."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.planner import QueuePlanner
+from tensord.workers.scheduling.planner import Decision, QueuePlanner, decide
 from tensord.workers.scheduling.queue import RequestQueue, W
 
 #: Steps on their way to the device, or on it.
@@ -111,6 +111,10 @@ class StepBatcher(QueuePlanner[W]):
     def lives(self) -> bool:
         """Whether it must be asked although nothing waits."""
         return bool(self._seats) or self._on_their_way > 0
+
+    def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
+        """As ``Planner.decide``: a batch is requests that get their slots."""
+        return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:
         """When the next requests should get their slots, if need be after a step. None: nothing waits, or no slot is free."""

@@ -894,7 +894,7 @@ def test_two_fronts_and_one_that_goes(loop: WorkerLoop) -> None:
     assert other.flush()
     assert firsts(loop.answers(1)) == [(2.0, 0.0)]
     other.close()
-    loop.worker.turn()
+    loop.worker.iterate()
     known(loop, lambda: ask(loop, 1.0))
     assert firsts(ask(loop, 7.0)) == [(8.0, 6.0)]
 

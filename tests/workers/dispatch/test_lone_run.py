@@ -385,7 +385,7 @@ class Asker:
 def leases(loop: WorkerLoop) -> int:
     loop.front.flush()
     for _ in range(5):
-        loop.worker.turn()
+        loop.worker.iterate()
     return sum(submitter.lane.arena.statistics()["leases"] for submitter in loop.worker._submitters.values())
 
 
@@ -523,7 +523,7 @@ def test_where_the_answers_are_not_taken_they_wait(models: Path, leaves_nothing:
         held = asker.submit(xs[4])
         loop.front.flush()
         for _ in range(20):
-            loop.worker.turn()
+            loop.worker.iterate()
         assert loop.front.receive() in (None, [])
         for x, answer in waiting:
             np.testing.assert_array_equal(asker.read(answer)[0], x * 2)

@@ -18,6 +18,7 @@ from tensord.workers.models.execution import Execution
 from tensord.workers.models.statistics import Failure, ModelStatistics
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
+from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.tensors.signature import signature
 from tests.workers.made_requests import request_of
 
@@ -99,7 +100,7 @@ def test_blocked_answers_leave_in_order(outbox: Outbox) -> None:
     lane.take()
     outbox.retry(1)
     assert ids(lane) == [4, 5, 6, 7]
-    assert outbox.next_give_up_ns is None
+    assert outbox.next_give_up_ns == NEVER
     assert submitter.blocked_byte_size == 0
     assert submitter.in_flight == {}
     lane.arena.close()
@@ -249,5 +250,5 @@ def test_a_submitter_that_is_gone_gets_nothing(outbox: Outbox) -> None:
     outbox.answer(running, a_quarter(), 0)
     assert submitter.in_flight == {}
     assert len(lane.sent) == 4
-    assert outbox.next_give_up_ns is None
+    assert outbox.next_give_up_ns == NEVER
     lane.arena.close()

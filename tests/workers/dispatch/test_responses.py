@@ -24,6 +24,7 @@ from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender
 from tensord.workers.requests.result import STREAMED
 from tensord.workers.requests.submitter import Submitter
+from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.tensors.signature import signature
 from tests.fakes import whole_answers
 from tests.workers.dispatch.test_outbox import MEBIBYTE, ALane, Version
@@ -102,13 +103,15 @@ def test_what_finds_no_room_waits_in_its_order(bench: Bench) -> None:
     sender.send({"y": np.full(4, 9, np.uint8)}, final=True)
     bench.turn()
     assert bench.sent() == [(value, "", False) for value in range(4)]
-    assert bench.responses.blocked
+    assert bench.responses.kept
     bench.lane.take()
-    assert bench.responses.retry(bench.now_ns) is not None
+    bench.responses.retry(bench.now_ns)
+    assert bench.responses.next_give_up_ns < NEVER
     assert [value for value, _, _ in bench.sent()] == [1, 2, 3, 4]
     bench.lane.take()
     bench.lane.take()
-    assert bench.responses.retry(bench.now_ns) is None
+    bench.responses.retry(bench.now_ns)
+    assert bench.responses.next_give_up_ns == NEVER
     assert bench.sent() == [(3, "", False), (4, "", False), (5, "", False), (9, "", True)]
     assert (bench.version.senders, bench.submitter.in_flight) == ({}, {})
 
@@ -119,7 +122,8 @@ def test_what_waits_too_long_ends_its_request(bench: Bench) -> None:
         sender.send(large(value))
     bench.turn()
     bench.now_ns = 2_000_000_000
-    assert bench.responses.retry(bench.now_ns) is None
+    bench.responses.retry(bench.now_ns)
+    assert bench.responses.next_give_up_ns == NEVER
     assert bench.sent()[4:] == [(-1, "UNAVAILABLE", True)]
     assert sender.is_cancelled
     sender.send(large(5))
@@ -136,7 +140,8 @@ def test_one_wake_up_for_all_that_came(bench: Bench) -> None:
     bench.turn()
     # Others are looked for in a moment, a last one wakes at once.
     sender.send({"y": np.zeros(4, np.uint8)})
-    assert (bench.posted, bench.responses.gathering) == ([], True)
+    assert bench.posted == []
+    assert bench.responses.look_ns > 0
     bench.now_ns = 1 << 40
     bench.responses.gather(bench.now_ns)
     assert len(bench.lane.sent) == 6
@@ -262,13 +267,14 @@ def test_small_ones_wait_behind_one_that_finds_no_room(small_bench: SmallBench) 
     small_bench.turn()
     placed = small_bench.answers()
     assert all(answer.lease is not None for answer in placed)
-    assert small_bench.responses.blocked
+    assert small_bench.responses.kept
     for answer in placed:
         if answer.lease is not None:
             small_bench.front.release(answer.lease)
     assert small_bench.front.flush()
     assert small_bench.worker.receive() == []
-    assert small_bench.responses.retry(small_bench.now_ns) is None
+    small_bench.responses.retry(small_bench.now_ns)
+    assert small_bench.responses.next_give_up_ns == NEVER
     assert [len(content(answer)) for answer in small_bench.answers()] == [0] * (6 - len(placed)) + [4] * 3
 
 

@@ -189,7 +189,7 @@ def test_who_finds_no_slot_waits_and_runs_later(sums: Sums) -> None:
     sums.say("late", 1)
     assert sums.loop.front.flush()
     for _ in range(5):
-        sums.loop.worker.turn()
+        sums.loop.worker.iterate()
     assert sums.state("late") is SequenceState.WAITING
     sums.say(1, 1, "E")
     assert sums.heard(3) == [10, 11, 2]
@@ -245,11 +245,11 @@ def test_who_is_silent_too_long_is_forgotten(loop: WorkerLoop, tmp_path: Path) -
     time.sleep(0.01)
     assert "must specify the START flag" in str(made.ask((1, 1))[0])
     time.sleep(0.01)
-    # Nobody asks again: the loop's own turns find it, once it is time to look. (What was noted is of the longer time above.)
-    made.loop.worker._dispatcher._expiry.next_ns = 0
+    # Nobody asks again: the loop's own iterations find it, once it is time to look. (What was noted is of the longer time above.)
+    made.loop.worker._dispatcher._expiry.end(time.monotonic_ns())
     assert made.ask((1, 1, "S")) == [1]
     time.sleep(0.01)
-    made.loop.worker.turn()
+    made.loop.worker.iterate()
     assert made.version.sequences is not None
     assert made.version.sequences.table.live == 0
 

@@ -87,11 +87,11 @@ def test_a_version_is_gone_when_its_last_request_and_its_instances_are() -> None
     assert version.state is VersionState.CLOSED
     assert done == []
     for instance in cast("tuple[AnInstance, ...]", version.loaded.instances):
-        assert table.draining == 1
+        assert len(table.draining) == 1
         instance.closed()
         table.settle()
     assert done == ["closed", "removed"]
-    assert table.draining == 0
+    assert table.draining == []
 
 
 def test_a_reloaded_version_replaces_the_old_one_in_one_step() -> None:
@@ -132,7 +132,7 @@ def test_what_was_never_there_is_gone_at_once() -> None:
     assert done == [1]
     table.discard(version_of())
     table.settle()
-    assert table.draining == 0
+    assert table.draining == []
 
 
 def test_repr_shows_state() -> None:

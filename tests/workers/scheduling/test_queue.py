@@ -164,7 +164,7 @@ def test_entries_of_requests_that_left_do_not_pile_up() -> None:
     for _ in range(10_000):
         queue.push(request(deadline_ns=1 << 60))
         queue.take("a", 1)
-    assert len(queue._expiries) < 200
+    assert len(queue.expiries) < 200
 
 
 @given(

@@ -22,13 +22,13 @@ from tensord.workers.requests.request import Request
 
 #: The loop's place on the status page.
 LOOP_DESK = 0
-#: How long batches are run in one turn of the loop before anything else is looked at, and how many requests must wait for that:
-#: what few wait for leaves at once, so that the front is not idle meanwhile.
-_RUN_ON_NS = 250_000
+#: So many batches are run in one iteration before anything else is looked at, and so many requests must wait for that: what few
+#: wait for leaves at once, so that the front is not idle meanwhile.
+_RUN_ON = 8
 _MANY = 4
 
 
-class JittedTurns:
+class LoopRuns:
     """One per worker; belongs to its loop."""
 
     def __init__(
@@ -60,25 +60,26 @@ class JittedTurns:
         self.resting_state = WorkerState.IDLE
 
     def run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
-        """Runs its next batch; with much work and ``alone``, where no other has any, further ones for a moment.
+        """Runs its next batch, and further ones of light programs with ``alone``, where many wait and no other model has any.
 
         Their answers then share a flush and a wake-up.
         """
-        self._run(version, now_ns)
-        until_ns = now_ns + _RUN_ON_NS
-        while alone and len(version.planner) >= _MANY and (now_ns := self._clock()) < until_ns:
-            if not self._run(version, now_ns):
+        light = self._run(version, now_ns)
+        for _ in range(_RUN_ON - 1):
+            if not (light and alone and len(version.planner) >= _MANY):
                 return
+            light = self._run(version, self._clock())
 
     def _run(self, version: ModelVersion, now_ns: int) -> bool:
-        """Runs the next batch. False: none is due."""
+        """Runs the next batch. Returns whether that had little to do; False: none is due."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
             self._page.set_state(WorkerState.EXECUTING, now_ns)
-            batch = self._ensembles.run(version, version.loaded.ensemble, batch, now_ns)
+            left = self._ensembles.run(version, version.loaded.ensemble, batch, now_ns)
             self._page.set_state(self.resting_state, self._clock())
-            if not batch:
-                return True
+            if not left:
+                return left is not None
+            batch = left
         if not batch or model is None:
             return False
         executable: Executable | SeriesProgram | None = None
@@ -103,7 +104,7 @@ class JittedTurns:
         self._page.end(LOOP_DESK)
         self._page.set_state(self.resting_state, execution.computed_ns)
         self._finish(version, execution)
-        return True
+        return isinstance(executable, SeriesProgram) or (len(version.planner) >= _MANY and executable.light)
 
     def _extend(self, version: ModelVersion, series: Series, batch: list[Request]) -> SeriesProgram | None:
         """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""

@@ -1,6 +1,9 @@
 """Batches for the threads of models that have some: each free instance gets what is due, if it has the resources it needs.
 
-planner ─▶ instance free, resources there ─▶ its thread runs the batch ─▶ done on the loop, in turn where answers keep an order
+planner ─▶ instance free, resources there ─▶ its thread runs the batch ─▶ done on the loop, in order where the model wants that
+
+A thread that is given one batch at a time waits for the loop after each, and the loop, woken by each, for Python's lock. So an
+instance is given some ahead where it makes no difference to anybody (``ModelVersion.runs_ahead``); a cancelled one is taken back.
 """
 
 from __future__ import annotations
@@ -16,14 +19,11 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.programs.executable import Executable
 from tensord.workers.requests.request import Request
-
-#: After a run that took less an instance is given so many batches at once: with one at a time its thread waits for the loop after
-#: each, and the loop, woken by each, for Python's lock.
-_SHORT_NS = 5_000_000
-_DEPTH = 3
+from tensord.workers.scheduling.agenda import NEVER
+from tensord.workers.scheduling.planner import Run, WaitUntil
 
 
-class InstanceTurns:
+class InstanceRuns:
     """One per worker; belongs to its loop."""
 
     def __init__(
@@ -34,12 +34,14 @@ class InstanceTurns:
         prepare: Callable[[Execution, Mapping[str, int]], None],
         take: Callable[[ModelVersion, int, int], list[Request]],
         finish: Callable[[ModelVersion, Execution], None],
+        changed: Callable[[ModelVersion], None],
     ) -> None:
         """
         Args:
           prepare: finds places for outputs of those sizes before the run.
           take: the next batch of a version for the instance of that number.
           finish: answers what has run.
+          changed: has a version asked that waits for an instance.
         """
         self._limiter = limiter
         self._compiler = compiler
@@ -47,32 +49,35 @@ class InstanceTurns:
         self._prepare = prepare
         self._take = take
         self._finish = finish
+        self._changed = changed
 
-    def fill(self, version: ModelVersion, now_ns: int) -> int | None:
-        """Gives batches to free instances. Returns when the next batch is due, None while an instance must become free first."""
-        next_ns: int | None = None
+    def fill(self, version: ModelVersion, now_ns: int) -> int:
+        """Gives batches to free instances. Returns when the next batch is due; ``NEVER`` while an instance must become free."""
+        next_ns = NEVER
         for number, instance in enumerate(version.loaded.instances):
             while not instance.busy:
-                due_ns = version.planner.due_ns(number)
-                if due_ns is None or due_ns > now_ns:
-                    if due_ns is not None:
-                        next_ns = due_ns if next_ns is None else min(next_ns, due_ns)
-                    break
-                if instance.needs and not self._limiter.may_run(instance):
-                    break
-                # Whose time may be up waits here, where that is seen: the run before it may take longer than the last one.
-                if instance.given and version.planner.next_tick_ns:
+                decision = version.planner.decide(now_ns, number)
+                if isinstance(decision, WaitUntil):
+                    next_ns = min(next_ns, decision.when_ns)
+                if not isinstance(decision, Run) or not self._may_run(version, instance):
                     break
                 self._run(version, number, self._take(version, now_ns, number), now_ns)
-        return now_ns if version.limited and self.withdraw(version, now_ns) else next_ns
+        if version.limited:
+            self.withdraw(version, now_ns)
+        return next_ns
 
-    def withdraw(self, version: ModelVersion, now_ns: int) -> bool:
-        """Of instances without work: they wait for no resources, and have none. True: others may run now."""
+    def _may_run(self, version: ModelVersion, instance: Instance) -> bool:
+        if instance.needs and not self._limiter.may_run(instance):
+            return False
+        # Whose time may be up waits in the queue, where that is seen: nobody knows how long the run before it takes.
+        return not (instance.given and version.planner.next_tick_ns)
+
+    def withdraw(self, version: ModelVersion, now_ns: int) -> None:
+        """Instances without work wait for no resources, and have none; others may run then."""
         for number, instance in enumerate(version.loaded.instances):
             due_ns = None if instance.busy else version.planner.due_ns(number)
             if instance.needs and not instance.busy and (due_ns is None or due_ns > now_ns):
                 self._limiter.done(instance)
-        return self._limiter.take_moved()
 
     def _run(self, version: ModelVersion, number: int, batch: list[Request], now_ns: int) -> None:
         instance = version.loaded.instances[number]
@@ -104,19 +109,29 @@ class InstanceTurns:
 
     def _done(self, version: ModelVersion, instance: Instance, number: int) -> Callable[[Execution], None]:
         def done(execution: Execution) -> None:
-            short = execution.computed_ns - execution.began_ns < _SHORT_NS
-            instance.depth = _DEPTH if short and version.runs_ahead else 1
             version.executing -= 1
             if instance.needs:
                 # Else whoever waits would go next each time, whatever a turn of either counts.
                 due_ns = version.planner.due_ns(number)
                 self._limiter.done(instance, again=due_ns is not None and due_ns <= execution.computed_ns)
-            in_turn(version, execution, functools.partial(self._finish, version, execution))
+            self._changed(version)
+            in_order(version, execution, functools.partial(self._finish, version, execution))
 
         return done
 
+    @staticmethod
+    def take_back(version: ModelVersion, request: Request) -> bool:
+        """Takes a request from a thread that was given it ahead and has not begun with it. False: it runs, or is in no thread."""
+        for instance in version.loaded.instances:
+            for execution in instance.given:
+                if request in execution.requests:
+                    taken = instance.take_back(execution)
+                    version.executing -= taken
+                    return taken
+        return False
 
-def in_turn(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
+
+def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
     """Answers when those have left that were taken before, if the model wants that."""
     if version.order is None:
         answer()

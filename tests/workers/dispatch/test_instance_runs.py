@@ -1,4 +1,4 @@
-"""What the threads of models are given, and when: one batch after the other, or some ahead where runs are short."""
+"""What the threads of models are given, and when: one batch after the other, or some ahead where that makes no difference."""
 
 from __future__ import annotations
 
@@ -52,29 +52,31 @@ def begun(bench: Bench, model: str) -> list[int]:
 
 
 def until(bench: Bench, condition: Callable[[], object]) -> None:
-    """Turns without an end, as the worker's loop does."""
+    """Does what is due again and again, as the worker's loop does."""
     while not condition():
         select.select([bench.inbox.fileno()], [], [], 0.001)
         bench.inbox.drain()
         bench.turn()
 
 
-def after_a_short_run(bench: Bench, model: str) -> Instance:
-    """Loads it, and lets it run until it was quick; a machine that has much to do is not, now and then."""
+def instance_of(bench: Bench, model: str) -> Instance:
     (instance,) = bench.load(model).loaded.instances
-    while instance.depth == 1:
-        bench.submit(model, 1)
-        bench.turn()
-        until(bench, lambda: not bench.submitter.in_flight)
-    bench.sent()
-    (bench.folder / model / "begun").unlink()
     return instance
 
 
-@pytest.mark.parametrize("model", ["yields", "returns"])
-def test_after_a_short_run_others_are_given_ahead(bench: Bench, model: str) -> None:
-    """The thread goes on with them while the loop does not turn at all."""
-    instance = after_a_short_run(bench, model)
+def release(bench: Bench, model: str) -> None:
+    """Those that are held go on, and everything is answered."""
+    (bench.folder / model / "open").touch()
+    until(bench, lambda: not bench.submitter.in_flight)
+
+
+models = pytest.mark.parametrize("model", ["yields", "returns"])
+
+
+@models
+def test_some_are_given_ahead(bench: Bench, model: str) -> None:
+    """The thread goes on with them while the loop does nothing at all."""
+    instance = instance_of(bench, model)
     asked = [bench.submit(model, value) for value in (2, 3, 4, 5)]
     bench.turn()
     assert (len(instance.given), instance.busy, len(bench.models.find(model, 1).planner)) == (3, True, 1)
@@ -85,19 +87,15 @@ def test_after_a_short_run_others_are_given_ahead(bench: Bench, model: str) -> N
     assert list(dict.fromkeys(number for number, _ in bench.sent())) == asked
 
 
-def test_after_a_long_run_nothing_is_given_ahead(bench: Bench) -> None:
-    instance = after_a_short_run(bench, "returns")
-    bench.submit("returns", -1)
+@models
+def test_what_was_given_ahead_counts_as_pending(bench: Bench, model: str) -> None:
+    instance_of(bench, model)
+    for value in (-1, 2, 3, 4):
+        bench.submit(model, value)
     bench.turn()
-    time.sleep(0.01)
-    (bench.folder / "returns" / "open").touch()
-    until(bench, lambda: not bench.submitter.in_flight)
-    assert instance.depth == 1
-    bench.submit("returns", 2)
-    bench.submit("returns", 3)
-    bench.turn()
-    assert len(instance.given) == 1
-    until(bench, lambda: not bench.submitter.in_flight)
+    assert bench.models.find(model, 1).pending == 3
+    release(bench, model)
+    assert bench.models.find(model, 1).pending == 0
 
 
 def test_several_instances_share_what_waits(bench: Bench) -> None:
@@ -110,22 +108,42 @@ def test_several_instances_share_what_waits(bench: Bench) -> None:
     assert [instance.depth for instance in version.loaded.instances] == [1, 1]
 
 
-def test_what_was_given_ahead_and_is_cancelled_does_not_run(bench: Bench) -> None:
-    after_a_short_run(bench, "yields")
-    held, ahead = bench.submit("yields", -1), bench.submit("yields", 2)
+@models
+def test_what_was_given_ahead_and_is_cancelled_is_answered_at_once_and_does_not_run(bench: Bench, model: str) -> None:
+    """However long the run before it takes; the one behind it moves up, and one that runs already goes on."""
+    instance = instance_of(bench, model)
+    held, ahead, last, waits = (bench.submit(model, value) for value in (-1, 2, 3, 4))
     bench.turn()
+    until(bench, lambda: begun(bench, model))
     bench.dispatcher.cancel(bench.submitter, ahead)
-    (bench.folder / "yields" / "open").touch()
-    until(bench, lambda: not bench.submitter.in_flight)
-    assert begun(bench, "yields") == [-1]
-    assert [sent for sent in bench.sent() if sent[0] == ahead] == [(ahead, "CANCELLED")]
-    assert held not in bench.submitter.in_flight
+    bench.dispatcher.cancel(bench.submitter, held)
+    assert bench.sent() == [(ahead, "CANCELLED")]
+    assert ahead not in bench.submitter.in_flight
+    bench.turn()
+    assert (len(instance.given), len(bench.models.find(model, 1).planner)) == (3, 0)
+    release(bench, model)
+    assert begun(bench, model) == [-1, 3, 4]
+    codes = {number: code for number, code in bench.sent() if number != held}
+    assert codes == {last: "", waits: ""}
+
+
+@models
+def test_nothing_of_a_submitter_that_is_gone_runs(bench: Bench, model: str) -> None:
+    instance = instance_of(bench, model)
+    for value in (-1, 2, 3, 4):
+        bench.submit(model, value)
+    bench.turn()
+    until(bench, lambda: begun(bench, model))
+    bench.dispatcher.drop(bench.submitter)
+    assert len(instance.given) == 1
+    release(bench, model)
+    until(bench, lambda: not instance.given)
+    assert begun(bench, model) == [-1]
 
 
 def test_what_waits_behind_another_run_counts_as_waiting(bench: Bench) -> None:
     """Until its thread begins with it, not until it is given to the thread."""
-    version = bench.models.find("yields", 1) if after_a_short_run(bench, "yields") else None
-    assert version is not None
+    version = bench.load("yields")
     before = version.statistics.queue_ns
     bench.submit("yields", -1)
     bench.submit("yields", 2)
@@ -139,8 +157,8 @@ def test_what_waits_behind_another_run_counts_as_waiting(bench: Bench) -> None:
 
 
 def test_whose_time_may_be_up_is_not_given_ahead(bench: Bench) -> None:
-    """It is refused in time, although the run before it is longer than the one before that."""
-    after_a_short_run(bench, "yields")
+    """It is refused in time, however long the run before it takes."""
+    bench.load("yields")
     held = bench.submit("yields", -1)
     bench.turn()
     until(bench, lambda: begun(bench, "yields"))
