@@ -24,9 +24,9 @@ from tensord.config.options import Lanes, Options
 from tensord.shm.arena import Arena
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
-from tensord.shm.forms import Forms, own_contents, request_template
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import FormSubmit, Inline, Submit, Tensor
+from tensord.shm.messages import PreparedRequest, PreparedTensor, RequestRecord
+from tensord.shm.prepared import Numbers
 from tensord.shm.record import Record, decoder
 from tensord.workers.devices.device import DeviceName
 from tensord.workers.models.model_version import ModelVersion
@@ -52,7 +52,7 @@ class Bench:
         self._tell(LaneOpened(7), its.fileno())
         its.close()
         self._lane = SubmitterLane(mine, Arena(1 << 20, 1 << 20, 0))
-        self._forms: Forms[Submit] = Forms()
+        self._numbers: Numbers[PreparedRequest] = Numbers()
         self._number = 0
         for name in (*(member for member, _, _ in MEMBERS), "pipeline"):
             self._load(name, (MODELS / name / "config.pbtxt").read_text())
@@ -98,12 +98,9 @@ class Bench:
     def submit(self, model: str) -> None:
         """A request is on the lane."""
         self._number += 1
-        tensor = Tensor("pixels", "UINT8", (1, 784), Inline(PIXELS.tobytes()))
-        submit = Submit(self._number, model, 0, (tensor,), received_ns=time.monotonic_ns())
-        form = self._forms.form(request_template(submit))
-        self._lane.submit_formed(
-            form, FormSubmit(self._number, form.number, own_contents((tensor,)), received_ns=submit.received_ns)
-        )
+        kind = self._numbers.number(PreparedRequest(model, 0, (PreparedTensor("pixels", "UINT8", (1, 784)),)))
+        record = RequestRecord(self._number, kind.number, (PIXELS.tobytes(),), received_ns=time.monotonic_ns())
+        self._lane.submit(record, kind)
         assert self._lane.flush()
 
     def turn(self) -> None:
@@ -114,12 +111,10 @@ class Bench:
         """What came of it."""
         while not (received := self._lane.receive()):
             self._worker.turn()
-        ((whole, formed),) = received
-        if formed is not None:
-            return bytes(formed.contents[0])
-        place = whole.outputs[0].place
-        assert isinstance(place, Inline), whole.message
-        return bytes(place.content)
+        ((_, own),) = received
+        (content,) = own.contents
+        assert isinstance(content, bytes), own.message
+        return content
 
     def copied(self) -> dict[str, int]:
         """Bytes that were copied so far, by model."""

@@ -35,8 +35,8 @@ from bench.server import ROOT, serving
 from tensord.daemon.submit.pending import Calling, Pending, Worker
 from tensord.daemon.submit.routing import Routing
 from tensord.shm.control_records import ModelState
-from tensord.shm.forms import Form
-from tensord.shm.messages import FormSubmit, Inline, Submit, Tensor
+from tensord.shm.messages import PreparedRequest, PreparedTensor, RequestRecord
+from tensord.shm.prepared import Numbered
 from tensord.shm.sequence_keys import SequenceKeys
 from tensord.shm.sequence_page import SequencePage
 
@@ -155,8 +155,8 @@ def probe(workers: int, rounds: int = 20) -> tuple[float, float]:
 
 
 def _pending(who: int) -> Pending:
-    form = Form(0, Submit(0, "m", 0, (Tensor("x", "UINT8", (1,), Inline(b"1")),)))
-    return Calling(lambda completion, lane: None, record=FormSubmit(who, 0, (b"1",), sequence_id=who), form=form)
+    kind = Numbered(0, PreparedRequest("m", 0, (PreparedTensor("x", "UINT8", (1,)),)))
+    return Calling(lambda *_: None, record=RequestRecord(who, 0, (b"1",), sequence_id=who), numbered=kind)
 
 
 def main() -> int:

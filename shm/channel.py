@@ -129,10 +129,17 @@ class Channel:
 
     def send(self, record: Record) -> bool:
         """``put`` and ``flush``, for a record without descriptors."""
+        return self.send_alone(record) or self.flush()
+
+    def send_alone(self, record: Record) -> bool:
+        """Sends a record without descriptors, where nothing waits. False: it is queued.
+
+        Raises: as ``put``; then it is not queued.
+        """
         if not self._queue and self._unsent is None:
             encoded = _encode(record)
             if len(encoded) <= _ROOM:
-                # A datagram of its own: what most come to where nothing waits.
+                # Common case: nothing is queued, so the record is sent as a datagram of its own.
                 try:
                     self._sock.send(_ONE + encoded)
                 except OSError as error:
@@ -143,7 +150,7 @@ class Channel:
                     return False
                 return True
         self.put(record)
-        return self.flush()
+        return False
 
     def flush(self) -> bool:
         """Sends what the socket takes. True: nothing is left. False: call again when it is writable.

@@ -2,10 +2,13 @@
 
     submitter                                            worker
     request arena (owner)  ── SegmentOpened + fd ──▶     ArenaMap, read-only
-    Submit, Cancel         ─────────────────────▶           (requests of one form: RequestForm once, then FormSubmit)
+    RequestRecord, Cancel  ─────────────────────▶           (Prepare before the first of those that repeat themselves)
     ArenaMap, read-only    ◀── SegmentOpened + fd ──     response arena (owner)
-                           ◀───── Completion ───────       (answers of one form: AnswerForm once, then FormCompletion)
+                           ◀──── AnswerRecord ──────       (likewise PrepareAnswer)
     Release                ─────────────────────▶        leases return to the arena
+
+The first record in each direction says which edition of the wire its sender speaks (WireVersion), in a datagram of its own, so
+that it can be read whatever follows; another edition is refused.
 
 A process that has as many files open as it may cannot map a segment. It says so (SegmentRefused), what lies there is one
 request's error, and the segment is announced again before its next use.
@@ -26,32 +29,37 @@ from tensord.shm.announcer import Announcer
 from tensord.shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
 from tensord.shm.channel import Channel, DescriptorsLost
 from tensord.shm.errors import InvalidArgument, Unavailable
-from tensord.shm.forms import Form, Forms, HeardForms, SaidForms, own_count
 from tensord.shm.messages import (
-    AnswerForm,
+    LAST,
+    WIRE_VERSION,
+    AnswerRecord,
     Cancel,
-    Completion,
-    FormCompletion,
-    FormSubmit,
+    Prepare,
+    PrepareAnswer,
+    PreparedAnswer,
+    PreparedRequest,
     Release,
-    RequestForm,
+    RequestRecord,
     SegmentClosed,
     SegmentOpened,
     SegmentRefused,
     Slice,
-    Submit,
     Taken,
     ToSubmitter,
     ToWorker,
+    WireVersion,
+    own_count,
 )
+from tensord.shm.prepared import Numbered, Numbers, PublishedNumbers, ReceivedNumbers
 from tensord.shm.record import decoder
 
 _FROM_WORKER = decoder(ToSubmitter)
 _FROM_SUBMITTER = decoder(ToWorker)
 #: Of one Release: it fits into a datagram however large the numbers are.
 _MAX_RELEASES = 1024
-_REQUESTS = (FormSubmit, Submit, RequestForm, Cancel, Taken)
-RequestRecord = Submit | RequestForm | FormSubmit | Cancel | Taken
+_REQUESTS = (RequestRecord, Prepare, Cancel, Taken)
+#: What a worker's dispatcher is told by its submitters.
+Instruction = RequestRecord | Prepare | Cancel | Taken
 
 
 class SubmitterLane:
@@ -60,6 +68,9 @@ class SubmitterLane:
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
         """``writable``: the worker has a GPU, and page-locks the arena (``tensord.shm.segment``)."""
         self._channel = Channel(sock, _FROM_WORKER)
+        self._channel.send(WireVersion(WIRE_VERSION))
+        #: Whether the other end has said that it speaks the same edition.
+        self._agreed = False
         look = select.poll()
         look.register(sock, select.POLLIN)
         #: Whether something is to be received, within so many milliseconds: to try it in vain costs ten times as much.
@@ -67,43 +78,36 @@ class SubmitterLane:
         self._announcer = Announcer(self._channel, arena, writable)
         self._responses = ArenaMap()
         self._releases: list[LeaseKey] = []
-        self._said: SaidForms[Submit] = SaidForms(self._channel, RequestForm)
+        self._published: PublishedNumbers[PreparedRequest] = PublishedNumbers(self._channel, Prepare)
         #: With the number of tensors that each answer's record has of its own.
-        self._heard: HeardForms[tuple[Completion, int]] = HeardForms()
+        self._received: ReceivedNumbers[tuple[PreparedAnswer, int]] = ReceivedNumbers()
         #: Whether what was received has an answer of the lane's own, which waits for a flush.
         self.unsaid = False
 
     def fileno(self) -> int:
         return self._channel.fileno()
 
-    def submit(self, record: Submit) -> None:
-        """Queues a request whose inputs are in place. Raises Unavailable: as ``announce``."""
-        for tensor in record.inputs:
-            if type(tensor.place) is Slice:
-                self._announcer.announce(tensor.place.segment)
-        self._channel.put(record)
-
     def announce(self, leases: Iterable[Lease]) -> None:
-        """Before a request of a form: its inputs lie there. Raises Unavailable: no descriptor is left to send."""
+        """Says where the segments are that a request's inputs lie in. Raises Unavailable: no descriptor is left to send."""
         announced = self._announcer.announced
         for lease in leases:
             if lease.place.segment not in announced:
                 self._announcer.announce(lease.place.segment)
 
-    def submit_formed(self, form: Form[Submit], record: FormSubmit) -> None:
-        """Queues a request of a form, whose inputs are in place."""
-        if form not in self._said:
-            self._said.say(form)
+    def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
+        """Queues a request whose inputs are in place, and announced. ``numbered``: what its number stands for."""
+        if numbered is not None and numbered not in self._published:
+            self._published.publish(numbered)
         self._channel.put(record)
 
-    def submit_formed_at_once(self, form: Form[Submit], record: FormSubmit) -> bool:
-        """Sends a request of a form, whose inputs are in place, without waiting for more. Returns as ``flush``."""
-        if form not in self._said:
-            self._said.say(form)
-        return self._channel.send(record)
+    def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
+        """Sends a request where nothing else waits, as ``submit`` queues one. False: it is queued, and to be flushed."""
+        if numbered is not None and numbered not in self._published:
+            self._published.publish(numbered)
+        return self._channel.send_alone(record)
 
     def cancel(self, request_id: int) -> None:
-        """Nobody waits for it any more; the final Completion still comes."""
+        """Nobody waits for it any more; the final answer still comes."""
         self._channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:
@@ -127,14 +131,14 @@ class SubmitterLane:
             return self._channel.send(releases)
         return self._channel.flush()
 
-    def receive(self) -> list[tuple[Completion, FormCompletion | None]] | None:
-        """One datagram's completions (possibly none); None when nothing is waiting. One of a form comes behind its form.
+    def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
+        """One datagram's answers (possibly none), each with what was prepared for it; None when nothing is waiting.
 
         Raises: ChannelClosed: the worker is going; requests may be run again only once it is fenced.  InvalidArgument: malformed,
-          or of a form that was never told, or not like it.
+          of another edition of the wire, or with a number that was never prepared, or not like what that stands for.
         """
         try:
-            received = self._channel.receive()
+            received = self._channel.receive() if self._agreed else self._first()
         except DescriptorsLost as lost:
             self._refuse(_segment_of(lost))
             return []
@@ -146,29 +150,33 @@ class SubmitterLane:
                 _refuse_descriptors(fds)
             self._apply_segment(records[0], fds)
             return []
-        heard = self._heard
-        completions: list[tuple[Completion, FormCompletion | None]] = []
+        known = self._received
+        answers: list[tuple[PreparedAnswer, AnswerRecord]] = []
         for record in records:
-            if type(record) is FormCompletion:
-                # Looked up now: behind it the number may stand for another form.
-                template, own = heard[record.form]
+            if type(record) is AnswerRecord:
+                number = record.prepared
+                # Looked up now: behind it the number may stand for something else.
+                prepared, own = known[number] if type(number) is int else (number, own_count(number.outputs))  # type: ignore[union-attr]
                 if len(record.contents) != own:
                     raise InvalidArgument(
-                        f"{len(record.contents)} tensors came in an answer whose form has {own} there"
+                        f"{len(record.contents)} tensors came in an answer that was prepared for {own}"
                     )
                 if record.lease is not None and self._responses.is_refused(record.lease[0]):
-                    completions.append((self._unreachable(record.request_id, record.lease), None))
-                else:
-                    completions.append((template, record))
-            elif type(record) is Completion:
-                if record.lease is not None and self._responses.is_refused(record.lease[0]):
-                    record = self._unreachable(record.request_id, record.lease)
-                completions.append((record, None))
-            elif type(record) is AnswerForm:
-                heard.learn(record.number, (record.completion, own_count(record.completion.outputs)))
+                    prepared, record = LAST, self._unreachable(record.request_id, record.lease)
+                answers.append((prepared, record))  # type: ignore[arg-type]
+            elif type(record) is PrepareAnswer:
+                known.learn(record.number, (record.prepared, own_count(record.prepared.outputs)))
             else:
                 self._apply_segment(record, [])
-        return completions
+        return answers
+
+    def _first(self) -> tuple[list[Any], list[int]] | None:
+        """Receives what follows the version of the wire. Raises InvalidArgument: the worker has another one."""
+        received = self._channel.receive()
+        if received is None:
+            return None
+        self._agreed = _agree(*received)
+        return received if received[0] else self._channel.receive()
 
     def _apply_segment(self, record: object, fds: list[int]) -> None:
         if type(record) is SegmentRefused:
@@ -187,13 +195,13 @@ class SubmitterLane:
         self._channel.put(record)
         self.unsaid = True
 
-    def _unreachable(self, request_id: int, lease: LeaseKey) -> Completion:
+    def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
         """The error that takes the place of an answer that lies where this process cannot look."""
         self._say(Release((lease,)))
         try:
             self._responses.view(Slice(lease[0], lease[1], 0))
         except Unavailable as error:
-            return Completion(request_id, error.code, error.message)
+            return AnswerRecord(request_id, LAST, code=error.code, message=error.message)
         raise AssertionError("an answer that can be reached")
 
     def view(self, place: Slice) -> memoryview:
@@ -220,11 +228,14 @@ class WorkerLane:
     ) -> None:
         """``on_segment``: told of every segment of both arenas. ``writable``: page-lock them (``tensord.shm.segment``)."""
         self._channel = Channel(sock, _FROM_SUBMITTER)
+        self._channel.send(WireVersion(WIRE_VERSION))
+        #: Whether the other end has said that it speaks the same edition.
+        self._agreed = False
         self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment)
         self._announcer = Announcer(self._channel, self._arena, False)
         self._requests = ArenaMap(on_segment, writable)
-        self._forms: Forms[Completion] = Forms()
-        self._said: SaidForms[Completion] = SaidForms(self._channel, AnswerForm)
+        self._numbers: Numbers[PreparedAnswer] = Numbers()
+        self._published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self._channel, PrepareAnswer)
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -244,7 +255,7 @@ class WorkerLane:
         """The response arena, for statistics."""
         return self._arena
 
-    def receive(self) -> list[RequestRecord] | None:
+    def receive(self) -> list[Instruction] | None:
         """One datagram's requests and what is said of them (possibly none), in order; None when nothing is waiting.
 
         Raises: ChannelClosed: the submitter is gone.  InvalidArgument: malformed, or a lease given back that is not on loan.
@@ -254,16 +265,24 @@ class WorkerLane:
         except DescriptorsLost as lost:
             self._refuse(_segment_of(lost))
             return []
-        return None if received is None else self._apply(*received)
+        if received is None:
+            return None
+        if not self._agreed:
+            self._agreed = _agree(*received)
+            return self._apply(*received) if received[0] else self.receive()
+        return self._apply(*received)
 
-    def read(self, content: bytes, fds: list[int], flags: int) -> list[RequestRecord]:
+    def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
         """What a datagram holds that ``tensord.workers.dispatch.fast_path`` received, as from ``receive``; ``flags``:
         ``recvmsg``'s.
 
         Raises: InvalidArgument: malformed, or a lease given back that is not on loan.
         """
         try:
-            return self._apply(*self._channel.read(content, fds, flags))
+            records, fds = self._channel.read(content, fds, flags)
+            if not self._agreed:
+                self._agreed = _agree(records, fds)
+            return self._apply(records, fds)
         except DescriptorsLost as lost:
             self._refuse(_segment_of(lost))
             return []
@@ -272,7 +291,7 @@ class WorkerLane:
         self._requests.refuse(segment)
         self._channel.put(SegmentRefused(segment))
 
-    def _apply(self, records: list[Any], fds: list[int]) -> list[RequestRecord]:
+    def _apply(self, records: list[Any], fds: list[int]) -> list[Instruction]:
         if len(records) == 1 and type(records[0]) is SegmentOpened:
             try:
                 _apply_segment(records[0], fds, self._requests)
@@ -280,7 +299,7 @@ class WorkerLane:
                 self._refuse(records[0].segment)
             return []
         _refuse_descriptors(fds)
-        wanted: list[RequestRecord] = []
+        wanted: list[Instruction] = []
         returned: list[LeaseKey] = []
         for record in records:
             if type(record) in _REQUESTS:
@@ -307,25 +326,26 @@ class WorkerLane:
         """Whether the submitter knows where that is, and nothing else has to be told it of the arena."""
         return self._announcer.is_told(lease.place.segment)
 
-    def complete(self, record: Completion) -> None:
-        """Queues an answer whose bytes are in place, or what went wrong with announcing where they are."""
+    def number(self, prepared: PreparedAnswer) -> Numbered[PreparedAnswer]:
+        """Returns the number of answers like that."""
+        return self._numbers.number(prepared)
+
+    def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
+        """Queues an answer whose bytes are in place, or what went wrong with announcing where they are.
+
+        Args:
+          numbered: what the number in it stands for.
+        """
+        if numbered is not None:
+            self._published.publish(numbered)
         self._channel.put(self._announced(record.request_id, record.lease) or record)
 
-    def answer_form(self, template: Completion) -> Form[Completion]:
-        """The form of answers like that (``tensord.shm.forms.answer_template``)."""
-        return self._forms.form(template)
-
-    def complete_formed(self, form: Form[Completion], record: FormCompletion) -> None:
-        """Queues an answer of a form: its outputs are in the record, or in place. Otherwise as ``complete``."""
-        self._said.say(form)
-        self._channel.put(self._announced(record.request_id, record.lease) or record)
-
-    def complete_rows(self, form: Form[Completion], records: list[bytes]) -> None:
-        """Queues answers of a form that are encoded (``FormCompletion``), with their outputs in the records."""
-        self._said.say(form)
+    def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
+        """Queues answers that are encoded (``AnswerRecord``), of that number and with their outputs in the records."""
+        self._published.publish(numbered)
         self._channel.put_encoded(records)
 
-    def _announced(self, request_id: int, lease: LeaseKey | None) -> Completion | None:
+    def _announced(self, request_id: int, lease: LeaseKey | None) -> AnswerRecord | None:
         """Announces the segment of a lease. Otherwise the lease is taken back; returns what the request is answered with."""
         if lease is None:
             return None
@@ -333,17 +353,17 @@ class WorkerLane:
             self._announcer.announce(lease[0])
         except Unavailable as error:
             self._arena.release(lease)
-            return Completion(request_id, error.code, error.message)
+            return AnswerRecord(request_id, LAST, code=error.code, message=error.message)
         return None
 
-    def knows(self, form: Form[Completion]) -> bool:
-        """Whether the submitter was told of that form, and its number stands for it."""
-        return form in self._said
+    def knows(self, numbered: Numbered[PreparedAnswer]) -> bool:
+        """Returns whether the submitter was told what that number stands for, and it does so still."""
+        return numbered in self._published
 
     @property
     def renumbered(self) -> int:
-        """How often the number of a form came to stand for another one."""
-        return self._said.renumbered
+        """Counts how often a number of answers came to stand for something else."""
+        return self._published.renumbered
 
     def adopt(self, datagram: bytes) -> None:
         """Answers that were packed elsewhere and could not be sent, while nothing else waits here."""
@@ -359,6 +379,17 @@ class WorkerLane:
         self._channel.close()
         self._requests.close()
         self._arena.close()
+
+
+def _agree(records: list[Any], fds: list[int]) -> bool:
+    """Takes the other end's edition of the wire out of a lane's first records. Raises InvalidArgument: it is not this one."""
+    first = records.pop(0) if records else None
+    if type(first) is WireVersion and first.number == WIRE_VERSION:
+        return True
+    descriptors.close(fds)
+    if type(first) is not WireVersion:
+        raise InvalidArgument(f"a lane begins with the version of the wire, not with {type(first).__name__}")
+    raise InvalidArgument(f"the other end speaks version {first.number} of the wire, this one version {WIRE_VERSION}")
 
 
 def _segment_of(lost: DescriptorsLost) -> int:

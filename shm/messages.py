@@ -4,9 +4,14 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
 ``tensord.shm.control_records`` what travels between the supervisor and its children.
 
                 submitter --> worker                     worker --> submitter
-    lane        SegmentOpened, -Closed, -Refused         SegmentOpened, -Closed, -Refused
-                Submit RequestForm FormSubmit            Completion AnswerForm FormCompletion
+    lane        WireVersion                              WireVersion
+                SegmentOpened, -Closed, -Refused         SegmentOpened, -Closed, -Refused
+                Prepare RequestRecord                    PrepareAnswer AnswerRecord
                 Release Taken Cancel
+
+A request is what is said once (``PreparedRequest``: model, names, datatypes, shapes, regions, outputs, parameters) and what is
+its own (``RequestRecord``: ids, tensors, schedule, deadline, strikes, trace); likewise an answer. What repeats itself is sent
+once with a number (``Prepare``), which then stands for it (``tensord.shm.prepared``); what does not travels inside the record.
 """
 
 from __future__ import annotations
@@ -15,8 +20,11 @@ from typing import Annotated
 
 import msgspec
 
+from tensord.shm.errors import InvalidArgument
 from tensord.shm.record import Record
 
+#: The edition of these records; another one whenever any of them changes.
+WIRE_VERSION = 1
 Parameter = bool | int | float | str
 #: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two. A string has at most that many bytes.
 MAX_SEQUENCE_ID = 128
@@ -42,26 +50,21 @@ class RegionSlice(Record, frozen=True, tag="r"):
     byte_size: int
 
 
-class Inline(Record, frozen=True, tag="i"):
-    """A tensor so small that a slot would cost more than the bytes."""
-
-    content: bytes
-
-
-Place = Slice | RegionSlice | Inline
-#: What a request or an answer of a form has of its own of a tensor.
+#: The bytes of a small tensor, or where those of a larger one are.
 Content = bytes | Slice
+Place = Content | RegionSlice
 #: Bytes as they are, or a view of them.
 Buffer = bytes | memoryview
 
 
-class Tensor(Record, frozen=True, tag="t"):
-    """One named tensor and where its bytes are. BYTES content is length-prefixed (u32 little-endian) wherever it lies."""
+class PreparedTensor(Record, frozen=True, tag="t"):
+    """One named tensor but for its bytes, which are length-prefixed (u32 little-endian) where they are BYTES."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    place: Place
+    #: Where it lies; None: each request, or answer, has its own content.
+    region: RegionSlice | None = None
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
@@ -74,6 +77,15 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 # --------------------------------------------------------------------------------------------------------------- lanes
+
+
+class WireVersion(Record, frozen=True, tag="V"):
+    """The first record on a lane in each direction: which edition of these records its sender speaks.
+
+    This one never changes, so whoever speaks another edition can read it and say so.
+    """
+
+    number: int
 
 
 class SegmentOpened(Record, frozen=True, tag="S+"):
@@ -118,22 +130,36 @@ class Timeline(Record, frozen=True, tag="tl"):
     children: tuple[Timeline, ...] = ()
 
 
-class Submit(Record, frozen=True, tag="Q"):
-    """One request. ``request_id`` is the submitter's, never reused on any lane of that submitter."""
+class PreparedRequest(Record, frozen=True, tag="P"):
+    """Holds what requests of one kind have in common."""
 
-    request_id: int
     model: str
     #: 0: the newest ready version.
-    version: int
-    inputs: tuple[Tensor, ...]
+    version: int = 0
+    inputs: tuple[PreparedTensor, ...] = ()
     #: Empty: all outputs.
     outputs: tuple[RequestedOutput, ...] = ()
     #: Reserved keys (sequence_*, priority, timeout, binary_data_output) are taken out before this.
     parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
+
+
+class Prepare(Record, frozen=True, tag="Q+"):
+    """From now on the number stands for it on this lane."""
+
+    number: int
+    prepared: PreparedRequest
+
+
+class RequestRecord(Record, frozen=True, tag="q"):
+    """One request. ``request_id`` is the submitter's, never reused on any lane of that submitter."""
+
+    request_id: int
+    #: By its number, or as it is where it has none.
+    prepared: int | PreparedRequest
+    #: Of the inputs that lie in no region, in their order.
+    contents: tuple[Content, ...] = ()
     #: The client's ``id``, "" when none was given.
     client_id: str = ""
-    #: How often workers have died under this request; above 0 it is run alone, so that it cannot take others with it.
-    strikes: int = 0
     #: The submitter gives up then; 0: never. A request whose deadline passed in the queue is not run.
     deadline_ns: int = 0
     #: When the front had the whole request; the queue duration counts from here.
@@ -145,6 +171,8 @@ class Submit(Record, frozen=True, tag="Q"):
     sequence_end: bool = False
     #: What to note of it: 1 when it was where, 2 its tensors, or the sum; 0: nothing, as of nearly every request.
     trace: int = 0
+    #: How often workers have died under this request; above 0 it is run alone, so that it cannot take others with it.
+    strikes: int = 0
 
 
 class Release(Record, frozen=True, tag="L"):
@@ -164,98 +192,83 @@ class Taken(Record, frozen=True, tag="T"):
 
 
 class Cancel(Record, frozen=True, tag="X"):
-    """Nobody waits for this request any more. If it still queues it is dropped; a final Completion comes either way."""
+    """Nobody waits for this request any more. If it still queues it is dropped; a final answer comes either way."""
 
     request_id: int
 
 
-class Completion(Record, frozen=True, tag="C"):
-    """An answer. Exactly one with ``final`` per Submit; of models with several responses, in their order.
+class PreparedAnswer(Record, frozen=True, tag="A"):
+    """Holds what answers of one kind have in common."""
 
-    A last one may be no response (``is_mark``).
-    """
+    version: int = 0
+    outputs: tuple[PreparedTensor, ...] = ()
+    parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
+    #: Exactly one answer to each request is final; of models with several responses they come in their order.
+    final: bool = True
+
+
+class PrepareAnswer(Record, frozen=True, tag="C+"):
+    """From now on the number stands for it on this lane."""
+
+    number: int
+    prepared: PreparedAnswer
+
+
+class AnswerRecord(Record, frozen=True, tag="c"):
+    """One answer, or what went wrong."""
 
     request_id: int
+    #: By its number, or as it is where it has none.
+    prepared: int | PreparedAnswer
+    #: Of the outputs that lie in no region, in their order.
+    contents: tuple[Content, ...] = ()
+    #: The response-arena lease that holds every Slice among the contents: (segment, offset, generation).
+    lease: tuple[int, int, int] | None = None
     #: "" or a ``ServingError.code``; with a code, ``message`` is the sentence for the client.
     code: str = ""
     message: str = ""
-    final: bool = True
-    version: int = 0
-    outputs: tuple[Tensor, ...] = ()
-    #: The response-arena lease that holds every Slice among ``outputs``: (segment, offset, generation).
-    lease: tuple[int, int, int] | None = None
-    parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
     #: Of a request that asked for it.
     trace: Timeline | None = None
 
-    @property
-    def is_mark(self) -> bool:
-        """Whether it is no response, and says only that none comes any more."""
-        return self.final and not (self.code or self.version or self.outputs)
+
+#: Says with ``AnswerRecord.code`` that a request failed, and without one that no response comes any more.
+LAST = PreparedAnswer()
+#: Says with ``AnswerRecord.code`` that a response failed and others may follow.
+NOT_LAST = PreparedAnswer(final=False)
 
 
-class RequestForm(Record, frozen=True, tag="Q+"):
-    """What requests of one kind have in common (``tensord.shm.forms``); from now on the number stands for it.
-
-    ``submit`` is one of them without what each has of its own: everything that a FormSubmit says.
-    """
-
-    number: int
-    submit: Submit
+def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
+    """Returns whether an answer is no response, and says only that none comes any more."""
+    return prepared.final and not (answer.code or prepared.version or prepared.outputs)
 
 
-class FormSubmit(Record, frozen=True, tag="q"):
-    """A request of a form: what it has of its own, as in Submit."""
-
-    request_id: int
-    form: int
-    #: Of the inputs that lie in no region, in their order: their bytes, or where those are.
-    contents: tuple[Content, ...]
-    client_id: str = ""
-    deadline_ns: int = 0
-    received_ns: int = 0
-    priority: int = 0
-    timeout_us: int = 0
-    sequence_id: SequenceId = 0
-    sequence_start: bool = False
-    sequence_end: bool = False
-    trace: int = 0
+ToWorker = (
+    WireVersion | SegmentOpened | SegmentClosed | SegmentRefused | Prepare | RequestRecord | Release | Taken | Cancel
+)
+ToSubmitter = WireVersion | SegmentOpened | SegmentClosed | SegmentRefused | PrepareAnswer | AnswerRecord
 
 
-class AnswerForm(Record, frozen=True, tag="C+"):
-    """What answers of one kind have in common; ``completion`` is one of them without its id and the tensors in no region."""
-
-    number: int
-    completion: Completion
+def own_count(tensors: tuple[PreparedTensor, ...]) -> int:
+    """Counts the tensors whose contents are each record's own."""
+    return sum([tensor.region is None for tensor in tensors])
 
 
-class FormCompletion(Record, frozen=True, tag="c"):
-    """An answer of a form, and good; whether it is the last one the form says."""
-
-    request_id: int
-    form: int
-    #: Of the outputs that lie in no region, in their order: their bytes, or where those are.
-    contents: tuple[Content, ...]
-    #: As in Completion.
-    lease: tuple[int, int, int] | None = None
-
-
-ToWorker = SegmentOpened | SegmentClosed | SegmentRefused | Submit | RequestForm | FormSubmit | Release | Taken | Cancel
-ToSubmitter = SegmentOpened | SegmentClosed | SegmentRefused | Completion | AnswerForm | FormCompletion
+def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> list[tuple[PreparedTensor, Place]]:
+    """Puts each tensor beside where its bytes are. Raises InvalidArgument: the record has too many contents, or too few."""
+    own = own_count(tensors)
+    if own != len(contents):
+        raise InvalidArgument(f"{len(contents)} tensors came in a record that was prepared for {own}")
+    rest = iter(contents)
+    return [(tensor, next(rest) if tensor.region is None else tensor.region) for tensor in tensors]
 
 
 #: What a response counts beside its tensors where those that nobody has taken are bounded.
 _RESPONSE_BYTE_SIZE = 256
 
 
-def response_byte_size(response: Completion | FormCompletion) -> int:
-    """What it counts where a request's responses that nobody has taken are bounded: both ends of a lane come to the same."""
+def response_byte_size(contents: tuple[Content, ...]) -> int:
+    """Counts a response where those of a request that nobody has taken are bounded: both ends of a lane come to the same."""
     size = _RESPONSE_BYTE_SIZE
-    if type(response) is FormCompletion:
-        for content in response.contents:
-            size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]
-        return size
-    for tensor in response.outputs:  # type: ignore[union-attr]
-        place = tensor.place
-        size += len(place.content) if type(place) is Inline else place.byte_size if type(place) is Slice else 0
+    for content in contents:
+        size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]
     return size

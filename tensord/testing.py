@@ -23,7 +23,7 @@ from tensord.config import ensemble_graph, layers, model_config
 from tensord.daemon.models.repository import FoundModel, find
 from tensord.shm.arrays import DTYPES, Array, datatype_of
 from tensord.shm.errors import InvalidArgument, NotFound, ServingError, Unavailable
-from tensord.shm.messages import Parameter, Submit
+from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
 
 if TYPE_CHECKING:
     import jax
@@ -199,8 +199,9 @@ class Model:
         datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
         arrays = {name: _array(name, value, datatypes.get(name)) for name, value in inputs.items()}
         said: Any = {"client_id" if name == "request_id" else name: value for name, value in own.items()}
-        submit = Submit(next(self._worker.numbers), self.name, self.version, (), **said)
-        return self._worker.ask(submit, arrays, outputs)
+        prepared = PreparedRequest(self.name, self.version, parameters=said.pop("parameters", {}))
+        record = RequestRecord(next(self._worker.numbers), prepared, **said)
+        return self._worker.ask(prepared, record, arrays, outputs)
 
     def __repr__(self) -> str:
         return f"<Model {self.name}:{self.version}{'' if self._end.alive else ', closed'}>"

@@ -35,26 +35,25 @@ from tensord.shm.control_records import (
     Stop,
     WorkerFenced,
 )
-from tensord.shm.forms import HeardForms, answer_template, own_contents, whole_answer, whole_request
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import (
+    AnswerRecord,
     Cancel,
-    Completion,
-    FormCompletion,
-    FormSubmit,
-    Inline,
+    Prepare,
+    PreparedAnswer,
+    PreparedRequest,
     RegionSlice,
-    RequestForm,
-    Submit,
+    RequestRecord,
     Taken,
-    Tensor,
 )
 from tensord.shm.operations import Settle
+from tensord.shm.prepared import ReceivedNumbers
 from tensord.shm.progress import Readiness
 from tensord.shm.record import Record, decoder
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
 from tests import prepared
+from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
 
 MIB = 1 << 20
 INCARNATION = 77
@@ -80,34 +79,34 @@ def _wait_readable(fd: int, seconds: float = PATIENCE_SECONDS) -> bool:
 
 
 class WholeRequests:
-    """Reads requests from a lane as if each had been sent whole, whatever was said of it before."""
+    """Reads requests from a lane as if each had said everything, whatever was prepared for it before."""
 
     def __init__(self) -> None:
-        self._heard: HeardForms[Submit] = HeardForms()
-        #: Forms that were told, again and again ones too.
-        self.told: list[RequestForm] = []
+        self._known: ReceivedNumbers[PreparedRequest] = ReceivedNumbers()
+        #: What numbers were said to stand for, again and again ones too.
+        self.told: list[Prepare] = []
 
-    def read(self, record: Submit | RequestForm | FormSubmit) -> Submit | None:
-        """None: that was a form, no request."""
-        if isinstance(record, RequestForm):
+    def read(self, record: Prepare | RequestRecord) -> WholeRequest | None:
+        """None: that was no request."""
+        if isinstance(record, Prepare):
             self.told.append(record)
-            self._heard.learn(record.number, record.submit)
+            self._known.learn(record.number, record.prepared)
             return None
-        return whole_request(self._heard.find(record.form), record) if isinstance(record, FormSubmit) else record
+        prepared = record.prepared
+        return whole_request(self._known[prepared] if isinstance(prepared, int) else prepared, record)
 
 
-def whole_answers(received: list[tuple[Completion, FormCompletion | None]]) -> list[Completion]:
-    """What came on a lane as if each had been sent whole."""
-    return [completion if own is None else whole_answer(completion, own) for completion, own in received]
+def whole_answers(received: list[tuple[PreparedAnswer, AnswerRecord]]) -> list[WholeAnswer]:
+    """What came on a lane, each answer as one value."""
+    return [whole_answer(prepared, own) for prepared, own in received]
 
 
-def answer_formed(lane: WorkerLane, completion: Completion) -> None:
-    """Queues a good answer as one of a form."""
-    assert not completion.code
-    assert completion.final
-    form = lane.answer_form(answer_template(completion))
-    contents = own_contents(completion.outputs)
-    lane.complete_formed(form, FormCompletion(completion.request_id, form.number, contents, completion.lease))
+def complete_numbered(lane: WorkerLane, answer: WholeAnswer) -> None:
+    """Queues a good answer with a number."""
+    assert not answer.code
+    assert answer.final
+    numbered = lane.number(answer.prepared)
+    lane.complete(answer.of(numbered.number), numbered)
 
 
 class EchoWorker:
@@ -123,10 +122,10 @@ class EchoWorker:
         self.taken: list[tuple[int, int]] = []
         self.requests = WholeRequests()
         #: The record in which the last of ``next`` came.
-        self.record: Submit | FormSubmit | None = None
-        #: Whether good answers are answers of a form, as a real worker's are when a request repeats itself.
-        self.formed = False
-        self._requests: deque[tuple[Submit, Submit | FormSubmit]] = deque()
+        self.record: RequestRecord | None = None
+        #: Whether good answers have a number, as a real worker's are when a request repeats itself.
+        self.numbered = False
+        self._requests: deque[tuple[WholeRequest, RequestRecord]] = deque()
 
     def poll(self) -> None:
         """Takes what has arrived. Raises ChannelClosed: the front is gone."""
@@ -137,10 +136,10 @@ class EchoWorker:
                 elif isinstance(record, Taken):
                     self.taken.append((record.request_id, record.byte_size))
                 elif (whole := self.requests.read(record)) is not None:
-                    assert not isinstance(record, RequestForm)
+                    assert not isinstance(record, Prepare)
                     self._requests.append((whole, record))
 
-    def next(self) -> Submit:
+    def next(self) -> WholeRequest:
         """The next request, whole, however it came; waits for it."""
         while not self._requests:
             assert _wait_readable(self.lane.fileno()), "no request came"
@@ -155,21 +154,21 @@ class EchoWorker:
             self.poll()
         return not self._requests
 
-    def content(self, request: Submit, number: int = 0) -> bytes:
+    def content(self, request: WholeRequest, number: int = 0) -> bytes:
         """The bytes of an input."""
         place = request.inputs[number].place
         assert not isinstance(place, RegionSlice)
-        return place.content if isinstance(place, Inline) else bytes(self.lane.view(place))
+        return place if isinstance(place, bytes) else bytes(self.lane.view(place))
 
-    def echo(self, request: Submit) -> None:
+    def echo(self, request: WholeRequest) -> None:
         """Answers with the first input, as output ``y``."""
         self.answer(request, self.content(request))
 
-    def answer(self, request: Submit, content: bytes, final: bool = True) -> None:
+    def answer(self, request: WholeRequest, content: bytes, final: bool = True) -> None:
         """Answers with UINT8 content as output ``y``, in a lease where it is not tiny."""
         shape = (len(content),)
         if len(content) <= 512:
-            outputs = (Tensor("y", "UINT8", shape, Inline(content)),)
+            outputs = (Tensor("y", "UINT8", shape, content),)
             self.complete(request.request_id, outputs=outputs, final=final)
             return
         lease = self.lane.loan(len(content))
@@ -193,12 +192,12 @@ class EchoWorker:
                     return
 
     def complete(self, request_id: int, **fields: Any) -> None:
-        """Sends any Completion; a lane whose other end is gone swallows it."""
-        completion = Completion(request_id, **{"version": 1, **fields})
-        if self.formed and completion.final and not completion.code:
-            answer_formed(self.lane, completion)
+        """Sends any answer; a lane whose other end is gone swallows it."""
+        completion = WholeAnswer(request_id, **{"version": 1, **fields})
+        if self.numbered and completion.final and not completion.code:
+            complete_numbered(self.lane, completion)
         else:
-            self.lane.complete(completion)
+            self.lane.complete(completion.record)
         until(self.lane.flush)
 
     @property

@@ -55,7 +55,7 @@ class Apart:
 
     def begin(self, call: Call) -> None:
         call.refused = True
-        call.answered(Unavailable(f"model '{call.submit.model}' is not asked while another one is only tried"), True)
+        call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
     def cancel(self, call: Call) -> None:
         """It has ended."""

@@ -28,7 +28,7 @@ from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import Submit
+from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.shm.status_page import DESKS
 from tensord.workers.dispatch.inner_arrival import validate_inner
 from tensord.workers.engine import Engine
@@ -165,11 +165,17 @@ class LocalWorker:
         self._inbox.post(run)
         return future.result()
 
-    def ask(self, submit: Submit, arrays: Mapping[str, Array], outputs: Collection[str]) -> Answers:
+    def ask(
+        self,
+        prepared: PreparedRequest,
+        own: RequestRecord,
+        arrays: Mapping[str, Array],
+        outputs: Collection[str],
+    ) -> Answers:
         """Begins a request. ``arrays``: of the shapes that clients send; nobody may write to them any more."""
         answers = Answers(self)
         self._check_open()
-        self._inbox.post(lambda: self._enter(answers, submit, arrays, outputs))
+        self._inbox.post(lambda: self._enter(answers, prepared, own, arrays, outputs))
         return answers
 
     def _check_open(self) -> None:
@@ -216,21 +222,28 @@ class LocalWorker:
             del self._asked[answers]
         return next_ns
 
-    def _enter(self, answers: Answers, submit: Submit, arrays: Mapping[str, Array], outputs: Collection[str]) -> None:
+    def _enter(
+        self,
+        answers: Answers,
+        prepared: PreparedRequest,
+        own: RequestRecord,
+        arrays: Mapping[str, Array],
+        outputs: Collection[str],
+    ) -> None:
         now_ns = time.monotonic_ns()
         self._asked[answers] = None
         try:
-            version = self._models.find(submit.model, submit.version)
+            version = self._models.find(prepared.model, prepared.version)
             if version.sequences is not None:
-                controls = controls_of(submit)
+                controls = controls_of(own)
                 version = self._models.home(version, controls.correlation_id, controls.start)
-            request = validate_inner(submit, arrays, outputs, self._submitter, version, now_ns, answers.take)
+            request = validate_inner(prepared, own, arrays, outputs, self._submitter, version, now_ns, answers.take)
             answers.request = request
             self._dispatcher.enter(version, request, now_ns)
         except ServingError as error:
             answers.fail(error)
         except Exception as error:
-            _log.exception("validating a request for model '%s' failed", submit.model)
+            _log.exception("validating a request for model '%s' failed", prepared.model)
             answers.fail(Internal(f"the request failed with {type(error).__name__}"))
 
     def _remove_all(self) -> None:

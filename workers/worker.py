@@ -30,8 +30,8 @@ from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost
 from tensord.shm.control_records import ChildReady
 from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.lane import RequestRecord, WorkerLane
-from tensord.shm.messages import Cancel, RequestForm, Taken
+from tensord.shm.lane import Instruction, WorkerLane
+from tensord.shm.messages import Cancel, Prepare, Taken
 from tensord.shm.status_page import DESKS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
@@ -55,7 +55,7 @@ from tensord.workers.programs.outside_compiler import outside_compiler
 from tensord.workers.programs.run_errors import works
 from tensord.workers.regions.region_policy import RegionPolicy
 from tensord.workers.regions.region_table import RegionTable
-from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
 from tensord.workers.requests.submitter import Submitter
@@ -279,14 +279,14 @@ class Worker:
             _log.error("closing the lane of submitter %d: %s", submitter.peer, error.message)
             self._close_lane(submitter)
 
-    def _take(self, submitter: Submitter[Request], records: Iterable[RequestRecord], now_ns: int) -> None:
+    def _take(self, submitter: Submitter[Request], records: Iterable[Instruction], now_ns: int) -> None:
         for record in records:
             if type(record) is Cancel:
                 self._dispatcher.cancel(submitter, record.request_id)
             elif type(record) is Taken:
                 self._dispatcher.taken(submitter, record)
-            elif type(record) is RequestForm:
-                submitter.forms.learn(record.number, KnownForm(record.number, record.submit))
+            elif type(record) is Prepare:
+                submitter.preparations.learn(record.number, Preparation(record.number, record.prepared))
                 self._poller.forget(submitter, record.number)
             else:
                 self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]

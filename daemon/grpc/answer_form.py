@@ -1,4 +1,4 @@
-"""Answers of one form to messages of one form: what they have in common is written once, what is their own between it. Sans-I/O.
+"""Answers of one kind to messages of one form: what they have in common is written once, what is their own between it. Sans-I/O.
 
 | model_name, model_version | id | parameters, outputs | raw tensor | raw tensor | ...
        written once                   written once
@@ -9,29 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tensord.daemon.grpc import response_codec
-from tensord.shm.forms import no_view
-from tensord.shm.messages import Buffer, Completion, Content, Inline, Slice
+from tensord.shm.messages import Buffer, Content, PreparedAnswer, Slice, own_count
 
 
 class AnswerForm:
     """How those are written."""
 
-    __slots__ = ("_begin", "_owns", "_rest", "_template", "_whole")
+    __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 
-    def __init__(self, template: Completion, model: str, final: bool | None) -> None:
+    def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None) -> None:
         """
         Args:
-          template: what the answers have in common; it is kept.
+          prepared: what the answers have in common; it is kept.
           final: what ``triton_final_response`` says; None: not there, as in unary answers.
         """
-        self._template = template
-        pieces = response_codec.encode(template, model, "", no_view, final)
+        self._prepared = prepared
+        empty = (b"",) * own_count(prepared.outputs)
+        pieces = response_codec.encode(prepared, empty, model, "", _no_view, final)
         self._begin = bytes(pieces[0])
-        self._rest = b"".join(pieces[1 : len(pieces) - 2 * len(template.outputs)])
+        self._rest = b"".join(pieces[1 : len(pieces) - 2 * len(prepared.outputs)])
         #: Without an id.
         self._whole = self._begin + self._rest
         #: Which outputs are in the answer; those that are not went to regions. None: all of them.
-        owns = [type(tensor.place) is Inline for tensor in template.outputs]
+        owns = [tensor.region is None for tensor in prepared.outputs]
         self._owns = None if all(owns) else owns
 
     def pieces(
@@ -58,3 +58,7 @@ class AnswerForm:
         """All outputs; one in a region has an empty entry, so that the indices agree."""
         own = iter(contents)
         return [next(own) if each else b"" for each in owns]
+
+
+def _no_view(place: Slice) -> memoryview:
+    raise AssertionError(f"{place} in an answer whose contents are not known")

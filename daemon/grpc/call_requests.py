@@ -12,7 +12,7 @@ from tensord.daemon.submit.pending import Pending
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion, FormCompletion
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, is_mark
 
 
 class Caller(Protocol):
@@ -23,12 +23,13 @@ class Caller(Protocol):
         """Whose memory its requests and answers take."""
 
     def completed(
-        self, asked: CallRequest | FormedCallRequest, completion: Completion, lane: SubmitterLane | None
+        self,
+        asked: CallRequest | FormedCallRequest,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
+        lane: SubmitterLane | None,
     ) -> None:
-        """An answer to it."""
-
-    def formed(self, asked: FormedCallRequest, template: Completion, answer: FormCompletion) -> None:
-        """A good answer to it, of a form."""
+        """Takes an answer to it."""
 
 
 class CallRequest:
@@ -70,13 +71,14 @@ class CallRequest:
         """Whether a last, empty response is wanted where the model's last one does not say that it is."""
         return self._decoded.empty_final
 
-    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
-        if self._loading and (completion.is_mark or not completion.final):
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        """Takes an answer."""
+        if self._loading and (not prepared.final or is_mark(prepared, own)):
             self.decoupled = True
-        if completion.final:
+        if prepared.final:
             # Each refers to the other, and requests shall leave the garbage collector nothing to do.
             self.inference = None
-        self._call.completed(self, completion, lane)
+        self._call.completed(self, prepared, own, lane)
 
     def cancel(self, submitter: Submitter) -> None:
         """Nobody waits for it any more."""
@@ -117,11 +119,8 @@ class FormedCallRequest(Pending):
     def empty_final(self) -> bool:
         return self.message_form.decoded.empty_final
 
-    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
-        self.call.completed(self, completion, lane)
-
-    def formed(self, template: Completion, own: FormCompletion) -> None:
-        self.call.formed(self, template, own)
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        self.call.completed(self, prepared, own, lane)
 
     def cancel(self, submitter: Submitter) -> None:
         """Nobody waits for it any more."""

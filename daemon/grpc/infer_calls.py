@@ -23,9 +23,9 @@ from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace, Tracer
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.errors import ServingError
-from tensord.shm.forms import MAX_FORMS
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Buffer, Completion, Content, FormSubmit, Slice
+from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord, Slice
+from tensord.shm.prepared import MAX_NUMBERS
 
 #: Whole; one that is no buffer has a lease.
 Message = Buffer | Reception
@@ -42,7 +42,7 @@ class InferCalls:
         forwarding: Forwarding | None,
         tracer: Tracer,
         makes_ids: bool = False,
-        max_forms: int = MAX_FORMS,
+        max_forms: int = MAX_NUMBERS,
     ) -> None:
         self._makes_ids = makes_ids
         self.submitter = submitter
@@ -171,33 +171,33 @@ class InferCalls:
         leases: tuple[Lease, ...],
         deadline_ns: int,
     ) -> FormedCallRequest:
-        submitter, lane_form = self.submitter, form.form
-        assert lane_form is not None
+        submitter, numbered = self.submitter, form.numbered
+        assert numbered is not None
         if not client_id and self._makes_ids:
             text = request_id.made()
             client_id = text.encode()
-        number = lane_form.number
+        number = numbered.number
         # Most say nothing of their scheduling, and to unpack that costs more than all else here.
         record = (
-            FormSubmit(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
+            RequestRecord(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
             if scheduling is UNSCHEDULED
-            else FormSubmit(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns(), *scheduling)
+            else RequestRecord(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns(), *scheduling)
         )
         asked = FormedCallRequest(
-            call=call, message_form=form, id=client_id, record=record, form=lane_form, leases=leases
+            call=call, message_form=form, id=client_id, record=record, numbered=numbered, leases=leases
         )
         submitter.send(asked)
         return asked
 
     def releaser(
-        self, completion: Completion, lane: SubmitterLane | None, trace: Trace | None
+        self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None, trace: Trace | None
     ) -> Callable[[], None] | None:
         """What is due when an answer has left: its lease is given back and, with the last, the trace ends. None: nothing."""
-        if lane is not None and not completion.final:
-            return partial(self.submitter.taken, lane, completion)
+        if lane is not None and not prepared.final:
+            return partial(self.submitter.taken, lane, own)
         release = None
-        if completion.lease is not None and lane is not None:
-            release = partial(self.submitter.release, lane, completion.lease)
+        if own.lease is not None and lane is not None:
+            release = partial(self.submitter.release, lane, own.lease)
         return release if trace is None else Sent(trace, release)
 
 

@@ -1,7 +1,7 @@
 """The forms of messages that came: what they mean that differ in their id, scheduling and raw tensors alone, by the rest's bytes.
 
 A message's rest (``walk``) is read once, by protobuf. Whoever sends the same rest again, on any connection, with whatever id and
-tensors, asks for the same, and that request is one of the form. What the rest means never changes; whether its model is there is
+tensors, asks for the same, and that request is one of that kind. What the rest means never changes; whether its model is there is
 asked again whenever any model has changed.
 """
 
@@ -10,19 +10,19 @@ from __future__ import annotations
 from tensord.daemon.front.memo import Memo
 from tensord.daemon.grpc.answer_form import AnswerForm
 from tensord.daemon.grpc.request_codec import DecodedHead, decode_scheduling
-from tensord.daemon.submit.inference import form_of
+from tensord.daemon.submit.inference import numbered
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.errors import NotFound
-from tensord.shm.forms import MAX_FORMS, Form
-from tensord.shm.messages import Completion, Submit
+from tensord.shm.messages import PreparedAnswer, PreparedRequest
+from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
 
 class MessageForm:
     """Owned by ``MessageForms``."""
 
-    __slots__ = ("decoded", "decoupled", "edition", "form", "streamed", "unary")
+    __slots__ = ("decoded", "decoupled", "edition", "numbered", "streamed", "unary")
 
     #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
     MAX_ANSWERS = 8
@@ -30,7 +30,7 @@ class MessageForm:
     def __init__(self, decoded: DecodedHead) -> None:
         self.decoded = decoded
         #: What its requests have in common on a lane; there once a second one came, so what comes once takes nobody's number.
-        self.form: Form[Submit] | None = None
+        self.numbered: Numbered[PreparedRequest] | None = None
         #: Whether its model is decoupled, in that edition of the table.
         self.decoupled = False
         self.edition = -1
@@ -38,15 +38,15 @@ class MessageForm:
         self.streamed: dict[int, AnswerForm] = {}
         self.unary: dict[int, AnswerForm] = {}
 
-    def answer_form(self, template: Completion, streamed: bool) -> AnswerForm:
+    def answer_form(self, prepared: PreparedAnswer, streamed: bool) -> AnswerForm:
         """How answers with that in common are written."""
         known = self.streamed if streamed else self.unary
-        # Who is kept here keeps its template, so no other one has its address meanwhile.
-        form = known.get(id(template))
+        # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
+        form = known.get(id(prepared))
         if form is None:
             if len(known) >= self.MAX_ANSWERS:
                 known.clear()
-            form = known[id(template)] = AnswerForm(template, self.decoded.model, template.final if streamed else None)
+            form = known[id(prepared)] = AnswerForm(prepared, self.decoded.model, prepared.final if streamed else None)
         return form
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class MessageForm:
 class MessageForms:
     """Those of a front. Of all that came, the last ones and those that came again since."""
 
-    def __init__(self, table: ModelTable, submitter: Submitter, count: int = MAX_FORMS) -> None:
+    def __init__(self, table: ModelTable, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
         """``count``: so many are remembered at least; 0: none."""
         self._table = table
         self._submitter = submitter
@@ -102,8 +102,8 @@ class MessageForms:
             form.decoupled = self._table.find(decoded.model, decoded.version).streams
         except NotFound:
             return False
-        if form.form is None:
-            form.form = form_of(self._submitter, decoded.request("", [b""] * decoded.raw_count, UNSCHEDULED))
+        if form.numbered is None:
+            form.numbered = numbered(self._submitter, decoded.request("", [b""] * decoded.raw_count, UNSCHEDULED))
         form.edition = self._table.edition
         return True
 

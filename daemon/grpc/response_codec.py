@@ -15,7 +15,7 @@ import functools
 import struct
 from collections.abc import Callable
 
-from tensord.shm.messages import Buffer, Completion, Inline, Parameter, Slice
+from tensord.shm.messages import Buffer, Content, Parameter, PreparedAnswer, Slice, placed
 
 _double = struct.Struct("<d").pack
 _UINT64 = (1 << 64) - 1
@@ -23,7 +23,12 @@ _FINAL = "triton_final_response"
 
 
 def encode(
-    completion: Completion, model: str, client_id: str, view: Callable[[Slice], memoryview], final: bool | None = None
+    prepared: PreparedAnswer,
+    contents: tuple[Content, ...],
+    model: str,
+    client_id: str,
+    view: Callable[[Slice], memoryview],
+    final: bool | None = None,
 ) -> list[Buffer]:
     """A good answer as the pieces of a ModelInferResponse; slices of the response arena as they lie.
 
@@ -31,23 +36,22 @@ def encode(
       view: the bytes of a slice of the response arena.
       final: what ``triton_final_response`` says; None: not there, as in unary answers.
     """
-    pieces: list[Buffer] = [_names(model, completion.version)]
+    pieces: list[Buffer] = [_names(model, prepared.version)]
     raws: list[Buffer] = []
     if client_id:
         pieces.append(field(0x1A, client_id.encode()))
-    if completion.parameters:
-        parameters = dict(completion.parameters)
+    if prepared.parameters:
+        parameters = dict(prepared.parameters)
         if final is not None:
             parameters[_FINAL] = final
         pieces += [_parameter(key, value) for key, value in parameters.items()]
     elif final is not None:
         pieces.append(_IS_FINAL if final else _IS_NOT_FINAL)
-    for tensor in completion.outputs:
+    for tensor, place in placed(prepared.outputs, contents):
         pieces.append(_output(tensor.name, tensor.datatype, tensor.shape))
-        place = tensor.place
         content: Buffer = b""
-        if type(place) is Inline:
-            content = place.content
+        if type(place) is bytes:
+            content = place
         elif type(place) is Slice:
             content = view(place)
         raws.append(raw(len(content)))

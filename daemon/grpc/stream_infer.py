@@ -26,7 +26,7 @@ from tensord.daemon.submit.inference import InferenceRequest, begin
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.errors import DEFECT, ServingError
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Buffer, Completion, FormCompletion, Slice
+from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer, is_mark
 
 _log = logging.getLogger(__name__)
 #: Answers of a stream that its client has not taken; beyond, no more requests are taken.
@@ -185,66 +185,63 @@ class StreamInfer(Call):
     # -------------------------------------------------------------------------------------------------- answers
 
     def completed(
-        self, asked: CallRequest | FormedCallRequest, completion: Completion, lane: SubmitterLane | None
+        self,
+        asked: CallRequest | FormedCallRequest,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
+        lane: SubmitterLane | None,
     ) -> None:
-        if completion.final:
+        if prepared.final:
             self._in_flight.discard(asked)
-        sent = self._calls.releaser(completion, lane, asked.trace)
-        if completion.code:
+        if own.code:
             self._refused(
-                number(completion.code),
-                completion.message,
+                number(own.code),
+                own.message,
                 asked.client_id,
                 # Only what a version has answered is an error of the model.
-                asked.model if completion.version else "",
-                (not asked.decoupled or completion.final) if completion.version else None,
-                sent,
+                asked.model if prepared.version else "",
+                (not asked.decoupled or prepared.final) if prepared.version else None,
+                self._calls.releaser(prepared, own, lane, asked.trace),
             )
         else:
             assert lane is not None
-            self._answered(asked, completion, lane.view, sent)
+            if type(own.prepared) is int and type(asked) is FormedCallRequest:
+                self._answer_known(asked, prepared, own, lane)
+            else:
+                self._answer(asked, prepared, own, lane)
         if self._waiting or self._half_closed or self._stream.held:
             self._go_on()
 
-    def formed(self, asked: FormedCallRequest, template: Completion, answer: FormCompletion) -> None:
-        assert asked.worker is not None
-        lane, release, submitter = asked.worker.lane, None, self._calls.submitter
-        if template.final:
-            self._in_flight.discard(asked)
-            if answer.lease is not None:
-                release = partial(submitter.release, lane, answer.lease)
-        else:
-            release = partial(submitter.taken, lane, answer)
-        form = asked.message_form.answer_form(template, True)
-        self._send(response_codec.streamed(form.pieces(asked.id, answer.contents, lane.view)), release)
-        if self._waiting or self._half_closed or self._stream.held:
-            self._go_on()
+    def _answer_known(
+        self, asked: FormedCallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane
+    ) -> None:
+        release, submitter = None, self._calls.submitter
+        if not prepared.final:
+            release = partial(submitter.taken, lane, own)
+        elif own.lease is not None:
+            release = partial(submitter.release, lane, own.lease)
+        form = asked.message_form.answer_form(prepared, True)
+        self._send(response_codec.streamed(form.pieces(asked.id, own.contents, lane.view)), release)
 
-    def _answered(
+    def _answer(
         self,
         asked: CallRequest | FormedCallRequest,
-        completion: Completion,
-        view: Callable[[Slice], memoryview],
-        sent: Callable[[], None] | None,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
+        lane: SubmitterLane,
     ) -> None:
-        if asked.decoupled and completion.is_mark:
+        sent = self._calls.releaser(prepared, own, lane, asked.trace)
+        if asked.decoupled and is_mark(prepared, own):
             if asked.empty_final:
                 empty = response_codec.empty_final(asked.model, asked.client_id)
                 self._send([empty], sent)
             elif sent is not None:
                 sent()
             return
-        self._send_whole(asked, completion, view, sent)
-
-    def _send_whole(
-        self,
-        asked: CallRequest | FormedCallRequest,
-        completion: Completion,
-        view: Callable[[Slice], memoryview],
-        sent: Callable[[], None] | None = None,
-    ) -> None:
         try:
-            parts = response_codec.encode(completion, asked.model, asked.client_id, view, completion.final)
+            parts = response_codec.encode(
+                prepared, own.contents, asked.model, asked.client_id, lane.view, prepared.final
+            )
         except Exception:
             _log.exception("an answer of model '%s' could not be written", asked.model)
             self._refused(INTERNAL, DEFECT, asked.client_id, sent=sent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 from tensord.daemon.grpc import response_codec
@@ -19,7 +20,7 @@ from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.inference import begin
 from tensord.shm.errors import DEFECT, ServingError, Unsupported
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Buffer, Completion, FormCompletion
+from tensord.shm.messages import AnswerRecord, Buffer, PreparedAnswer
 
 _log = logging.getLogger(__name__)
 #: What who asks such a model here is told: Triton's words.
@@ -179,22 +180,33 @@ class UnaryInfer(Call):
     # -------------------------------------------------------------------------------------------------- answer
 
     def completed(
-        self, asked: CallRequest | FormedCallRequest, completion: Completion, lane: SubmitterLane | None
+        self,
+        asked: CallRequest | FormedCallRequest,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
+        lane: SubmitterLane | None,
     ) -> None:
-        if completion.code:
-            self._refuse(number(completion.code), completion.message)
+        if own.code:
+            self._refuse(number(own.code), own.message)
             return
-        if not completion.final:
+        if not prepared.final:
             # It came while its model was being loaded, and nobody knew that this one answers with several responses.
             asked.cancel(self._calls.submitter)
             error = Unsupported(DECOUPLED)
             self._refuse(number(error), error.message)
             return
+        # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self._asked = None
         assert lane is not None
-        release = self._calls.releaser(completion, lane, asked.trace)
+        release: Callable[[], None] | None
+        if type(own.prepared) is int and type(asked) is FormedCallRequest:
+            release = None if own.lease is None else partial(self._calls.submitter.release, lane, own.lease)
+            form = asked.message_form.answer_form(prepared, False)
+            self._stream.answer(form.pieces(asked.id, own.contents, lane.view), release)
+            return
+        release = self._calls.releaser(prepared, own, lane, asked.trace)
         try:
-            parts = response_codec.encode(completion, asked.model, asked.client_id, lane.view)
+            parts = response_codec.encode(prepared, own.contents, asked.model, asked.client_id, lane.view)
         except Exception:
             _log.exception("an answer of model '%s' could not be written", asked.model)
             if release is not None:
@@ -202,16 +214,6 @@ class UnaryInfer(Call):
             self._stream.finish(INTERNAL, DEFECT)
             return
         self._stream.answer(parts, release)
-
-    def formed(self, asked: FormedCallRequest, template: Completion, answer: FormCompletion) -> None:
-        # Each refers to the other, and calls shall leave the garbage collector nothing to do.
-        self._asked = None
-        assert asked.worker is not None
-        lane, release = asked.worker.lane, None
-        if answer.lease is not None:
-            release = partial(self._calls.submitter.release, lane, answer.lease)
-        form = asked.message_form.answer_form(template, False)
-        self._stream.answer(form.pieces(asked.id, answer.contents, lane.view), release)
 
     def _refuse(self, code: int, message: str) -> None:
         asked, self._asked = self._asked, None

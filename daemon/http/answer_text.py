@@ -1,4 +1,4 @@
-"""The bytes before the tensors of answers of one form: only the id in them changes. Sans-I/O.
+"""The bytes before the tensors of answers of one kind: only the id in them changes. Sans-I/O.
 
 answer   | head: lengths | {"id":"...", | the rest of the JSON | part | part | ...     parts of the same sizes
 """
@@ -13,8 +13,7 @@ import msgspec
 from tensord.daemon.http import response_codec
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.response_codec import Buffer
-from tensord.shm.forms import whole_answer
-from tensord.shm.messages import Completion, FormCompletion, Inline, Slice
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, Slice
 
 #: Longer texts are not worth remembering.
 _MAX_TEXT = 2048
@@ -22,30 +21,29 @@ _encode = msgspec.json.Encoder().encode
 
 
 class AnswerText:
-    """Of answers to requests of one form, which are of one form themselves."""
+    """The text of answers of one kind to requests of one kind."""
 
-    __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "template")
+    __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
     def __init__(
         self,
         model: str,
         asked: DecodedRequest,
-        template: Completion,
-        own: FormCompletion,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
         """From the first of them. Raises InvalidArgument: its tensors are outside of the arena."""
-        self.template = template
+        self.prepared = prepared
         #: How long the parts are; None: such answers are written one by one.
         self._sizes: list[int] | None = None
         self._tail_size = 0
         self._id = ""
         self._head = self._rest = b""
-        for tensor in template.outputs:
-            if type(tensor.place) is Inline and not asked.binary.get(tensor.name, asked.all_binary):
+        for tensor in prepared.outputs:
+            if tensor.region is None and not asked.binary.get(tensor.name, asked.all_binary):
                 return  # its values are in the JSON
-        whole = whole_answer(template, own)
-        text, parts = response_codec.encode(whole, model, "", asked.binary, asked.all_binary, view)
+        text, parts = response_codec.encode(prepared, own.contents, model, "", asked.binary, asked.all_binary, view)
         if len(text) <= _MAX_TEXT:
             self._rest = text[1:]
             self._sizes = [*map(len, parts)]
@@ -57,7 +55,7 @@ class AnswerText:
         self._head = response_codec.response_head(len(text), self._tail_size) + text
         self._id = client_id
 
-    def whole(self, client_id: str, own: FormCompletion) -> bytes | None:
+    def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
         """All of an answer without a lease, of a connection that stays; None: it is to be written by itself."""
         contents: Any = own.contents
         if [*map(len, contents)] != self._sizes:
@@ -66,7 +64,7 @@ class AnswerText:
             self._say(client_id)
         return b"".join((self._head, *contents))
 
-    def pieces(self, client_id: str, own: FormCompletion, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
+    def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
         """All of an answer with a lease; its tensors there go as they lie. None: it is to be written by itself.
 
         view: the bytes of a slice of the response arena. Raises InvalidArgument: it is outside.

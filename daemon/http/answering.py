@@ -1,8 +1,8 @@
 """The outgoing half of an exchange: from a worker's answer, or what went wrong, to the connection's pieces.
 
-    Completion ─▶ of a form: but for its id the head is remembered ─▶ one piece
-               ├▶ encoded (response_codec), in steps where large   ─▶ pieces; slices of the arena as they lie
-               ╰▶ compressed, in steps                             ─▶ one piece
+    AnswerRecord ─▶ with a number: but for its id the head is remembered ─▶ one piece
+                 ├▶ encoded (response_codec), in steps where large       ─▶ pieces; slices of the arena as they lie
+                 ╰▶ compressed, in steps                                 ─▶ one piece
 
 ``exchange`` is the incoming half.
 """
@@ -26,9 +26,8 @@ from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.pending import Pending
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.errors import DEFECT, ServingError, Unsupported
-from tensord.shm.forms import no_view
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion, FormCompletion, Slice
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, Slice
 
 _log = logging.getLogger(__name__)
 #: What who asks such a model here is told: Triton's words.
@@ -101,15 +100,51 @@ class Answering(Pending):
         """Whatever the request takes in memory."""
         raise NotImplementedError
 
-    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
-        if completion.lease is not None and lane is not None:
-            self._unwritten = (lane, completion.lease)
-        if self._trace is not None:
-            self._trace.completed(completion)
-        if completion.code:
-            self._answer_error(http_status(completion.code), completion.message)
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        if type(own.prepared) is not int or not prepared.final or self._trace is not None or not self._head.is_plain:
+            self._answer_anew(prepared, own, lane)
             return
-        if not completion.final:
+        form: HttpForm = self._asked  # type: ignore[assignment]
+        text, lease = form.last_answer, own.lease
+        pieces: list[response_codec.Buffer] | None = None
+        if lease is None:
+            if text is None or text.prepared is not prepared:
+                text = form.answer(prepared, own, lane.view)  # type: ignore[union-attr]
+            answer = text.whole(self._client_id, own)
+            if answer is not None:
+                if self.keep_alive:
+                    self._outlet.answer_whole(answer)
+                    return
+                pieces = [answer]
+        else:
+            assert lane is not None
+            try:
+                if text is None or text.prepared is not prepared:
+                    text = form.answer(prepared, own, lane.view)
+                pieces = text.pieces(self._client_id, own, lane.view)
+            except Exception:
+                pieces = None  # the ordinary way says what is wrong
+            if pieces is not None:
+                self._unwritten = lane, lease
+        if pieces is None:
+            self._answer_anew(prepared, own, lane)
+            return
+        if not self.keep_alive:
+            pieces[0] = bytes(pieces[0]).replace(_LENGTH, b"\r\n" + response_codec.CLOSE + _LENGTH[2:], 1)
+        self.phase = Phase.ANSWERED
+        if self._outlet.answer_pieces(pieces):
+            self.written()
+
+    def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        """Answers with nothing that is remembered."""
+        if own.lease is not None and lane is not None:
+            self._unwritten = (lane, own.lease)
+        if self._trace is not None:
+            self._trace.completed(prepared.version, own.trace)
+        if own.code:
+            self._answer_error(http_status(own.code), own.message)
+            return
+        if not prepared.final:
             # It came while its model was being loaded, and nobody knew that this one answers with several responses.
             self._serving.submitter.cancel(self.record.request_id)
             error = Unsupported(DECOUPLED)
@@ -118,20 +153,26 @@ class Answering(Pending):
         assert lane is not None
         assert self._asked is not None
         asked = self._asked.asked
-        if completion.lease is not None and response_codec.is_large(completion, asked.binary, asked.all_binary):
+        if own.lease is not None and response_codec.is_large(prepared, own.contents, asked.binary, asked.all_binary):
             steps = response_codec.encode_in_steps(
-                completion, self._head.model, self._client_id, asked.binary, asked.all_binary, lane.view
+                prepared,
+                own.contents,
+                self._head.model,
+                self._client_id,
+                asked.binary,
+                asked.all_binary,
+                lane.view,
             )
             self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
             return
-        self._encode(completion, lane.view)
+        self._encode(prepared, own, lane.view)
 
-    def _encode(self, completion: Completion, view: Callable[[Slice], memoryview]) -> None:
+    def _encode(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> None:
         assert self._asked is not None
         asked = self._asked.asked
         try:
             head, parts = response_codec.encode(
-                completion, self._head.model, self._client_id, asked.binary, asked.all_binary, view
+                prepared, own.contents, self._head.model, self._client_id, asked.binary, asked.all_binary, view
             )
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
@@ -140,40 +181,6 @@ class Answering(Pending):
             self._answer_defect()
             return
         self._answer([head], parts)
-
-    def formed(self, template: Completion, own: FormCompletion) -> None:
-        form: HttpForm = self._asked  # type: ignore[assignment]
-        pieces: list[response_codec.Buffer] | None = None
-        if self._trace is None and self._head.is_plain:
-            text, lease = form.last_answer, own.lease
-            if lease is None:
-                if text is None or text.template is not template:
-                    text = form.answer(template, own, no_view)
-                answer = text.whole(self._client_id, own)
-                if answer is not None:
-                    if self.keep_alive:
-                        self._outlet.answer_whole(answer)
-                        return
-                    pieces = [answer]
-            else:
-                assert self.worker is not None
-                lane = self.worker.lane
-                try:
-                    if text is None or text.template is not template:
-                        text = form.answer(template, own, lane.view)
-                    pieces = text.pieces(self._client_id, own, lane.view)
-                except Exception:
-                    pieces = None  # the ordinary way says what is wrong
-                if pieces is not None:
-                    self._unwritten = lane, lease
-        if pieces is None:
-            Pending.formed(self, template, own)
-            return
-        if not self.keep_alive:
-            pieces[0] = bytes(pieces[0]).replace(_LENGTH, b"\r\n" + response_codec.CLOSE + _LENGTH[2:], 1)
-        self.phase = Phase.ANSWERED
-        if self._outlet.answer_pieces(pieces):
-            self.written()
 
     def undelivered(self) -> None:
         if self.phase is Phase.ANSWERED or self._gone or not self._outlet.owes(self):

@@ -8,10 +8,7 @@ from tensord.daemon.http.json_array import JsonArray
 from tensord.daemon.http.json_base64 import JsonBase64
 from tensord.daemon.http.json_strings import JsonStrings
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from tensord.shm.messages import Inline, Parameter, RegionSlice, RequestedOutput, Submit, Tensor
-
-#: Stands for the bytes of an input that each request has of its own.
-_OWN = Inline(b"")
+from tensord.shm.messages import Parameter, PreparedRequest, PreparedTensor, RegionSlice, RequestedOutput
 
 
 @dataclass(slots=True)
@@ -41,14 +38,13 @@ class DecodedRequest:
     parameters: dict[str, Parameter]
     scheduling: Scheduling = UNSCHEDULED
 
-    def template(self, model: str, version: int, forwarded: dict[str, str] | None) -> Submit:
-        """What such requests have in common on a lane (``tensord.shm.forms``). ``forwarded``: headers that are parameters."""
+    def prepared(self, model: str, version: int, forwarded: dict[str, str] | None) -> PreparedRequest:
+        """Returns what such requests have in common on a lane. ``forwarded``: headers that are parameters."""
         inputs = [
-            Tensor(name, datatype, shape, source if isinstance(source, RegionSlice) else _OWN)
+            PreparedTensor(name, datatype, shape, source if isinstance(source, RegionSlice) else None)
             for name, datatype, shape, source in self.inputs
         ]
-        return Submit(
-            0,
+        return PreparedRequest(
             model,
             version,
             tuple(inputs),

@@ -1,6 +1,6 @@
 """One inference request, on the short way past ASGI: no task, no queue, no event. This is its incoming half.
 
-    head ─▶ body (reception) ─▶ form (http_forms) ─▶ submit ─▶ completion ─▶ encode (answering) ─▶ socket
+    head ─▶ body (reception) ─▶ form (http_forms) ─▶ submit ─▶ answer ─▶ encode (answering) ─▶ socket
      ╰────── small and whole ────▲
 
 Each arrow is a call from the connection's or the lane's callback. The connection (answer_order) keeps exchanges in the order in
@@ -28,8 +28,8 @@ from tensord.daemon.http.reception import Reception
 from tensord.daemon.submit.scheduling import UNSCHEDULED
 from tensord.shm.arena import Lease
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
-from tensord.shm.forms import Form, whole_request
-from tensord.shm.messages import Content, FormSubmit, Submit
+from tensord.shm.messages import Content, PreparedRequest, RequestRecord
+from tensord.shm.prepared import Numbered
 
 _log = logging.getLogger(__name__)
 # A member of an enum is found slowly.
@@ -139,14 +139,14 @@ class Exchange(Answering):
             if not client_id and serving.makes_ids:
                 client_id = str(uuid.uuid4())
             self._asked, self._client_id = form, client_id
-            lane_form: Form[Submit] = form.lane_form  # type: ignore[assignment]
-            self.form = lane_form
-            submitter, number, contents = serving.submitter, lane_form.number, form.unpack(data, ends)
+            numbered: Numbered[PreparedRequest] = form.numbered  # type: ignore[assignment]
+            self.numbered = numbered
+            submitter, number, contents = serving.submitter, numbered.number, form.unpack(data, ends)
             # Most say nothing of their scheduling, and to unpack that costs more than all else here.
             self.record = (
-                FormSubmit(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
+                RequestRecord(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
                 if scheduling is UNSCHEDULED
-                else FormSubmit(submitter.next_id(), number, contents, client_id, 0, monotonic_ns(), *scheduling)
+                else RequestRecord(submitter.next_id(), number, contents, client_id, 0, monotonic_ns(), *scheduling)
             )
             submitter.send(self)
         except ServingError as error:
@@ -284,18 +284,16 @@ class Exchange(Answering):
         if reception is not None:
             leases = reception.leave() + leases
         submitter, form, trace, noted = self._serving.submitter, request.form, self._trace, 0
-        lane_form = form.lane_form or form.on_lane(submitter.forms, submitter.inline_byte_size)
+        numbered = form.numbered or form.on_lane(submitter.numbers, submitter.inline_byte_size)
         if trace is not None:
             noted = trace.level
             trace.client_id = request.id
             trace.stamp("REQUEST_START")
-        number = 0 if lane_form is None else lane_form.number
-        self.record = FormSubmit(
-            submitter.next_id(), number, contents, request.id, 0, monotonic_ns(), *request.scheduling, noted
+        prepared = form.prepared if numbered is None else numbered.number
+        self.record = RequestRecord(
+            submitter.next_id(), prepared, contents, request.id, 0, monotonic_ns(), *request.scheduling, noted
         )
-        if lane_form is None:
-            self.record = whole_request(form.template, self.record)
-        self.form, self.leases = lane_form, leases
+        self.numbered, self.leases = numbered, leases
         submitter.send(self)
         self.phase = _SUBMITTED
 

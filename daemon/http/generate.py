@@ -33,7 +33,7 @@ from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable, Unsupported, from_code
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, is_mark
 
 if TYPE_CHECKING:
     from tensord.daemon.http.answer_order import AnswerOrder
@@ -79,7 +79,7 @@ class Generation:
         self.keep_alive = head.keep_alive
         self._expects_continue = expects_continue
         #: Responses that came while the client did not take what was written.
-        self._held: deque[tuple[Completion, SubmitterLane | None]] = deque()
+        self._held: deque[tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None]] = deque()
         #: What is wrong with the request already, and the status that says so.
         self._error = (http_status(head.error), head.error.message) if head.error is not None else None
         limit = serving.options.http.max_body_byte_size
@@ -189,11 +189,11 @@ class Generation:
 
     # ----------------------------------------------------------------------------------------------- answers
 
-    def _completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+    def _completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         if self._blocked:
-            self._held.append((completion, lane))
+            self._held.append((prepared, own, lane))
         else:
-            self._take(completion, lane)
+            self._take(prepared, own, lane)
 
     def written(self) -> None:
         """The client has taken everything that was written."""
@@ -201,33 +201,33 @@ class Generation:
         while self._held and not self._blocked:
             self._take(*self._held.popleft())
 
-    def _take(self, completion: Completion, lane: SubmitterLane | None) -> None:
+    def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Answers with a response, and tells its worker that it was taken."""
-        if completion.final:
+        if prepared.final:
             self._inference = None
         try:
-            if completion.code:
-                self._fail(from_code(completion.code, completion.message), completion.final)
+            if own.code:
+                self._fail(from_code(own.code, own.message), prepared.final)
             else:
-                if lane is not None and not completion.is_mark:
-                    self._answer(completion, lane)
-                if completion.final and not self._answered:
+                if lane is not None and not is_mark(prepared, own):
+                    self._answer(prepared, own, lane)
+                if prepared.final and not self._answered:
                     self._end()
         except ServingError as error:
             self._fail(error, True)
         except Exception:
             self._meet_defect()
-        self._release(completion, lane)
+        self._release(prepared, own, lane)
 
-    def _release(self, completion: Completion, lane: SubmitterLane | None) -> None:
+    def _release(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         if lane is None:
             return
-        if not completion.final:
-            self._serving.submitter.taken(lane, completion)
-        elif completion.lease is not None:
-            self._serving.submitter.release(lane, completion.lease)
+        if not prepared.final:
+            self._serving.submitter.taken(lane, own)
+        elif own.lease is not None:
+            self._serving.submitter.release(lane, own.lease)
 
-    def _answer(self, completion: Completion, lane: SubmitterLane) -> None:
+    def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
         """A good response. Raises InvalidArgument: it cannot be said, or not here."""
         raise NotImplementedError
 
@@ -321,11 +321,11 @@ class Generate(Generation):
             self._joined = generate_codec.JoinedAnswers(state, self._serving.options.http.max_body_byte_size)
         super()._submit(reception, state)
 
-    def _answer(self, completion: Completion, lane: SubmitterLane) -> None:
+    def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
         if self._joined is not None:
-            self._joined.add(completion, lane)
+            self._joined.add(prepared, own.contents, lane.view)
         elif self._object is None:
-            self._object = generate_codec.encode(completion, lane, self._head.model, self._client_id)
+            self._object = generate_codec.encode(prepared, own.contents, self._head.model, self._client_id, lane.view)
         else:
             raise InvalidArgument(_NOT_ONE)
 
@@ -335,7 +335,7 @@ class Generate(Generation):
     def _end(self) -> None:
         found = self._object
         if self._joined is not None:
-            found = generate_codec.encode(self._joined.whole(), None, self._head.model, self._client_id)
+            found = generate_codec.encode(*self._joined.whole(), self._head.model, self._client_id)
         if found is None:
             raise InvalidArgument(_NOT_ONE)
         self._sending()
@@ -351,8 +351,8 @@ class GenerateStream(Generation):
     #: All events so far for a client of HTTP/1.0, which has no chunks: it gets them with their length.
     _kept: bytearray | None = None
 
-    def _answer(self, completion: Completion, lane: SubmitterLane) -> None:
-        self._say(generate_codec.encode(completion, lane, self._head.model, self._client_id), 200)
+    def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
+        self._say(generate_codec.encode(prepared, own.contents, self._head.model, self._client_id, lane.view), 200)
 
     def _fail(self, error: ServingError, final: bool) -> None:
         if not self._status and final and not isinstance(error, Internal):

@@ -10,6 +10,7 @@ Source: Triton docs/protocol/extension_generate.md; texts as recorded against a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,12 +20,12 @@ from tensord.daemon.http.control_fields import members
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.json_values import text
 from tensord.daemon.http.request_parameters import read_parameters
-from tensord.daemon.submit.inference import Content, InferenceRequest
+from tensord.daemon.submit import inference
+from tensord.daemon.submit.inference import InferenceRequest
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion, Inline, Parameter, Place, RegionSlice, Slice, Tensor
+from tensord.shm.messages import Content, Parameter, PreparedAnswer, PreparedTensor, RegionSlice, Slice, placed
 
 #: Shorter texts are read whatever they hold.
 _MAX_UNCOUNTED = 256 << 10
@@ -54,7 +55,7 @@ def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceR
             )
     fields = members(request_head.parse(body))
     inputs = {entry["name"]: entry for entry in msgspec.json.decode(metadata)["inputs"]}
-    found: list[tuple[str, str, tuple[int, ...], Content]] = []
+    found: list[tuple[str, str, tuple[int, ...], inference.Content]] = []
     decoded = DecodedRequest(text("id", fields.pop("id", "")), [], (), {}, False, {})
     for key, value in fields.items():
         if key == "parameters" and key not in inputs:
@@ -79,7 +80,7 @@ def _read(
     key: str,
     value: Any,
     inputs: dict[str, dict[str, Any]],
-    found: list[tuple[str, str, tuple[int, ...], Content]],
+    found: list[tuple[str, str, tuple[int, ...], inference.Content]],
     decoded: DecodedRequest,
 ) -> None:
     entry = inputs.get(key)
@@ -122,29 +123,34 @@ def _nesting(values: Any, max_rank: int) -> list[int]:
     return lengths
 
 
-def encode(completion: Completion, lane: SubmitterLane | None, model: str, client_id: str) -> bytes:
+def encode(
+    prepared: PreparedAnswer,
+    contents: tuple[Content, ...],
+    model: str,
+    client_id: str,
+    view: Callable[[Slice], memoryview] | None = None,
+) -> bytes:
     """The object of a response. Raises InvalidArgument: an output cannot be written as JSON.
 
-    ``lane``: where slices among its outputs lie; None: there are none.
+    ``view``: the bytes of a slice of the response arena; None: there are none.
     """
     fields: dict[str, Any] = {"id": client_id} if client_id else {}
-    fields |= {"model_name": model, "model_version": str(completion.version)}
-    fields |= completion.parameters
-    for tensor in completion.outputs:
-        if isinstance(tensor.place, RegionSlice):
+    fields |= {"model_name": model, "model_version": str(prepared.version)}
+    fields |= prepared.parameters
+    for tensor, place in placed(prepared.outputs, contents):
+        if isinstance(place, RegionSlice):
             continue
-        data = json_text.whole(tensor, _content(tensor.place, lane))
+        data = json_text.whole(tensor, _content(place, view))
         fields[tensor.name] = msgspec.Raw(data[1:-1] if element_count(tensor.shape) == 1 else data)
     return msgspec.json.encode(fields)
 
 
-def _content(place: Place, lane: SubmitterLane | None) -> bytes | memoryview:
+def _content(place: Content, view: Callable[[Slice], memoryview] | None) -> bytes | memoryview:
     """The bytes of an output that did not go to a region."""
-    if isinstance(place, Inline):
-        return place.content
-    assert isinstance(place, Slice)
-    assert lane is not None
-    return lane.view(place)
+    if isinstance(place, bytes):
+        return place
+    assert view is not None
+    return view(place)
 
 
 class _Joined:
@@ -173,12 +179,13 @@ class JoinedAnswers:
         outputs = msgspec.json.decode(state.metadata)["outputs"]
         self._outputs = {each["name"]: _Joined(each["datatype"], tuple(each["shape"])) for each in outputs}
 
-    def add(self, completion: Completion, lane: SubmitterLane) -> None:
+    def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
         """The next one. Raises InvalidArgument: they are too large together, or do not go together."""
-        self._parameters |= completion.parameters
-        for tensor in completion.outputs:
+        self._parameters |= prepared.parameters
+        for tensor, place in placed(prepared.outputs, contents):
+            assert not isinstance(place, RegionSlice)
             joined = self._outputs[tensor.name]
-            content = bytes(_content(tensor.place, lane))
+            content = bytes(_content(place, view))
             self._byte_size += len(content)
             if self._byte_size > self._max_byte_size:
                 raise InvalidArgument(
@@ -188,10 +195,8 @@ class JoinedAnswers:
             joined.size += tensor.shape[0]
             joined.contents.append(content)
 
-    def whole(self) -> Completion:
+    def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
         """What they come to; of none, outputs without elements."""
-        tensors = [
-            Tensor(name, each.datatype, (each.size, *each.rest), Inline(b"".join(each.contents)))
-            for name, each in self._outputs.items()
-        ]
-        return Completion(0, version=self._state.version, outputs=tuple(tensors), parameters=self._parameters)
+        tensors = [PreparedTensor(name, each.datatype, (each.size, *each.rest)) for name, each in self._outputs.items()]
+        contents = [b"".join(each.contents) for each in self._outputs.values()]
+        return PreparedAnswer(self._state.version, tuple(tensors), self._parameters), tuple(contents)

@@ -1,6 +1,6 @@
 """What inference requests of one kind say over HTTP, and where the bytes lie that each has of its own. Sans-I/O.
 
-    HttpForm ─▶ template ─▶ Form (tensord.shm.forms)     what workers are told once
+    HttpForm ─▶ prepared ─▶ Numbered (tensord.shm.prepared)     what workers are told once
              ├▶ sources                          where its tensors are: in the body, a region, the JSON
              ╰▶ AnswerText, a few                what the answers say but for their ids and tensors
 
@@ -20,8 +20,8 @@ from tensord.daemon.http.answer_text import AnswerText
 from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from tensord.shm.forms import Form, Forms
-from tensord.shm.messages import Completion, FormCompletion, RegionSlice, Slice, Submit
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, RegionSlice, Slice
+from tensord.shm.prepared import Numbered, Numbers
 
 #: Answers of one form differ by worker and load; more than these are found out again.
 _MAX_ANSWERS = 16
@@ -36,21 +36,21 @@ class HttpForm:
         "_answers",
         "asked",
         "has_values",
-        "lane_form",
         "last_answer",
         "last_said",
         "model",
+        "numbered",
         "placed",
+        "prepared",
         "sources",
         "tail_size",
-        "template",
         "unpack",
     )
 
     def __init__(self, head: InferHead, asked: DecodedRequest) -> None:
         #: As requests name it.
         self.model = head.model
-        self.template: Submit = asked.template(head.model, head.version, head.forwarded)
+        self.prepared: PreparedRequest = asked.prepared(head.model, head.version, head.forwarded)
         #: What the JSON said; not its id, its scheduling, nor the values in it.
         self.asked = asked
         self.sources: list[Source] = [
@@ -60,7 +60,7 @@ class HttpForm:
         #: Of all its binary parts together.
         self.tail_size = sum([source.byte_size for source in self.sources if type(source) is Part])
         #: Its number on the lanes, once such requests have come twice.
-        self.lane_form: Form[Submit] | None = None
+        self.numbered: Numbered[PreparedRequest] | None = None
         #: Takes the tensors out of a small body; None: not all of them travel in the record.
         self.unpack: Callable[[bytes, int], tuple[Any, ...]] | None = None
         #: Its parts, where none of its tensors travels in the record: so they lie in a body that is placed; None: look at each.
@@ -71,26 +71,26 @@ class HttpForm:
         #: The one that was asked for last: mostly it is asked for again.
         self.last_answer: AnswerText | None = None
 
-    def on_lane(self, forms: Forms[Submit], inline_byte_size: int) -> Form[Submit] | None:
-        """None: it is the first of its kind, and travels whole."""
-        if self.lane_form is None:
-            self.lane_form = forms.form_again(self.template)
+    def on_lane(self, numbers: Numbers[PreparedRequest], inline_byte_size: int) -> Numbered[PreparedRequest] | None:
+        """None: it is the first of its kind, and the record says everything."""
+        if self.numbered is None:
+            self.numbered = numbers.number_again(self.prepared)
             parts = [source for source in self.sources if type(source) is Part]
             sizes = [part.byte_size for part in parts]
-            if self.lane_form is not None and not self.has_values:
+            if self.numbered is not None and not self.has_values:
                 if max(sizes, default=0) <= inline_byte_size:
                     self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
                 elif min(sizes) > inline_byte_size:
                     self.placed = parts
-        return self.lane_form
+        return self.numbered
 
-    def answer(self, template: Completion, own: FormCompletion, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """What answers of that form say. Raises InvalidArgument: its tensors are outside of the arena."""
-        known = self._answers.get(id(template))
-        if known is None or known.template is not template:
+    def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
+        """Returns the text of answers of that kind. Raises InvalidArgument: its tensors are outside of the arena."""
+        known = self._answers.get(id(prepared))
+        if known is None or known.prepared is not prepared:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
-            known = self._answers[id(template)] = AnswerText(self.model, self.asked, template, own, view)
+            known = self._answers[id(prepared)] = AnswerText(self.model, self.asked, prepared, own, view)
         self.last_answer = known
         return known
 

@@ -23,8 +23,8 @@ from tensord.daemon.http.request_head import ABSENT, Malformed, RequestHead
 from tensord.daemon.http.request_parameters import part
 from tensord.daemon.submit.scheduling import UNSCHEDULED
 from tensord.shm.datatypes import element_count
-from tensord.shm.forms import MAX_FORMS
 from tensord.shm.open_shape import is_open
+from tensord.shm.prepared import MAX_NUMBERS
 
 #: What longer ones say, but for large data, is not remembered.
 _MAX_SAID = 4096
@@ -33,7 +33,7 @@ _MAX_SAID = 4096
 class HttpForms:
     """One per front."""
 
-    def __init__(self, count: int = MAX_FORMS) -> None:
+    def __init__(self, count: int = MAX_NUMBERS) -> None:
         """``count``: so many are remembered at least, and as many texts."""
         #: By what is said.
         self._forms: Memo[Any, HttpForm] = Memo(count)

@@ -18,7 +18,7 @@ import orjson
 
 from tensord.shm.arrays import array
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Tensor
+from tensord.shm.messages import PreparedTensor
 
 #: Elements written at a time: about a millisecond.
 PIECE_COUNT = 32768
@@ -28,13 +28,13 @@ _LENGTH = struct.Struct("<I")
 _encode = msgspec.json.Encoder().encode
 
 
-def whole(tensor: Tensor, content: bytes | memoryview) -> bytes:
+def whole(tensor: PreparedTensor, content: bytes | memoryview) -> bytes:
     """The text of a tensor whose bytes are ``content``. Raises InvalidArgument: JSON cannot say it; binary output can."""
     values = _values(tensor, content)
     return _strings(values.tolist(), tensor.name) if tensor.datatype == "BYTES" else _numbers(values)
 
 
-def pieces(tensor: Tensor, content: bytes | memoryview) -> Iterator[bytes]:
+def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
     """The text of a tensor in pieces that take about a millisecond each. Raises as ``whole`` does, at any of them."""
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
@@ -43,13 +43,13 @@ def pieces(tensor: Tensor, content: bytes | memoryview) -> Iterator[bytes]:
     yield b"[]" if separator == b"[" else b"]"
 
 
-def _number_pieces(tensor: Tensor, content: bytes | memoryview) -> Iterator[bytes]:
+def _number_pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
     values = _values(tensor, content)
     for start in range(0, len(values), PIECE_COUNT):
         yield _numbers(values[start : start + PIECE_COUNT])
 
 
-def _string_pieces(tensor: Tensor, content: bytes | memoryview) -> Iterator[bytes]:
+def _string_pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
     elements: list[bytes] = []
     start = at = 0
     while at < len(content):
@@ -63,7 +63,7 @@ def _string_pieces(tensor: Tensor, content: bytes | memoryview) -> Iterator[byte
         yield _strings(elements, tensor.name)
 
 
-def _values(tensor: Tensor, content: bytes | memoryview) -> npt.NDArray[Any]:
+def _values(tensor: PreparedTensor, content: bytes | memoryview) -> npt.NDArray[Any]:
     if tensor.datatype in ("FP16", "BF16"):
         raise InvalidArgument(
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"

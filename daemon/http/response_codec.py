@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tensord.daemon.http import json_text
-from tensord.shm.messages import Completion, Inline, RegionSlice, Slice
+from tensord.shm.messages import Content, PreparedAnswer, RegionSlice, Slice, placed
 
 Buffer = bytes | memoryview
 _encode = msgspec.json.Encoder().encode
@@ -29,7 +29,8 @@ CLOSE = b"Connection: close\r\n"
 
 
 def encode(
-    completion: Completion,
+    prepared: PreparedAnswer,
+    contents: tuple[Content, ...],
     model: str,
     client_id: str,
     binary: dict[str, bool],
@@ -47,11 +48,10 @@ def encode(
     """
     parts: list[Buffer] = []
     outputs: list[dict[str, Any]] = []
-    for tensor in completion.outputs:
+    for tensor, place in placed(prepared.outputs, contents):
         entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
-        place = tensor.place
         if type(place) is not RegionSlice:
-            content = place.content if type(place) is Inline else view(place)  # type: ignore[arg-type]
+            content = place if type(place) is bytes else view(place)  # type: ignore[arg-type]
             if binary.get(tensor.name, all_binary):
                 entry["parameters"] = {"binary_data_size": len(content)}
                 parts.append(content)
@@ -61,24 +61,26 @@ def encode(
         outputs.append(entry)
     head: dict[str, Any] = {"id": client_id} if client_id else {}
     head["model_name"] = model
-    head["model_version"] = str(completion.version)
-    if completion.parameters:
-        head["parameters"] = completion.parameters
+    head["model_version"] = str(prepared.version)
+    if prepared.parameters:
+        head["parameters"] = prepared.parameters
     head["outputs"] = outputs
     return _encode(head), parts
 
 
-def is_large(completion: Completion, binary: dict[str, bool], all_binary: bool) -> bool:
+def is_large(
+    prepared: PreparedAnswer, contents: tuple[Content, ...], binary: dict[str, bool], all_binary: bool
+) -> bool:
     """Whether writing the JSON takes so long that it should be done in steps."""
-    for tensor in completion.outputs:
-        place = tensor.place
+    for tensor, place in placed(prepared.outputs, contents):
         if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
             return True
     return False
 
 
 def encode_in_steps(
-    completion: Completion,
+    prepared: PreparedAnswer,
+    contents: tuple[Content, ...],
     model: str,
     client_id: str,
     binary: dict[str, bool],
@@ -87,15 +89,14 @@ def encode_in_steps(
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
     """As ``encode``, with the JSON head in pieces, and a pause after each."""
     texts: list[list[Buffer]] = []
-    for tensor in completion.outputs:
-        place = tensor.place
+    for tensor, place in placed(prepared.outputs, contents):
         if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
             text: list[Buffer] = []
             for piece in json_text.pieces(tensor, view(place)):
                 text.append(piece)
                 yield
             texts.append(text)
-    head, parts = encode(completion, model, client_id, binary, all_binary, view, in_steps=True)
+    head, parts = encode(prepared, contents, model, client_id, binary, all_binary, view, in_steps=True)
     pieces: list[Buffer] = []
     for number, rest in enumerate(head.split(_PLACEHOLDER)):
         pieces += [*texts[number - 1], rest] if number else [rest]

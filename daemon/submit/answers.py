@@ -26,7 +26,7 @@ from tensord.shm.arena import LeaseKey
 from tensord.shm.channel import ChannelClosed
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, from_code
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion, FormCompletion, response_byte_size
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, response_byte_size
 
 _log = logging.getLogger(__name__)
 #: By then a front has read what the supervisor said before it took a model from a worker.
@@ -85,9 +85,9 @@ class Answers:
             return answers is not None
         self._busy_poll.answered()
         in_flight = worker.in_flight
-        for template, own in answers:
-            if own is None or not template.final:
-                self._complete(worker, template, own)
+        for prepared, own in answers:
+            if own.code or not prepared.final:
+                self._take(worker, prepared, own)
                 continue
             pending = in_flight.pop(own.request_id, None)
             if own.lease is not None:
@@ -100,7 +100,7 @@ class Answers:
             del self._pending[own.request_id]
             if not pending.cancelled:
                 try:
-                    pending.formed(template, own)
+                    pending.completed(prepared, own, worker.lane)
                 except Exception:
                     pending.fail_delivery()
                     if own.lease is not None:
@@ -109,45 +109,42 @@ class Answers:
                 self._dispatch.give_back(pending)
         return True
 
-    def _complete(self, worker: Worker, completion: Completion, own: FormCompletion | None) -> None:
-        """A whole answer, or one of a form with others behind it: then ``completion`` is what those have in common."""
-        take = worker.in_flight.pop if completion.final else worker.in_flight.get
-        record = completion if own is None else own
-        pending, lease = take(record.request_id, None), record.lease
-        if lease is not None:
-            contents = [tensor.place for tensor in completion.outputs] if own is None else own.contents
-            if self._lent.note(worker, lease, pending, contents):
-                self._held_back.filled(pending)
-        if pending is not None and pending.recalled and completion.code == Cancelled.code:
+    def _take(self, worker: Worker, prepared: PreparedAnswer, own: AnswerRecord) -> None:
+        """Takes an error, or an answer with others behind it."""
+        take = worker.in_flight.pop if prepared.final else worker.in_flight.get
+        pending, lease = take(own.request_id, None), own.lease
+        if lease is not None and self._lent.note(worker, lease, pending, own.contents):
+            self._held_back.filled(pending)
+        if pending is not None and pending.recalled and own.code == Cancelled.code:
             self._held_back.came_back(pending, self._loop.time())
             self._sweeper.later()
             return
-        if completion.code and pending is not None and pending.is_misplaced(completion):
+        if own.code and pending is not None and pending.is_misplaced(own):
             pending.worker = None
-            self._loop.call_later(_TOLD_SECONDS, self._look_again, worker, pending, completion)
+            self._loop.call_later(_TOLD_SECONDS, self._look_again, worker, pending, own)
             return
         if pending is not None and not pending.cancelled:
             pending.answered = True
-            if pending.sent_at and not completion.final:
+            if pending.sent_at and not prepared.final:
                 # It has as long for its next response.
                 pending.sent_at = self._loop.time()
-                self._pending[record.request_id] = self._pending.pop(record.request_id)
-            if pending.tell(completion, worker.lane, own):
+                self._pending[own.request_id] = self._pending.pop(own.request_id)
+            if pending.deliver(prepared, own, worker.lane):
                 lease = None  # its taker's
         if lease is not None:
             self.release(worker.lane, lease)
-        if pending is not None and completion.final:
+        if pending is not None and prepared.final:
             self._dispatch.finish(pending)
 
-    def _look_again(self, worker: Worker, pending: Pending, completion: Completion) -> None:
+    def _look_again(self, worker: Worker, pending: Pending, answer: AnswerRecord) -> None:
         """The worker does not have its model: it is sent to one that does, or that is its answer."""
         if pending.record.request_id not in self._pending:
             return  # cancelled meanwhile
-        state = self._choice.state_of(pending.submit)
+        state = self._choice.state_of(pending.prepared)
         if state is not None and worker.incarnation not in state.workers:
             self._dispatch.send_again(pending)
         else:
-            self._dispatch.fail(pending, from_code(completion.code, completion.message))
+            self._dispatch.fail(pending, from_code(answer.code, answer.message))
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
         """The bytes of an answer have left. Harmless where it was said before."""
@@ -160,14 +157,14 @@ class Answers:
         if self._held_back.lines:
             self._held_back.let_go(account, self._dispatch.send_again)
 
-    def taken(self, lane: SubmitterLane, response: Completion | FormCompletion) -> None:
+    def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
         """The bytes of a response that was not its request's last have left."""
         if response.lease is not None:
             self.release(lane, response.lease)
         pending = self._pending.get(response.request_id)
         if pending is None or pending.worker is None:
             return
-        pending.taken += response_byte_size(response)
+        pending.taken += response_byte_size(response.contents)
         if pending.taken >= self._told_at:
             lane.taken(response.request_id, pending.taken)
             pending.taken = 0
@@ -191,7 +188,7 @@ class Answers:
         for pending in list(worker.in_flight.values()):
             if not pending.cancelled:
                 pending.cancelled = True
-                pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
+                pending.fail(error)
 
     def __repr__(self) -> str:
         return f"<Answers to {len(self._pending)} requests>"

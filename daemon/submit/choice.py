@@ -1,8 +1,8 @@
 """Which worker a request goes to: of those that have its model, near its regions, the one with the fewest requests in flight.
 
-What requests of a form can be run by is remembered until anything changes that it depends on: the table of models, the places of
-regions, the lanes. Of one of a model that keeps sequences that alone is remembered: each request goes to the worker that has
-its sequence (``tensord.daemon.submit.routing``).
+Which workers can run the requests of one number is remembered until anything changes that it depends on: the table of models,
+the places of regions, the lanes. Of a model that keeps sequences that alone is remembered: each request goes to the worker that
+has its sequence (``tensord.daemon.submit.routing``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tensord.daemon.submit.region_places import RegionPlaces, is_meant_for, near
 from tensord.daemon.submit.routing import Routing, SequencedModel, lost
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
 from tensord.shm.errors import NotFound, Unavailable
-from tensord.shm.forms import MAX_FORMS, Form
-from tensord.shm.messages import Submit
+from tensord.shm.messages import PreparedRequest
+from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
 #: Of so many workers that were full of sequences it is remembered which ones they had.
 _LOST = 4
@@ -39,9 +39,9 @@ class Choice:
         self._workers: dict[int, Worker] = {}
         self._routing = Routing(in_flight, self._workers, _LOST * max_sequences)
         #: Whoever looks here finds some, or nothing.
-        self.remembered: dict[Form[Submit] | None, tuple[Worker, ...]] = {}
-        #: Of forms of a model that keeps sequences: which one it is.
-        self._sequenced: dict[Form[Submit] | None, SequencedModel] = {}
+        self.remembered: dict[Numbered[PreparedRequest] | None, tuple[Worker, ...]] = {}
+        #: Of those of a model that keeps sequences: which one it is.
+        self._sequenced: dict[Numbered[PreparedRequest] | None, SequencedModel] = {}
 
     def _forget(self) -> None:
         self.remembered.clear()
@@ -93,23 +93,23 @@ class Choice:
 
         Raises: NotFound: there is no such model.  Unavailable: its sequence was lost.
         """
-        form = pending.form
-        sequenced = self._sequenced.get(form)
+        numbered = pending.numbered
+        sequenced = self._sequenced.get(numbered)
         if sequenced is not None and pending.record.sequence_id:
             return self._routing.find(pending, sequenced, "")
-        submit = pending.submit
-        state = self._table.expect(submit.model, submit.version)
-        gpu = self._places.gpu_of(submit) if self._places else ""
+        prepared = pending.prepared
+        state = self._table.expect(prepared.model, prepared.version)
+        gpu = self._places.gpu_of(prepared) if self._places else ""
         if state.sticky:
             # A request of no sequence goes anywhere, to be refused.
             if pending.record.sequence_id:
                 sequenced = self._routing.model(state)
-                if form is not None and not self._places:
-                    if len(self._sequenced) >= MAX_FORMS:
+                if numbered is not None and not self._places:
+                    if len(self._sequenced) >= MAX_NUMBERS:
                         self._sequenced.clear()
-                    self._sequenced[form] = sequenced
+                    self._sequenced[numbered] = sequenced
                 return self._routing.find(pending, sequenced, gpu)
-            form = None
+            numbered = None
         workers: list[Worker] = []
         for incarnation in state.workers:
             worker = self._workers.get(incarnation)
@@ -119,16 +119,16 @@ class Choice:
             workers = [*nearest(workers, gpu, state)]
         if not workers:
             return None
-        if form is not None:
-            if len(self.remembered) >= MAX_FORMS:
+        if numbered is not None:
+            if len(self.remembered) >= MAX_NUMBERS:
                 self.remembered.clear()
-            self.remembered[form] = tuple(workers)
+            self.remembered[numbered] = tuple(workers)
         return min(workers, key=load)
 
-    def state_of(self, submit: Submit) -> ModelState | None:
+    def state_of(self, prepared: PreparedRequest) -> ModelState | None:
         """Of its model; None: that is gone."""
         with contextlib.suppress(NotFound):
-            return self._table.expect(submit.model, submit.version)
+            return self._table.expect(prepared.model, prepared.version)
         return None
 
     def is_loading(self, model: str, version: int) -> bool:
@@ -139,12 +139,12 @@ class Choice:
 
     def is_step(self, pending: Pending) -> bool:
         """Whether it belongs to a sequence that a worker has, or is to have."""
-        state = self.state_of(pending.submit)
+        state = self.state_of(pending.prepared)
         return bool(pending.record.sequence_id) and state is not None and state.sticky
 
-    def gpu_of(self, submit: Submit) -> str:
+    def gpu_of(self, prepared: PreparedRequest) -> str:
         """The GPU whose worker it waits for, because of its regions; "": any worker."""
-        gpu, state = self._places.gpu_of(submit), self.state_of(submit)
+        gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 
     def __repr__(self) -> str:

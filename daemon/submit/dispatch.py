@@ -12,7 +12,6 @@ from tensord.daemon.submit.sending import Sending
 from tensord.daemon.submit.sweeper import Sweeper
 from tensord.daemon.submit.workerless import Workerless
 from tensord.shm.errors import DEFECT, Internal, ServingError
-from tensord.shm.messages import Completion
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Dispatch:
         except ServingError as error:
             self.fail(pending, error)
         except Exception:
-            _log.exception("a request for model '%s' could not be sent", pending.submit.model)
+            _log.exception("a request for model '%s' could not be sent", pending.prepared.model)
             self.fail(pending, Internal(DEFECT))
 
     def take_back(self, pending: Pending) -> None:
@@ -78,7 +77,7 @@ class Dispatch:
         """Its worker died. ``lost``: its answer, where its sequence is gone with it."""
         if pending.cancelled:
             self.finish(pending)
-        elif error := lost or pending.orphaned(was_executing, self._choice.state_of(pending.submit)):
+        elif error := lost or pending.orphaned(was_executing, self._choice.state_of(pending.prepared)):
             self.fail(pending, error)
         else:
             self.send_again(pending)
@@ -86,7 +85,7 @@ class Dispatch:
     def fail(self, pending: Pending, error: ServingError) -> None:
         """The error is its answer, if anybody waits for it."""
         if not pending.cancelled and pending.record.request_id in self._in_flight:
-            pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
+            pending.fail(error)
         self.finish(pending)
 
     def finish(self, pending: Pending) -> None:

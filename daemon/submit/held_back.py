@@ -81,7 +81,7 @@ class HeldBack:
 
     def _may_come_back(self, pending: Pending) -> bool:
         """What keeps state in its worker, or answers again and again, may have begun, and is not sent twice."""
-        state = self._choice.state_of(pending.submit)
+        state = self._choice.state_of(pending.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
     def came_back(self, pending: Pending, now: float) -> None:
@@ -193,5 +193,5 @@ def _has_common_room(client: Client, kind: Hashable) -> bool:
 
 def kind_of(pending: Pending) -> Hashable:
     """What requests with answers of one size have in common."""
-    submit = pending.submit
-    return submit.model, submit.version, tuple([tensor.shape for tensor in submit.inputs])
+    prepared = pending.prepared
+    return prepared.model, prepared.version, tuple([tensor.shape for tensor in prepared.inputs])

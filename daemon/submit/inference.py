@@ -1,11 +1,11 @@
 """One inference request from values to answers, for whoever has its tensors in hand: placed, submitted, answered or cancelled.
 
-    InferenceRequest ─▶ begin ─▶ tensors into records or the request arena ─▶ Submitter ─▶ on_completion (once with ``final``)
+    InferenceRequest ─▶ begin ─▶ tensors into records or the request arena ─▶ Submitter ─▶ on_answer (once with ``final``)
                           ╰─ waits for room where the arena is full
 
 ``begin`` calls back; ``answers`` is the same for those who await. What arrived large may lie in the request arena before
 (``tensord.daemon.grpc.reception``). A binary HTTP body does not come this way: it is read straight into the arena before
-anybody knows what it holds (``tensord.daemon.http.exchange``); nor does a message whose form is known
+anybody knows what it holds (``tensord.daemon.http.exchange``); nor does a message whose kind is known
 (``tensord.daemon.grpc.message_forms``).
 """
 
@@ -21,32 +21,36 @@ from dataclasses import dataclass
 import msgspec
 
 from tensord.daemon.submit.accounts import Account
-from tensord.daemon.submit.pending import OnCompletion
+from tensord.daemon.submit.pending import OnAnswer
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.errors import DEFECT, Internal, ServingError, from_code
-from tensord.shm.forms import Form, request_template
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import (
-    Completion,
-    Inline,
+    LAST,
+    AnswerRecord,
     Parameter,
     Place,
+    PreparedAnswer,
+    PreparedRequest,
+    PreparedTensor,
     RegionSlice,
     RequestedOutput,
+    RequestRecord,
     Slice,
-    Submit,
-    Tensor,
+    is_mark,
+    placed,
 )
+from tensord.shm.messages import Content as SentContent
+from tensord.shm.prepared import Numbered
 
 _log = logging.getLogger(__name__)
 
 #: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
 Content = bytes | memoryview | RegionSlice | Slice
 _PLACES = (RegionSlice, Slice)
-_EMPTY = Inline(b"")
 
 
 class InferenceRequest(msgspec.Struct):
@@ -71,16 +75,25 @@ class InferenceRequest(msgspec.Struct):
     #: Where the Slices among its inputs lie. ``begin`` takes it over, also where it raises.
     lease: Lease | None = None
 
+    @property
+    def prepared(self) -> PreparedRequest:
+        """Returns what it has in common with others of its kind."""
+        tensors = [
+            PreparedTensor(name, datatype, shape, content if isinstance(content, RegionSlice) else None)
+            for name, datatype, shape, content in self.inputs
+        ]
+        return PreparedRequest(self.model, self.version, tuple(tensors), self.outputs, self.parameters)
+
 
 class Inference:
     """A request under way. Its owner may ``cancel`` it; after that no callback comes."""
 
-    __slots__ = ("_cancelled", "_on_completion", "_request", "_request_id", "_submitter", "on_room")
+    __slots__ = ("_cancelled", "_on_answer", "_request", "_request_id", "_submitter", "on_room")
 
-    def __init__(self, submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> None:
+    def __init__(self, submitter: Submitter, request: InferenceRequest, on_answer: OnAnswer) -> None:
         self._submitter = submitter
         self._request = request
-        self._on_completion = on_completion
+        self._on_answer = on_answer
         #: 0: not sent yet.
         self._request_id = 0
         self._cancelled = False
@@ -110,13 +123,16 @@ class Inference:
             else:
                 self.send(lease)
         except ServingError as error:
-            self._on_completion(Completion(0, error.code, error.message), None)
+            self._fail(error)
         except Exception:
             _log.exception("a request for model '%s' could not be sent", self._request.model)
-            self._on_completion(Completion(0, Internal.code, DEFECT), None)
+            self._fail(Internal(DEFECT))
         on_room, self.on_room = self.on_room, None
         if on_room is not None and not self._cancelled:
             on_room()
+
+    def _fail(self, error: ServingError) -> None:
+        self._on_answer(LAST, AnswerRecord(0, LAST, code=error.code, message=error.message), None)
 
     def send(self, lease: Lease | None) -> None:
         """Puts the tensors into their places and submits. Raises as ``Submitter.submit``; leases are given back."""
@@ -125,32 +141,40 @@ class Inference:
         if request.lease is not None:
             leases = (request.lease, *leases)
         try:
-            tensors = _placed(request, lease, submitter.inline_byte_size)
-            record = _record(request, submitter.next_id(), tensors, time.monotonic_ns())
+            contents = _placed(request, lease, submitter.inline_byte_size)
+            record = RequestRecord(
+                submitter.next_id(),
+                request.prepared,
+                contents,
+                request.id,
+                request.deadline_ns,
+                time.monotonic_ns(),
+                *request.scheduling,
+                0 if trace is None else trace.level,
+            )
             if trace is not None:
-                record = msgspec.structs.replace(record, trace=trace.level)
                 trace.client_id = request.id
                 trace.stamp("REQUEST_START")
-                self._on_completion = _traced(trace, self._on_completion)
+                self._on_answer = _traced(trace, self._on_answer)
         except BaseException:
             for each in leases:
                 submitter.give_back(each)
             raise
-        submitter.submit(record, leases, self._on_completion, request.account)
+        submitter.submit(record, leases, self._on_answer, request.account)
         self._request_id = record.request_id
 
 
-def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> Inference:
-    """Sends a request now, or when there is room for its tensors; ``on_completion`` is never called from here.
+def begin(submitter: Submitter, request: InferenceRequest, on_answer: OnAnswer) -> Inference:
+    """Sends a request now, or when there is room for its tensors; ``on_answer`` is never called from here.
 
-    A refusal that comes later arrives as a Completion with a code.
+    A refusal that comes later arrives as an answer with a code.
     Raises: InvalidArgument: its tensors could never fit.  Unavailable: too many requests are in flight.
     """
     inline, size = submitter.inline_byte_size, 0
     for _, _, _, content in request.inputs:
         if not isinstance(content, _PLACES) and len(content) > inline:
             size += -(-len(content) // ALIGNMENT) * ALIGNMENT
-    inference = Inference(submitter, request, on_completion)
+    inference = Inference(submitter, request, on_answer)
     if not size:
         inference.send(None)
         return inference
@@ -166,31 +190,9 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
     return inference
 
 
-def form_of(submitter: Submitter, request: InferenceRequest) -> Form[Submit]:
-    """The form of requests that differ from that one in ids, deadlines, scheduling, and tensors that lie in no region."""
-    tensors = tuple(
-        [
-            Tensor(name, datatype, shape, content if isinstance(content, RegionSlice) else _EMPTY)
-            for name, datatype, shape, content in request.inputs
-        ]
-    )
-    return submitter.forms.form(request_template(_record(request, 0, tensors, 0)))
-
-
-def _record(request: InferenceRequest, request_id: int, tensors: tuple[Tensor, ...], received_ns: int) -> Submit:
-    return Submit(
-        request_id,
-        request.model,
-        request.version,
-        tensors,
-        request.outputs,
-        request.parameters,
-        request.id,
-        0,
-        request.deadline_ns,
-        received_ns,
-        *request.scheduling,
-    )
+def numbered(submitter: Submitter, request: InferenceRequest) -> Numbered[PreparedRequest]:
+    """Returns the number of requests that differ from it in ids, deadlines, scheduling, and tensors that lie in no region."""
+    return submitter.numbers.number(request.prepared)
 
 
 def _give_back(submitter: Submitter, request: InferenceRequest) -> None:
@@ -199,34 +201,35 @@ def _give_back(submitter: Submitter, request: InferenceRequest) -> None:
         submitter.give_back(request.lease)
 
 
-def _traced(trace: Trace, on_completion: OnCompletion) -> OnCompletion:
+def _traced(trace: Trace, on_answer: OnAnswer) -> OnAnswer:
     """A callback that lets the trace learn of the last answer first."""
 
-    def completed(completion: Completion, lane: SubmitterLane | None) -> None:
-        if completion.final:
-            trace.completed(completion)
-        on_completion(completion, lane)
+    def completed(prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        if prepared.final:
+            trace.completed(prepared.version, own.trace)
+        on_answer(prepared, own, lane)
 
     return completed
 
 
-def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> tuple[Tensor, ...]:
+def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> tuple[SentContent, ...]:
+    """Puts the contents that lie in no region into their places."""
     used = 0
-    tensors: list[Tensor] = []
-    for name, datatype, shape, content in request.inputs:
-        place: Place
-        if isinstance(content, _PLACES):
-            place = content
+    contents: list[SentContent] = []
+    for _, _, _, content in request.inputs:
+        if isinstance(content, RegionSlice):
+            continue
+        if isinstance(content, Slice):
+            contents.append(content)
         elif len(content) <= inline:
-            place = Inline(bytes(content))
+            contents.append(bytes(content))
         else:
             assert lease is not None
             size = len(content)
             lease.view[used : used + size] = content
-            place = Slice(lease.place.segment, lease.place.offset + used, size)
+            contents.append(Slice(lease.place.segment, lease.place.offset + used, size))
             used += -(-size // ALIGNMENT) * ALIGNMENT
-        tensors.append(Tensor(name, datatype, shape, place))
-    return tuple(tensors)
+    return tuple(contents)
 
 
 # ------------------------------------------------------------------------------------------------------------ awaitable
@@ -236,16 +239,21 @@ def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> tupl
 class Answer:
     """One good answer; its content is there until the next one is asked for."""
 
-    completion: Completion
+    prepared: PreparedAnswer
+    contents: tuple[SentContent, ...]
     #: None: nothing of it lies in an arena.
     lane: SubmitterLane | None
 
-    def content(self, tensor: Tensor) -> bytes | memoryview:
+    @property
+    def outputs(self) -> list[tuple[PreparedTensor, Place]]:
+        """Its tensors, each with where its bytes are."""
+        return placed(self.prepared.outputs, self.contents)
+
+    def content(self, place: Place) -> bytes | memoryview:
         """The bytes of an output that did not go to a region."""
-        place = tensor.place
         assert not isinstance(place, RegionSlice)
-        if isinstance(place, Inline):
-            return place.content
+        if isinstance(place, bytes):
+            return place
         assert self.lane is not None
         return self.lane.view(place)
 
@@ -260,8 +268,8 @@ async def answers(
     too, cancels the request.
     Raises, also while iterating: the ServingError the request was refused with, or that is its last answer.
     """
-    arrived: asyncio.Queue[tuple[Completion, SubmitterLane | None]] = asyncio.Queue()
-    inference = begin(submitter, request, lambda completion, lane: arrived.put_nowait((completion, lane)))
+    arrived: asyncio.Queue[_Arrived] = asyncio.Queue()
+    inference = begin(submitter, request, lambda prepared, own, lane: arrived.put_nowait((prepared, own, lane)))
     each = _iterate(submitter, arrived)
     try:
         yield each
@@ -272,29 +280,32 @@ async def answers(
             _release(submitter, *arrived.get_nowait())
 
 
+_Arrived = tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None]
+
+
 async def _iterate(
-    submitter: Submitter, arrived: asyncio.Queue[tuple[Completion, SubmitterLane | None]]
+    submitter: Submitter, arrived: asyncio.Queue[_Arrived]
 ) -> AsyncGenerator[Answer | ServingError, None]:
     while True:
-        completion, lane = await arrived.get()
+        prepared, own, lane = await arrived.get()
         try:
-            if completion.code:
-                error = from_code(completion.code, completion.message)
-                if completion.final:
+            if own.code:
+                error = from_code(own.code, own.message)
+                if prepared.final:
                     raise error
                 yield error
-            elif lane is not None and not completion.is_mark:
-                yield Answer(completion, lane)
+            elif lane is not None and not is_mark(prepared, own):
+                yield Answer(prepared, own.contents, lane)
         finally:
-            _release(submitter, completion, lane)
-        if completion.final:
+            _release(submitter, prepared, own, lane)
+        if prepared.final:
             return
 
 
-def _release(submitter: Submitter, completion: Completion, lane: SubmitterLane | None) -> None:
+def _release(submitter: Submitter, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
     if lane is None:
         return
-    if not completion.final:
-        submitter.taken(lane, completion)
-    elif completion.lease is not None:
-        submitter.release(lane, completion.lease)
+    if not prepared.final:
+        submitter.taken(lane, own)
+    elif own.lease is not None:
+        submitter.release(lane, own.lease)

@@ -16,21 +16,27 @@ from tensord.daemon.submit.accounts import Account
 from tensord.shm.arena import Lease
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, UNKNOWN_MODEL, Internal, NotFound, ServingError
-from tensord.shm.forms import Form, whole_answer, whole_request
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Submit
+from tensord.shm.messages import (
+    LAST,
+    AnswerRecord,
+    PreparedAnswer,
+    PreparedRequest,
+    RequestRecord,
+)
+from tensord.shm.prepared import Numbered
 from tensord.shm.sequence_keys import Key
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 
-#: The owner of a request: the completion, and the lane whose response arena holds its slices (None: nothing to view).
-OnCompletion = Callable[[Completion, SubmitterLane | None], None]
+#: Takes an answer: what was prepared for it, its own, and the lane whose response arena holds its slices (None: nothing to view).
+OnAnswer = Callable[[PreparedAnswer, AnswerRecord, SubmitterLane | None], None]
 
 #: Deaths of workers that a request is taken to be the cause of.
 _STRIKES = 2
-_UNSENT = FormSubmit(0, 0, ())
+_UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
 class Worker:
@@ -72,10 +78,10 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     """One request in flight. (A Struct, because one is made for every request.)"""
 
     #: With its id. Who has none yet is not sent.
-    record: Submit | FormSubmit = _UNSENT
-    #: Of a FormSubmit.
-    form: Form[Submit] | None = None
-    #: Where its inputs lie; given back with its final completion.
+    record: RequestRecord = _UNSENT
+    #: What the number in the record stands for; None: it says everything itself.
+    numbered: Numbered[PreparedRequest] | None = None
+    #: Where its inputs lie; given back with its final answer.
     leases: Sequence[Lease] = ()
     worker: Worker | None = None
     #: In the loop's time; 0 where requests have no timeout.
@@ -91,9 +97,9 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     #: Its sequence, where its model keeps such; once it was sent, or waits to be.
     sequence: Key | None = None
 
-    def is_misplaced(self, completion: Completion) -> bool:
+    def is_misplaced(self, answer: AnswerRecord) -> bool:
         """Whether that says that the worker does not have its model, so that it may be run by another one."""
-        unknown = completion.code == NotFound.code and completion.message.startswith(UNKNOWN_MODEL)
+        unknown = answer.code == NotFound.code and answer.message.startswith(UNKNOWN_MODEL)
         return unknown and not self.cancelled and not self.answered and self.sequence is None
 
     @property
@@ -101,26 +107,18 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
         """Whose memory it takes; None: nobody's."""
         return None
 
-    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
-        """An answer; the lane whose response arena holds its slices, None: nothing to view. Its last call where ``final``."""
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        """Takes an answer; its last call where that is final.
+
+        Args:
+          lane: in whose response arena its slices lie; None: there is nothing to view.
+        """
         raise NotImplementedError
 
-    def formed(self, template: Completion, own: FormCompletion) -> None:
-        """A good answer of a form: what such answers have in common, and its own."""
-        assert self.worker is not None
-        self.completed(whole_answer(template, own), self.worker.lane)
-
     @property
-    def submit(self) -> Submit:
-        """What says which model is asked for, with which regions."""
-        return self.record if self.form is None else self.form.template  # type: ignore[return-value]
-
-    def unform(self) -> Submit:
-        """Makes it a request like those without a form."""
-        if self.form is not None:
-            self.record = whole_request(self.form.template, self.record)  # type: ignore[arg-type]
-            self.form = None
-        return self.record  # type: ignore[return-value]
+    def prepared(self) -> PreparedRequest:
+        """Returns what says which model is asked for, with which regions."""
+        return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
         """Its worker died. Returns its answer, where it may not be run again. ``state``: of its model; None: that is gone.
@@ -131,34 +129,35 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
             return Internal("the worker process died while it executed the request, which may not be run twice")
         # A model with several responses may have begun it and have gone on to others.
         if was_executing or (state is not None and state.streams):
-            record = self.unform()
-            strikes = record.strikes + 1
+            strikes = self.record.strikes + 1
             if strikes >= _STRIKES:
                 return Internal(f"the request was given up: {strikes} worker processes died while they executed it")
-            self.record = msgspec.structs.replace(record, strikes=strikes)
+            self.record = msgspec.structs.replace(self.record, strikes=strikes)
         return None
 
-    def tell(self, completion: Completion, lane: SubmitterLane | None, own: FormCompletion | None = None) -> bool:
-        """``completed``, or ``formed``. One owner's defect costs that owner its answer, not the others in the datagram theirs.
+    def deliver(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> bool:
+        """Takes an answer. One owner's defect costs that owner its answer, not the others in the datagram theirs.
 
         Returns: False: it met a defect, and was ``undelivered`` instead.
         """
         try:
-            if own is None:
-                self.completed(completion, lane)
-            else:
-                self.formed(completion, own)
+            self.completed(prepared, own, lane)
         except Exception:
             self.fail_delivery()
             return False
         return True
 
+    def fail(self, error: ServingError) -> None:
+        """Takes an error as its answer."""
+        self.deliver(LAST, AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message), None)
+
     def undelivered(self) -> None:
         """Handing an answer to the client met a defect of ours; some of it may have left. Its last call."""
-        self.completed(Completion(self.record.request_id, Internal.code, DEFECT), None)
+        own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
+        self.completed(LAST, own, None)
 
     def fail_delivery(self) -> None:
-        """Where ``completed`` or ``formed`` raised: says so to the log, and to the client if that is possible."""
+        """Says to the log that an answer could not be delivered, and to the client if that is possible."""
         _log.exception("an answer could not be delivered")
         try:
             self.undelivered()
@@ -173,12 +172,12 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
 class Calling(Pending):
     """One whose owner is called back."""
 
-    on_completion: OnCompletion
+    on_answer: OnAnswer
     holder: Account | None = None
 
     @property
     def account(self) -> Account | None:
         return self.holder
 
-    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
-        self.on_completion(completion, lane)
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        self.on_answer(prepared, own, lane)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tensord.daemon.submit.pending import Worker
 from tensord.shm.control_records import ModelState, RegionPlace
 from tensord.shm.device_names import gpu_of
-from tensord.shm.messages import RegionSlice, Submit
+from tensord.shm.messages import PreparedRequest, RegionSlice
 
 
 class RegionPlaces:
@@ -30,10 +30,10 @@ class RegionPlaces:
     def __bool__(self) -> bool:
         return bool(self._gpus)
 
-    def gpu_of(self, submit: Submit) -> str:
+    def gpu_of(self, prepared: PreparedRequest) -> str:
         """The GPU that has most of the bytes that the request has in regions, "cuda:1"; "": any will do."""
         sizes: dict[str, int] = {}
-        for place in _regions(submit):
+        for place in _regions(prepared):
             if gpu := self._gpus.get(place.region, ""):
                 sizes[gpu] = sizes.get(gpu, 0) + place.byte_size
         return max(sizes, key=lambda gpu: sizes[gpu], default="")
@@ -54,6 +54,6 @@ def is_meant_for(state: ModelState, gpu: str) -> bool:
     return bool(gpu) and (not state.devices or any(gpu_of(device) == gpu for device in state.devices))
 
 
-def _regions(submit: Submit) -> list[RegionSlice]:
-    inputs = [tensor.place for tensor in submit.inputs if isinstance(tensor.place, RegionSlice)]
-    return inputs + [output.region for output in submit.outputs if output.region is not None]
+def _regions(prepared: PreparedRequest) -> list[RegionSlice]:
+    inputs = [tensor.region for tensor in prepared.inputs if tensor.region is not None]
+    return inputs + [output.region for output in prepared.outputs if output.region is not None]

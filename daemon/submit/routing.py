@@ -175,7 +175,7 @@ class Routing:
 def lost(pending: Pending) -> Unavailable:
     """What a request is answered whose sequence went with its worker."""
     return Unavailable(
-        f"sequence {pending.record.sequence_id} of model '{pending.submit.model}' was lost when its worker died; "
+        f"sequence {pending.record.sequence_id} of model '{pending.prepared.model}' was lost when its worker died; "
         "start it again with the START flag"
     )
 

@@ -11,7 +11,7 @@ KEYS = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "seque
 
 
 class Scheduling(NamedTuple):
-    """Of one request; in the order in which records have it (``tensord.shm.messages.FormSubmit``)."""
+    """Of one request; in the order in which records have it (``tensord.shm.messages.RequestRecord``)."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0

@@ -38,25 +38,19 @@ class Sending:
 
     def send(self, worker: Worker, pending: Pending) -> None:
         """Gives a request to a worker, whose it is from now on. Raises whatever is wrong with it: then it is nobody's."""
-        record, form, in_flight = pending.record, pending.form, worker.in_flight
+        record, numbered, in_flight = pending.record, pending.numbered, worker.in_flight
         pending.worker = worker
         in_flight[record.request_id] = pending
         try:
-            if pending.leases and form is not None:
+            if pending.leases:
                 worker.lane.announce(pending.leases)
             if len(in_flight) > 1 or worker.writing:
-                if form is None:
-                    worker.lane.submit(record)  # type: ignore[arg-type]
-                else:
-                    worker.lane.submit_formed(form, record)  # type: ignore[arg-type]
+                worker.lane.submit(record, numbered)
                 if not worker.dirty:
                     self.flush_later(worker)
                 return
-            if form is None:
-                worker.lane.submit(record)  # type: ignore[arg-type]
+            if not worker.lane.submit_at_once(record, numbered):
                 self._flush(worker)
-            elif not worker.lane.submit_formed_at_once(form, record):  # type: ignore[arg-type]
-                self._await_writable(worker)
         except BaseException:
             # Nothing of it is on the lane: what is queued there is sent, later if not now.
             in_flight.pop(record.request_id, None)

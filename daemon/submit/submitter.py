@@ -4,7 +4,7 @@ The numbered story of one request:
 
 1. ``send`` notes it under its id; ``choice`` says which worker gets it, and ``sending`` puts its record on that worker's lane.
 2. Where there is no worker it waits, until there is one or for too long (``dispatch``, ``sweeper``).
-3. The Completion comes back on the lane (``answers``); the request (``pending``) gets it, with the lane its tensors lie in.
+3. The answer comes back on the lane (``answers``); the request (``pending``) gets it, with the lane its tensors lie in.
 4. Its owner calls ``release`` when the answer's bytes have left.
 
 What a request takes (its place in flight, its leases, its place on a lane) is the submitter's from ``send`` until its end, also
@@ -35,16 +35,16 @@ from tensord.daemon.submit.dispatch import Dispatch
 from tensord.daemon.submit.held_back import HeldBack
 from tensord.daemon.submit.lent import Lent
 from tensord.daemon.submit.model_table import ModelTable
-from tensord.daemon.submit.pending import Calling, OnCompletion, Pending, Worker
+from tensord.daemon.submit.pending import Calling, OnAnswer, Pending, Worker
 from tensord.daemon.submit.sending import Sending
 from tensord.daemon.submit.sweeper import Sweeper
 from tensord.daemon.submit.workerless import Workerless, loading
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
 from tensord.shm.errors import Unavailable
-from tensord.shm.forms import Forms, OnMint
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion, Submit
+from tensord.shm.messages import PreparedRequest, RequestRecord
+from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.spin import Spin
@@ -63,13 +63,13 @@ class Submitter:
         table: ModelTable,
         row: int = 0,
         counted: OnRefusal = uncounted,
-        minted: OnMint | None = None,
+        minted: OnNumber | None = None,
     ) -> None:
         """
         Args:
           row: this front's place among those of its protocol.
           counted: hears of every request that is refused.
-          minted: hears of every form that gets a number.
+          minted: hears of every kind of requests that gets a number.
         """
         self._incarnation = incarnation
         self._max_in_flight = options.requests.max_in_flight
@@ -77,8 +77,8 @@ class Submitter:
         arenas = options.arenas
         #: Tensors up to this size travel inside their record.
         self.inline_byte_size = arenas.inline_byte_size
-        #: The kinds of requests that its clients repeat.
-        self.forms: Forms[Submit] = Forms(minted, options.requests.max_forms)
+        #: Those of the kinds of requests that its clients repeat.
+        self.numbers: Numbers[PreparedRequest] = Numbers(minted, options.requests.max_forms)
         #: An id for the next request; never used again.
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
@@ -124,21 +124,21 @@ class Submitter:
     # -------------------------------------------------------------------------------------------- requests
 
     def submit(
-        self, record: Submit, leases: Sequence[Lease], on_completion: OnCompletion, account: Account | None = None
+        self, record: RequestRecord, leases: Sequence[Lease], on_answer: OnAnswer, account: Account | None = None
     ) -> None:
-        """Sends a request whose inputs are in place; ``on_completion`` is called exactly once with ``final``, never from here.
+        """Sends a request whose inputs are in place; ``on_answer`` is called exactly once with ``final``, never from here.
 
         Raises: Unavailable: too many requests are in flight. Or whatever is wrong: nothing was sent then, and no callback comes.
           The leases are the submitter's from now on, also then.
         """
-        self.send(Calling(on_completion, record=record, leases=leases, holder=account))
+        self.send(Calling(on_answer, record=record, leases=leases, holder=account))
 
     def send(self, pending: Pending) -> None:
         """Sends a request that knows itself what to do with its answer. Raises as ``submit``."""
         everything = self._pending
         try:
             if len(everything) >= (limit := self._max_in_flight):
-                self.refusals.note(pending.submit.model, Refusal.IN_FLIGHT)
+                self.refusals.note(pending.prepared.model, Refusal.IN_FLIGHT)
                 raise Unavailable(f"{len(everything)} requests are in flight, at most {limit} are allowed")
             everything[pending.record.request_id] = pending
             if self._timeout:
@@ -147,7 +147,7 @@ class Submitter:
             if (self._lent.full or self._held_back.lines) and self._held_back.holds(pending):
                 self._held_back.add(pending, self._loop.time())
                 return self._sweeper.later()
-            workers = self._choice.remembered.get(pending.form)
+            workers = self._choice.remembered.get(pending.numbered)
             if workers is None:
                 self._dispatch.send(pending)
             else:
@@ -177,7 +177,7 @@ class Submitter:
     def statistics(self) -> dict[str, int]:
         """Counts for operators."""
         waiting = {"waiting_for_worker": len(self._workerless), "held_back": len(self._held_back)}
-        forms = {"forms_minted": self.forms.minted, "forms_evicted": self.forms.evicted}
+        forms = {"forms_minted": self.numbers.minted, "forms_evicted": self.numbers.evicted}
         held = {"answers_held": len(self._lent), **self._arena.statistics()}
         return {"in_flight": len(self._pending), **waiting, **forms, **held}
 
@@ -238,7 +238,7 @@ class Submitter:
         executing = {request for submitter, request in worker.page.executing() if submitter == self._incarnation}
         lost = self._choice.bury(worker)
         orphans, worker.in_flight = worker.in_flight, {}
-        models = Counter(pending.submit.model for number, pending in orphans.items() if number in executing)
+        models = Counter(pending.prepared.model for number, pending in orphans.items() if number in executing)
         _log.log(
             logging.ERROR if models else logging.WARNING,
             "the worker on %s is gone with %d requests; it was executing %s",
@@ -271,13 +271,13 @@ class Submitter:
         """Ends what waited too long: for a worker, for room, for an answer."""
         for pending in self._workerless.expired(now):
             if not pending.cancelled:
-                self.refusals.note(pending.submit.model, Refusal.NO_WORKER)
-            self._dispatch.fail(pending, self._workerless.refusal(pending.submit))
+                self.refusals.note(pending.prepared.model, Refusal.NO_WORKER)
+            self._dispatch.fail(pending, self._workerless.refusal(pending.prepared))
         for pending, error in self._held_back.expired(now):
             if pending.cancelled:
                 self._dispatch.send_again(pending)
             else:
-                self.refusals.note(pending.submit.model, Refusal.ANSWERS_HELD)
+                self.refusals.note(pending.prepared.model, Refusal.ANSWERS_HELD)
                 self._dispatch.fail(pending, error)
         self._held_back.let_all_go(self._dispatch.send_again)
         room_wanted = self._space.expire(now)
@@ -289,7 +289,7 @@ class Submitter:
         # In order of arrival, and all have the same timeout: the first that may stay ends the walk.
         late = takewhile(lambda pending: pending.sent_at <= sent_before, self._pending.values())
         for pending in [pending for pending in late if not pending.cancelled]:
-            self.refusals.note(pending.submit.model, Refusal.NO_ANSWER)
+            self.refusals.note(pending.prepared.model, Refusal.NO_ANSWER)
             error = Unavailable(f"no answer within {self._timeout:g} s")
-            pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
+            pending.fail(error)
             self.cancel(pending.record.request_id)

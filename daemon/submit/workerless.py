@@ -8,7 +8,7 @@ from tensord.daemon.submit.choice import Choice
 from tensord.daemon.submit.pending import Pending
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import Unavailable
-from tensord.shm.messages import Submit
+from tensord.shm.messages import PreparedRequest
 
 
 class Workerless:
@@ -44,14 +44,14 @@ class Workerless:
                 late.append(pending)
         return late
 
-    def refusal(self, record: Submit) -> Unavailable:
+    def refusal(self, prepared: PreparedRequest) -> Unavailable:
         """What one that waited too long is answered."""
-        gpu = self._choice.gpu_of(record)
+        gpu = self._choice.gpu_of(prepared)
         where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
-        state = self._choice.state_of(record)
+        state = self._choice.state_of(prepared)
         if state is not None and state.state == "LOADING":
-            return loading(record.model, self._seconds)
-        return Unavailable(f"no worker was ready for model '{record.model}'{where} within {self._seconds:g} s")
+            return loading(prepared.model, self._seconds)
+        return Unavailable(f"no worker was ready for model '{prepared.model}'{where} within {self._seconds:g} s")
 
     def _ended(self, pending: Pending) -> bool:
         return pending.record.request_id not in self._in_flight

@@ -1,6 +1,6 @@
 """Tracing in a front, whatever its protocol: which requests are sampled, and what is known of one that is.
 
-    sample ─▶ Trace: stamps of the front ─▶ Submit.trace ─▶ worker ─▶ Completion.trace ─▶ more stamps ─▶ end: written
+    sample ─▶ Trace: stamps of the front ─▶ RequestRecord.trace ─▶ worker ─▶ AnswerRecord.trace ─▶ more stamps ─▶ end: written
 
 A request that is not sampled costs one look at ``Tracer.on``. Times are CLOCK_MONOTONIC in nanoseconds, which all processes
 share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
@@ -20,7 +20,7 @@ from tensord.daemon.tracing.trace_file import TraceFiles
 from tensord.daemon.tracing.trace_settings import LEVELS
 from tensord.daemon.tracing.trace_turn import TraceTurn
 from tensord.shm.control_records import TraceChanged, TraceCleared
-from tensord.shm.messages import Completion, Timeline
+from tensord.shm.messages import Timeline
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
 #: Ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
@@ -139,17 +139,16 @@ class Trace:
 
     @property
     def level(self) -> int:
-        """For ``Submit.trace``."""
+        """For ``RequestRecord.trace``."""
         return self._sampler.level
 
     def stamp(self, name: str, ns: int = 0) -> None:
         """Something happened, then or now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
 
-    def completed(self, completion: Completion) -> None:
-        """The worker's part of it, and the end of the request itself."""
-        self._version = completion.version or self._version
-        timeline = completion.trace
+    def completed(self, version: int, timeline: Timeline | None) -> None:
+        """Adds the worker's part of it, and the end of the request itself. ``version``: which one has answered it; 0: none."""
+        self._version = version or self._version
         if timeline is not None:
             self._stamps += [(ns, name) for name, ns in timeline.moments]
             self._entries += _tensors(self._id, timeline)

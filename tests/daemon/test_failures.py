@@ -38,10 +38,11 @@ from tensord.shm.channel import Channel
 from tensord.shm.control_records import WorkerFenced
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import SubmitterLane, WorkerLane
-from tensord.shm.messages import Cancel, Completion, FormSubmit, Inline, Submit, Tensor
+from tensord.shm.messages import AnswerRecord, Cancel, PreparedAnswer
 from tests.daemon.grpc.frame_client import STREAM
 from tests.daemon.submit.test_submitter import MIB, Setting
-from tests.fakes import answer_formed
+from tests.fakes import complete_numbered
+from tests.records import Tensor, WholeAnswer, WholeRequest, is_numbered, whole_answer
 from tests.work.connection import Bench, KeptTransport, LaneBench
 from tests.work.grpc_connection import GrpcBench, call, message, opened
 from tests.work.test_front_work import ROWS as HTTP_ROWS
@@ -122,6 +123,7 @@ SENDING = [
     (Dispatch, "send"),
     (Choice, "find"),
     (SubmitterLane, "submit"),
+    (SubmitterLane, "submit_at_once"),
     (Channel, "put"),
     (Channel, "flush"),
 ]
@@ -131,7 +133,8 @@ SENDING = [
 @pytest.mark.parametrize(("owner", "name"), SENDING, ids=lambda each: getattr(each, "__name__", each))
 def test_sending(setting: Setting, inject: Callable[..., Fault], owner: Any, name: str, idle: bool) -> None:
     setting.ready(setting.open_worker())
-    asked = [] if idle else [setting.ask()]
+    # A busy worker gets no record at once.
+    asked = [] if idle or name == "submit_at_once" else [setting.ask()]
     fault = inject(owner, name)
     refused = 0
     for _ in range(3):
@@ -156,8 +159,10 @@ def test_a_record_that_cannot_be_sent_is_refused_to_its_sender(
     def submit(**fields: Any) -> None:
         lease = setting.submitter.loan(5000)
         assert lease is not None
-        record = Submit(setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (5000,), lease.place),), **fields)
-        setting.submitter.submit(record, [lease], lambda completion, lane: pytest.fail("it was not sent"))
+        record = WholeRequest(
+            setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (5000,), lease.place),), **fields
+        ).record
+        setting.submitter.submit(record, [lease], lambda *_: pytest.fail("it was not sent"))
 
     for value in (1 << 64, -(1 << 63) - 1):
         with pytest.raises(OverflowError):
@@ -173,8 +178,17 @@ def test_a_record_that_cannot_be_sent_is_refused_to_its_sender(
     assert [final.code for final in before.finals + after.finals] == ["", ""]
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize(("owner", "name"), SENDING[1:4], ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [
+        *((owner, name, at) for owner, name in ((Choice, "find"), (Channel, "put")) for at in range(3)),
+        # The first one goes at once, the others with the turn.
+        (SubmitterLane, "submit_at_once", 0),
+        (SubmitterLane, "submit", 0),
+        (SubmitterLane, "submit", 1),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
 def test_sending_what_waited_for_a_worker(
     setting: Setting, inject: Callable[..., Fault], owner: Any, name: str, at: int
 ) -> None:
@@ -216,15 +230,15 @@ def test_an_owner_that_cannot_take_its_answer(setting: Setting, size: int) -> No
     """It is told once that there is none; the lease of its answer goes back."""
     worker = setting.open_worker()
     setting.ready(worker)
-    told: list[Completion] = []
+    told: list[WholeAnswer] = []
 
-    def completed(completion: Completion, lane: SubmitterLane | None) -> None:
-        told.append(completion)
+    def completed(prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        told.append(whole_answer(prepared, own))
         if len(told) == 1:
             raise Broken("injected")
 
     before = setting.ask()
-    record = Submit(setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (size,), Inline(bytes(size))),))
+    record = WholeRequest(setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (size,), bytes(size)),)).record
     setting.submitter.submit(record, [], completed)
     after = setting.ask()
     settle(setting)
@@ -287,7 +301,7 @@ class Cut(KeptTransport):
         return b"".join(bytes(piece) for write in self.writes for piece in write)
 
 
-async def work_off(bench: LaneBench, complete: Callable[[WorkerLane, Submit], Completion]) -> None:
+async def work_off(bench: LaneBench, complete: Callable[[WorkerLane, WholeRequest], WholeAnswer]) -> None:
     """The worker answers everything that comes, until nothing does."""
     for _ in range(30):
         await asyncio.sleep(0)
@@ -299,10 +313,10 @@ async def work_off(bench: LaneBench, complete: Callable[[WorkerLane, Submit], Co
                 if whole is None:
                     continue
                 completion = complete(bench.worker, whole)
-                if isinstance(record, FormSubmit):
-                    answer_formed(bench.worker, completion)
+                if is_numbered(record):
+                    complete_numbered(bench.worker, completion)
                 else:
-                    bench.worker.complete(completion)
+                    bench.worker.complete(completion.record)
         assert bench.worker.flush()
 
 
@@ -340,7 +354,7 @@ HTTP_FAULTS = [
     (ArenaSpace, "loan"),
     (Sending, "send"),
     (SubmitterLane, "submit"),
-    (SubmitterLane, "submit_formed_at_once"),
+    (SubmitterLane, "submit_at_once"),
     (http_codec, "encode"),
     (http_codec, "response_head"),
     (SubmitterLane, "view"),
@@ -401,7 +415,7 @@ GRPC_FAULTS = [
     (ArenaSpace, "loan"),
     (Sending, "send"),
     (SubmitterLane, "submit"),
-    (SubmitterLane, "submit_formed_at_once"),
+    (SubmitterLane, "submit_at_once"),
     (grpc_codec, "encode"),
     (SubmitterLane, "view"),
     (Stream, "answer"),

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tensord.shm.forms import MAX_FORMS
+from tensord.shm.prepared import MAX_NUMBERS
 from tests.daemon.grpc.frame_client import FrameClient
 from tests.daemon_process import ROOT, DaemonProcess
 from tests.fakes import Client
 
-KINDS = MAX_FORMS + 76
+KINDS = MAX_NUMBERS + 76
 #: So often in a row, so that it becomes known; and all of them once more.
 TIMES = 3
 

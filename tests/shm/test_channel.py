@@ -12,20 +12,10 @@ from hypothesis import strategies as st
 
 from tensord.shm.channel import MAX_DATAGRAM, Channel, ChannelClosed, DescriptorsLost, pair
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import (
-    Cancel,
-    Completion,
-    Inline,
-    Release,
-    SegmentOpened,
-    Slice,
-    Submit,
-    Tensor,
-    ToSubmitter,
-    ToWorker,
-)
+from tensord.shm.messages import Cancel, Release, SegmentOpened, Slice, ToSubmitter, ToWorker
 from tensord.shm.record import decoder
 from tests.open_files import no_descriptors_left
+from tests.records import Tensor, WholeAnswer, WholeRequest
 
 
 def channels() -> tuple[Channel, Channel]:
@@ -48,10 +38,11 @@ tensors = st.builds(
     st.text(max_size=8),
     st.sampled_from(["FP32", "BYTES"]),
     st.lists(numbers, max_size=4).map(tuple),
-    st.one_of(st.builds(Slice, numbers, numbers, numbers), st.binary(max_size=200).map(Inline)),
+    st.one_of(st.builds(Slice, numbers, numbers, numbers), st.binary(max_size=200)),
 )
-submits = st.builds(Submit, numbers, st.text(max_size=20), numbers, st.lists(tensors, max_size=3).map(tuple))
-records = st.one_of(submits, st.builds(Cancel, numbers), st.just(Release(((0, 4096, 7),))))
+wholes = st.builds(WholeRequest, numbers, st.text(max_size=20), numbers, st.lists(tensors, max_size=3).map(tuple))
+requests = wholes.map(lambda whole: whole.record)
+records = st.one_of(requests, st.builds(Cancel, numbers), st.just(Release(((0, 4096, 7),))))
 
 
 @settings(deadline=None)
@@ -83,7 +74,7 @@ def test_what_is_queued_together_travels_together() -> None:
 def test_records_of_any_size(size: int) -> None:
     submitter, worker = channels()
     before = len(os.listdir("/proc/self/fd"))
-    large = Submit(1, "m", 0, (Tensor("x", "UINT8", (size,), Inline(bytes(size))),))
+    large = WholeRequest(1, "m", 0, (Tensor("x", "UINT8", (size,), bytes(size)),)).record
     for record in (Cancel(1), large, Cancel(2)):
         submitter.put(record)
     found: list[Any] = []
@@ -97,7 +88,7 @@ def test_records_of_any_size(size: int) -> None:
 
 def test_a_peer_that_does_not_read_costs_nobody_a_record() -> None:
     submitter, worker = channels()
-    sent = [Submit(i, "m", 0, (Tensor("x", "UINT8", (5000,), Inline(bytes(5000))),)) for i in range(400)]
+    sent = [WholeRequest(i, "m", 0, (Tensor("x", "UINT8", (5000,), bytes(5000)),)).record for i in range(400)]
     found: list[Any] = []
     for record in sent:
         submitter.put(record)
@@ -153,7 +144,7 @@ def test_garbage_is_refused_not_believed(garbage: bytes) -> None:
 
 def test_a_record_of_the_other_direction_is_refused() -> None:
     submitter, worker = channels()
-    submitter.put(Completion(1))
+    submitter.put(WholeAnswer(1).record)
     submitter.flush()
     with pytest.raises(InvalidArgument, match="malformed record"):
         worker.receive()
@@ -199,7 +190,7 @@ def test_descriptors_that_cannot_be_taken_are_told_and_the_next_ones_come() -> N
 
 def test_without_a_descriptor_nothing_is_queued_and_large_records_travel() -> None:
     submitter, worker = channels()
-    large = Submit(1, "m", 0, (Tensor("x", "UINT8", (1 << 17,), Inline(bytes(1 << 17))),))
+    large = WholeRequest(1, "m", 0, (Tensor("x", "UINT8", (1 << 17,), bytes(1 << 17)),)).record
     with no_descriptors_left():
         with pytest.raises(OSError, match="Too many open files"):
             submitter.put(SegmentOpened(0, 4096), 0)
@@ -252,11 +243,11 @@ def test_what_a_peer_sent_before_it_died_is_received_though_it_left_records_unre
     submitter.put(Cancel(1))
     assert submitter.flush()
     for number in range(3):
-        worker.put(Completion(number))
+        worker.put(WholeAnswer(number).record)
         assert worker.flush()
     worker.close()
     received = [submitter.receive() for _ in range(3)]
-    assert [got[0] for got in received if got is not None] == [[Completion(number)] for number in range(3)]
+    assert [got[0] for got in received if got is not None] == [[WholeAnswer(number).record] for number in range(3)]
     with pytest.raises(ChannelClosed):
         submitter.receive()
     submitter.close()

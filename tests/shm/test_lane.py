@@ -7,39 +7,32 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensord.shm.arena import Arena
+from tensord.shm.arena import Arena, Lease
 from tensord.shm.channel import Channel, ChannelClosed, pair
 from tensord.shm.errors import InvalidArgument, Unavailable
-from tensord.shm.forms import (
-    MAX_FORMS,
-    Form,
-    Forms,
-    HeardForms,
-    answer_template,
-    request_template,
-    whole_answer,
-    whole_request,
-)
-from tensord.shm.lane import SubmitterLane, WorkerLane
+from tensord.shm.lane import Instruction, SubmitterLane, WorkerLane
 from tensord.shm.messages import (
-    AnswerForm,
+    WIRE_VERSION,
+    AnswerRecord,
     Cancel,
-    Completion,
-    FormCompletion,
-    FormSubmit,
-    Inline,
+    Content,
+    Prepare,
+    PrepareAnswer,
+    PreparedAnswer,
+    PreparedRequest,
     RegionSlice,
     Release,
-    RequestForm,
+    RequestRecord,
     SegmentOpened,
     Slice,
-    Submit,
-    Tensor,
     ToSubmitter,
     ToWorker,
+    WireVersion,
 )
+from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers, ReceivedNumbers
 from tensord.shm.record import Record, decoder
 from tests.open_files import no_descriptors_left
+from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
 
 MIB = 1 << 20
 
@@ -56,15 +49,21 @@ def lane_of(arena: Arena) -> tuple[SubmitterLane, WorkerLane]:
     return SubmitterLane(ours, arena), WorkerLane(theirs, 1 * MIB, 64 * MIB, 4 * MIB)
 
 
-def received(worker: WorkerLane) -> list[Submit | RequestForm | FormSubmit | Cancel]:
-    found: list[Submit | RequestForm | FormSubmit | Cancel] = []
+def send(submitter: SubmitterLane, request: WholeRequest, *leases: Lease) -> None:
+    """Queues a request whose tensors lie in these leases."""
+    submitter.announce(leases)
+    submitter.submit(request.record)
+
+
+def received(worker: WorkerLane) -> list[Instruction]:
+    found: list[Instruction] = []
     while (records := worker.receive()) is not None:
         found += records
     return found
 
 
-def answered(submitter: SubmitterLane) -> list[tuple[Completion, FormCompletion | None]]:
-    found: list[tuple[Completion, FormCompletion | None]] = []
+def answered(submitter: SubmitterLane) -> list[tuple[PreparedAnswer, AnswerRecord]]:
+    found: list[tuple[PreparedAnswer, AnswerRecord]] = []
     while (records := submitter.receive()) is not None:
         found += records
     return found
@@ -78,25 +77,26 @@ def test_there_and_back(arena: Arena, size: int) -> None:
         lease = arena.loan(size)
         assert lease is not None
         lease.view[:] = content
-        submitter.submit(Submit(round_, "m", 0, (Tensor("x", "UINT8", (size,), lease.place),)))
+        send(submitter, WholeRequest(round_, "m", 0, (Tensor("x", "UINT8", (size,), lease.place),)), lease)
         assert submitter.flush()
 
         (request,) = received(worker)
-        assert isinstance(request, Submit)
-        place = request.inputs[0].place
+        assert isinstance(request, RequestRecord)
+        (place,) = request.contents
         assert isinstance(place, Slice)
         assert bytes(worker.view(place)) == content
         answer = worker.loan(size)
         assert answer is not None
         answer.view[:] = content[::-1]
-        worker.complete(Completion(round_, outputs=(Tensor("y", "UINT8", (size,), answer.place),), lease=answer.key))
+        worker.complete(
+            WholeAnswer(round_, outputs=(Tensor("y", "UINT8", (size,), answer.place),), lease=answer.key).record
+        )
         assert worker.flush()
 
-        ((completion, own),) = answered(submitter)
-        assert own is None
+        ((_, own),) = answered(submitter)
         assert bytes(submitter.view(answer.place)) == content[::-1]
-        assert completion.lease is not None
-        submitter.release(completion.lease)
+        assert own.lease is not None
+        submitter.release(own.lease)
         lease.release()
         submitter.flush()
         assert received(worker) == []
@@ -111,11 +111,11 @@ def test_one_arena_serves_two_lanes(arena: Arena) -> None:
     lease = arena.loan(4)
     assert lease is not None
     lease.view[:] = b"same"
-    request = Submit(1, "m", 0, (Tensor("x", "UINT8", (4,), lease.place),))
+    request = WholeRequest(1, "m", 0, (Tensor("x", "UINT8", (4,), lease.place),))
     for submitter, worker in (first, second):
-        submitter.submit(request)
+        send(submitter, request, lease)
         submitter.flush()
-        assert received(worker) == [request]
+        assert received(worker) == [request.record]
         assert bytes(worker.view(lease.place)) == b"same"
         submitter.close()
         worker.close()
@@ -126,7 +126,7 @@ def test_closed_segments_are_unmapped_by_the_worker(arena: Arena) -> None:
     leases = [arena.loan(3 * MIB) for _ in range(2)]
     for i, lease in enumerate(leases):
         assert lease is not None
-        submitter.submit(Submit(i, "m", 0, (Tensor("x", "UINT8", (3 * MIB,), lease.place),)))
+        send(submitter, WholeRequest(i, "m", 0, (Tensor("x", "UINT8", (3 * MIB,), lease.place),)), lease)
     submitter.flush()
     received(worker)
     for lease in leases:
@@ -145,11 +145,11 @@ def test_a_segment_of_answers_that_is_closed_is_said_without_another_answer(aren
     submitter, worker = lane_of(arena)
     lease = worker.loan(5 * MIB)  # 4 MiB are kept
     assert lease is not None
-    worker.complete(Completion(1, outputs=(Tensor("y", "UINT8", (5 * MIB,), lease.place),), lease=lease.key))
+    worker.complete(WholeAnswer(1, outputs=(Tensor("y", "UINT8", (5 * MIB,), lease.place),), lease=lease.key).record)
     worker.flush()
-    ((completion, _),) = answered(submitter)
-    assert completion.lease is not None
-    submitter.release(completion.lease)
+    ((_, own),) = answered(submitter)
+    assert own.lease is not None
+    submitter.release(own.lease)
     submitter.flush()
     assert not worker.unsaid
     assert received(worker) == []
@@ -170,8 +170,8 @@ def test_a_submitter_out_of_step_is_refused(record: Record) -> None:
     ours, theirs = pair()
     enemy = Channel(ours, decoder(ToSubmitter))
     worker = WorkerLane(theirs, 1 * MIB, 1 * MIB, 0)
-    enemy.put(record)
-    enemy.flush()
+    enemy.send(WireVersion(WIRE_VERSION))
+    enemy.send(record)
     with pytest.raises(InvalidArgument):
         worker.receive()
     enemy.close()
@@ -183,27 +183,27 @@ def test_a_segment_the_worker_cannot_take_is_one_error_and_comes_again(arena: Ar
     lease = arena.loan(5 * MIB)
     assert lease is not None
     lease.view[:4] = b"here"
-    request = Submit(1, "m", 0, (Tensor("x", "UINT8", (5 * MIB,), lease.place),))
-    submitter.submit(request)
+    request = WholeRequest(1, "m", 0, (Tensor("x", "UINT8", (5 * MIB,), lease.place),))
+    send(submitter, request, lease)
     submitter.flush()
     with no_descriptors_left():
-        assert received(worker) == [request]
+        assert received(worker) == [request.record]
         with pytest.raises(
             Unavailable, match=f"{5 * MIB} bytes of a tensor cannot be reached: .* as many files open as it may"
         ):
             worker.view(lease.place)
         worker.flush()
         assert answered(submitter) == []
-    submitter.submit(request)
+    send(submitter, request, lease)
     submitter.flush()
-    assert received(worker) == [request]
+    assert received(worker) == [request.record]
     assert bytes(worker.view(lease.place)[:4]) == b"here"
     submitter.close()
     worker.close()
 
 
-@pytest.mark.parametrize("formed", [False, True])
-def test_an_answer_the_submitter_cannot_reach_is_an_error_and_gives_its_room_back(arena: Arena, formed: bool) -> None:
+@pytest.mark.parametrize("numbered", [False, True])
+def test_an_answer_the_submitter_cannot_reach_is_an_error_and_gives_its_room_back(arena: Arena, numbered: bool) -> None:
     submitter, worker = lane_of(arena)
 
     def answer(number: int) -> None:
@@ -211,26 +211,26 @@ def test_an_answer_the_submitter_cannot_reach_is_an_error_and_gives_its_room_bac
         assert lease is not None
         lease.view[:4] = b"%04d" % number
         tensor = Tensor("y", "UINT8", (5 * MIB,), lease.place)
-        whole = Completion(number, outputs=(tensor,), lease=lease.key)
-        if formed:
-            form = worker.answer_form(answer_template(whole))
-            worker.complete_formed(form, FormCompletion(number, form.number, (lease.place,), lease.key))
+        whole = WholeAnswer(number, outputs=(tensor,), lease=lease.key)
+        if numbered:
+            kind = worker.number(whole.prepared)
+            worker.complete(whole.of(kind.number), kind)
         else:
-            worker.complete(whole)
+            worker.complete(whole.record)
         worker.flush()
 
     answer(1)
     with no_descriptors_left():
-        ((error, own),) = answered(submitter)
-    assert own is None
+        ((prepared, error),) = answered(submitter)
+    assert prepared.final
     assert (error.request_id, error.code) == (1, Unavailable.code)
     assert "as many files open as it may" in error.message
     submitter.flush()
     assert received(worker) == []
     assert worker.arena.statistics()["leases"] == 0
     answer(2)
-    ((completion, own),) = answered(submitter)
-    place = own.contents[0] if own is not None else completion.outputs[0].place
+    ((_, own),) = answered(submitter)
+    (place,) = own.contents
     assert isinstance(place, Slice)
     assert bytes(submitter.view(place)[:4]) == b"0002"
     submitter.close()
@@ -241,13 +241,13 @@ def test_an_answer_whose_segment_cannot_be_sent_is_an_error(arena: Arena) -> Non
     submitter, worker = lane_of(arena)
     lease = worker.loan(5 * MIB)
     assert lease is not None
-    whole = Completion(1, outputs=(Tensor("y", "UINT8", (5 * MIB,), lease.place),), lease=lease.key)
+    whole = WholeAnswer(1, outputs=(Tensor("y", "UINT8", (5 * MIB,), lease.place),), lease=lease.key)
     with no_descriptors_left():
         with pytest.raises(Unavailable, match="no file can be opened for another arena segment"):
             worker.loan(20 * MIB)
-        worker.complete(whole)
+        worker.complete(whole.record)
         worker.flush()
-        ((error, _),) = answered(submitter)
+        ((_, error),) = answered(submitter)
     assert error.code == Unavailable.code
     assert worker.arena.statistics()["leases"] == 0
     submitter.close()
@@ -258,12 +258,12 @@ def test_a_request_whose_segment_cannot_be_sent_is_refused_where_it_is(arena: Ar
     submitter, worker = lane_of(arena)
     lease = arena.loan(5 * MIB)
     assert lease is not None
-    request = Submit(1, "m", 0, (Tensor("x", "UINT8", (5 * MIB,), lease.place),))
+    request = WholeRequest(1, "m", 0, (Tensor("x", "UINT8", (5 * MIB,), lease.place),))
     with no_descriptors_left(), pytest.raises(Unavailable, match="no file can be opened for sending an arena segment"):
-        submitter.submit(request)
-    submitter.submit(request)
+        send(submitter, request, lease)
+    send(submitter, request, lease)
     submitter.flush()
-    assert received(worker) == [request]
+    assert received(worker) == [request.record]
     submitter.close()
     worker.close()
 
@@ -313,138 +313,177 @@ def test_end_of_file_both_ways(arena: Arena) -> None:
     worker.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- forms
+# -------------------------------------------------------------------------------------------------------------- numbers
 
 
-def request_form(name: str) -> Form[Submit]:
+def kind_of(name: str) -> Numbered[PreparedRequest]:
     """The next one of a new sender: its number is 0."""
-    tensors = (Tensor("x", "UINT8", (2,), Inline(b"")), Tensor("r", "UINT8", (2,), RegionSlice(name, 0, 2)))
-    return Forms[Submit]().form(request_template(Submit(0, name, 0, tensors)))
+    tensors = (Tensor("x", "UINT8", (2,), b""), Tensor("r", "UINT8", (2,), RegionSlice(name, 0, 2)))
+    return Numbers[PreparedRequest]().number(WholeRequest(0, name, 0, tensors).prepared)
 
 
-def test_requests_of_forms_come_in_order_each_after_its_form(arena: Arena) -> None:
-    """Also where two forms have one number, and ends, cancellations and other requests are between them."""
+def test_requests_with_numbers_come_in_order_each_after_what_its_number_stands_for(arena: Arena) -> None:
+    """Also where one number stands for two kinds, and ends, cancellations and other requests are between them."""
     submitter, worker = lane_of(arena)
-    a, b = request_form("a"), request_form("b")
+    a, b = kind_of("a"), kind_of("b")
     assert a.number == b.number == 0
-    heard: HeardForms[Submit] = HeardForms()
-    for number, form in enumerate((a, a, b, a)):
-        submitter.submit_formed(form, FormSubmit(number, form.number, (b"%02d" % number,), f"id{number}"))
+    known: ReceivedNumbers[PreparedRequest] = ReceivedNumbers()
+    for number, kind in enumerate((a, a, b, a)):
+        submitter.submit(RequestRecord(number, kind.number, (b"%02d" % number,), f"id{number}"), kind)
     submitter.cancel(1)
-    submitter.submit(Submit(9, "whole", 0, ()))
+    whole = WholeRequest(9, "whole", 0, ())
+    submitter.submit(whole.record)
     submitter.flush()
     found: list[tuple[int, str]] = []
     kinds = []
     for record in received(worker):
         kinds.append(type(record))
-        if isinstance(record, RequestForm):
-            heard.learn(record.number, record.submit)
-        elif isinstance(record, FormSubmit):
-            whole = whole_request(heard.find(record.form), record)
-            assert whole.inputs[0].place == Inline(b"%02d" % record.request_id)
-            assert whole.client_id == f"id{record.request_id}"
-            found.append((record.request_id, whole.model))
-    assert found == [(0, "a"), (1, "a"), (2, "b"), (3, "a")]
-    q, form_ = FormSubmit, RequestForm
-    assert kinds == [form_, q, q, form_, q, form_, q, Cancel, Submit]
+        if isinstance(record, Prepare):
+            known.learn(record.number, record.prepared)
+        elif record == whole.record:
+            found.append((9, "whole"))
+        elif isinstance(record, RequestRecord):
+            assert isinstance(record.prepared, int)
+            request = whole_request(known[record.prepared], record)
+            assert request.inputs[0].place == b"%02d" % record.request_id
+            assert request.client_id == f"id{record.request_id}"
+            found.append((record.request_id, request.model))
+    assert found == [(0, "a"), (1, "a"), (2, "b"), (3, "a"), (9, "whole")]
+    q = RequestRecord
+    assert kinds == [Prepare, q, q, Prepare, q, Prepare, q, Cancel, q]
     submitter.close()
     worker.close()
 
 
-def answer_of(number: int, size: int = 2) -> Completion:
-    return Completion(number, version=3, outputs=(Tensor("y", "UINT8", (size,), Inline(b"%0*d" % (size, number))),))
+def answer_of(number: int, size: int = 2) -> WholeAnswer:
+    return WholeAnswer(number, version=3, outputs=(Tensor("y", "UINT8", (size,), b"%0*d" % (size, number)),))
 
 
-def complete_formed(worker: WorkerLane, form: Form[Completion], number: int, *contents: bytes) -> None:
-    worker.complete_formed(form, FormCompletion(number, form.number, contents))
+def complete(worker: WorkerLane, kind: Numbered[PreparedAnswer], number: int, *contents: Content) -> None:
+    worker.complete(AnswerRecord(number, kind.number, contents), kind)
 
 
-def test_answers_of_a_form(arena: Arena) -> None:
+def test_answers_with_a_number(arena: Arena) -> None:
     submitter, worker = lane_of(arena)
-    form = worker.answer_form(answer_template(answer_of(7)))
-    assert worker.answer_form(answer_template(answer_of(8))) is form
-    templates = []
+    kind = worker.number(answer_of(7).prepared)
+    assert worker.number(answer_of(8).prepared) is kind
+    known = []
     for number in range(3):
-        complete_formed(worker, form, number, b"%02d" % number)
-        worker.complete(Completion(10 + number))
+        complete(worker, kind, number, b"%02d" % number)
+        worker.complete(WholeAnswer(10 + number).record)
         worker.flush()
-        (template, own), (whole, none) = answered(submitter)
-        assert own is not None
-        assert whole_answer(template, own) == answer_of(number)
-        assert (whole, none) == (Completion(10 + number), None)
-        templates.append(template)
+        (prepared, own), other = answered(submitter)
+        assert whole_answer(prepared, own) == answer_of(number)
+        assert whole_answer(*other) == WholeAnswer(10 + number)
+        known.append(prepared)
     # What is remembered of answers like that is found by it.
-    assert templates[0] is templates[1] is templates[2]
+    assert known[0] is known[1] is known[2]
     submitter.close()
     worker.close()
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_answers_of_two_forms_with_one_number(arena: Arena, together: bool) -> None:
+def test_answers_of_two_kinds_with_one_number(arena: Arena, together: bool) -> None:
     """A worker has numbered more kinds than there are numbers; it answers old and new ones in one datagram, or in several."""
     submitter, worker = lane_of(arena)
-    forms = [Forms[Completion]().form(answer_template(answer_of(0, size))) for size in (1, 2)]
-    assert forms[0].number == forms[1].number
+    kinds = [Numbers[PreparedAnswer]().number(answer_of(0, size).prepared) for size in (1, 2)]
+    assert kinds[0].number == kinds[1].number
     expected, found = [], []
     for number in range(6):
         answer = answer_of(number, 1 + number % 2)
         expected.append(answer)
-        place = answer.outputs[0].place
-        assert isinstance(place, Inline)
-        complete_formed(worker, forms[number % 2], number, place.content)
+        complete(worker, kinds[number % 2], number, *answer.contents)
         if not together:
             worker.flush()
             found += answered(submitter)
     worker.flush()
     found += answered(submitter)
-    assert [whole_answer(template, own) for template, own in found if own is not None] == expected
+    assert [whole_answer(prepared, own) for prepared, own in found] == expected
     submitter.close()
     worker.close()
 
 
 @pytest.mark.parametrize("contents", [(), (b"ab", b"cd")])
-def test_an_answer_that_is_not_like_its_form_is_refused(arena: Arena, contents: tuple[bytes, ...]) -> None:
+@pytest.mark.parametrize("numbered", [False, True])
+def test_an_answer_that_is_not_like_what_was_prepared_is_refused(
+    arena: Arena, contents: tuple[bytes, ...], numbered: bool
+) -> None:
     submitter, worker = lane_of(arena)
-    form = worker.answer_form(answer_template(answer_of(7)))
-    complete_formed(worker, form, 1, *contents)
+    if numbered:
+        complete(worker, worker.number(answer_of(7).prepared), 1, *contents)
+    else:
+        worker.complete(AnswerRecord(1, answer_of(7).prepared, contents))
     worker.flush()
-    with pytest.raises(InvalidArgument, match=f"{len(contents)} tensors came in an answer whose form has 1 there"):
+    with pytest.raises(InvalidArgument, match=f"{len(contents)} tensors came in an answer that was prepared for 1"):
         submitter.receive()
     submitter.close()
     worker.close()
 
 
-def test_an_answer_of_a_form_that_was_never_told_is_refused(arena: Arena) -> None:
+def stranger(arena: Arena, *records: Record) -> SubmitterLane:
+    """A lane on which these came from the other end."""
     ours, theirs = pair()
     submitter, enemy = SubmitterLane(ours, arena), Channel(theirs, decoder(ToWorker))
-    enemy.put(AnswerForm(3, answer_template(answer_of(1))))
-    enemy.put(FormCompletion(1, 4, (b"ab",)))
-    enemy.flush()
-    with pytest.raises(InvalidArgument, match="form 4 was never told"):
+    for record in records:
+        enemy.send(record)
+    enemy.close()
+    return submitter
+
+
+def test_an_answer_with_a_number_that_was_never_prepared_is_refused(arena: Arena) -> None:
+    known = PrepareAnswer(3, answer_of(1).prepared)
+    submitter = stranger(arena, WireVersion(WIRE_VERSION), known, AnswerRecord(1, 4, (b"ab",)))
+    assert submitter.receive() == []
+    with pytest.raises(InvalidArgument, match="number 4 was never prepared"):
         submitter.receive()
     submitter.close()
-    enemy.close()
 
 
-@pytest.mark.parametrize("number", [-1, MAX_FORMS])
+@pytest.mark.parametrize("number", [-1, MAX_NUMBERS])
 def test_a_worker_that_numbers_out_of_range_is_refused(arena: Arena, number: int) -> None:
-    ours, theirs = pair()
-    submitter, enemy = SubmitterLane(ours, arena), Channel(theirs, decoder(ToWorker))
-    enemy.put(AnswerForm(number, Completion(0)))
-    enemy.flush()
-    with pytest.raises(InvalidArgument, match="forms have numbers below"):
+    submitter = stranger(arena, WireVersion(WIRE_VERSION), PrepareAnswer(number, PreparedAnswer()))
+    with pytest.raises(InvalidArgument, match="numbers are below"):
         submitter.receive()
     submitter.close()
-    enemy.close()
 
 
 def test_records_of_the_other_direction_are_refused(arena: Arena) -> None:
-    for record in (RequestForm(0, Submit(0, "m", 0, ())), FormSubmit(1, 0, ())):
-        ours, theirs = pair()
-        submitter, enemy = SubmitterLane(ours, arena), Channel(theirs, decoder(ToWorker))
-        enemy.put(record)
-        enemy.flush()
+    for record in (Prepare(0, PreparedRequest("m")), RequestRecord(1, 0, ())):
+        submitter = stranger(arena, WireVersion(WIRE_VERSION), record)
         with pytest.raises(InvalidArgument):
             submitter.receive()
         submitter.close()
-        enemy.close()
+
+
+# ------------------------------------------------------------------------------------------------- version of the wire
+
+
+def test_another_version_of_the_wire_is_refused_with_both_numbers(arena: Arena) -> None:
+    """Whatever follows: it may be nothing that this end could read."""
+    words = f"the other end speaks version {WIRE_VERSION + 1} of the wire, this one version {WIRE_VERSION}"
+    submitter = stranger(arena, WireVersion(WIRE_VERSION + 1), Cancel(1))
+    with pytest.raises(InvalidArgument, match=words):
+        submitter.receive()
+    submitter.close()
+    ours, theirs = pair()
+    enemy, worker = Channel(ours, decoder(ToSubmitter)), WorkerLane(theirs, 1 * MIB, 1 * MIB, 0)
+    enemy.send(WireVersion(WIRE_VERSION + 1))
+    enemy.send(PrepareAnswer(0, PreparedAnswer()))
+    with pytest.raises(InvalidArgument, match=words):
+        worker.receive()
+    enemy.close()
+    worker.close()
+
+
+def test_a_lane_begins_with_the_version_of_the_wire(arena: Arena) -> None:
+    submitter = stranger(arena, AnswerRecord(1, PreparedAnswer()))
+    with pytest.raises(InvalidArgument, match="a lane begins with the version of the wire, not with AnswerRecord"):
+        submitter.receive()
+    submitter.close()
+    ours, theirs = pair()
+    enemy, worker = Channel(ours, decoder(ToSubmitter)), WorkerLane(theirs, 1 * MIB, 1 * MIB, 0)
+    enemy.send(Cancel(1))
+    with pytest.raises(InvalidArgument, match="a lane begins with the version of the wire, not with Cancel"):
+        worker.receive()
+    enemy.close()
+    worker.close()

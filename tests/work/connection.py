@@ -22,11 +22,12 @@ from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import Cancel, Completion, FormSubmit, Submit
+from tensord.shm.messages import Prepare, RequestRecord
 from tensord.shm.sequence_keys import SequenceKeys
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
-from tests.fakes import WholeRequests, answer_formed
+from tests.fakes import WholeRequests, complete_numbered
+from tests.records import WholeAnswer, WholeRequest
 from tests.work.counter import Work
 
 MIB = 1 << 20
@@ -132,8 +133,8 @@ class LaneBench(ABC):
 
     async def occupy(self) -> None:
         """The worker has taken a request, and is not done with it."""
-        record = Submit(self.submitter.next_id(), "addsub", 0, ())
-        self.submitter.submit(record, (), lambda completion, lane: None)
+        record = WholeRequest(self.submitter.next_id(), "addsub", 0, ()).record
+        self.submitter.submit(record, (), lambda *_: None)
         await asyncio.sleep(0)
         assert self.worker.receive() == [record]
 
@@ -141,12 +142,12 @@ class LaneBench(ABC):
         self,
         work: Work,
         requests: list[tuple[KeptTransport, bytes]],
-        complete: Callable[[WorkerLane, Submit], Completion],
+        complete: Callable[[WorkerLane, WholeRequest], WholeAnswer],
         each: int = 1,
     ) -> int:
         """All of the requests arrive in one turn of the loop. Returns, once all are answered, in how many datagrams they left.
 
-        A request of a form is answered with one, as the worker does. Only what the front does is counted.
+        A request with a number is answered with one, as the worker does. Only what the front does is counted.
 
         Args:
           each: requests in what arrives at a connection; their answers are one write.
@@ -162,19 +163,19 @@ class LaneBench(ABC):
             with work.counting():
                 await asyncio.sleep(0)
             while (records := self.worker.receive()) is not None:
-                submits = [record for record in records if isinstance(record, Submit | FormSubmit)]
+                submits = [record for record in records if isinstance(record, RequestRecord)]
                 datagrams += bool(submits)
                 got += len(submits)
                 for record in records:
-                    assert not isinstance(record, Cancel)
+                    assert isinstance(record, Prepare | RequestRecord)
                     whole = self._whole.read(record)
                     if whole is None:
                         continue
                     completion = complete(self.worker, whole)
-                    if isinstance(record, FormSubmit):
-                        answer_formed(self.worker, completion)
+                    if isinstance(record, RequestRecord) and isinstance(record.prepared, int):
+                        complete_numbered(self.worker, completion)
                     else:
-                        self.worker.complete(completion)
+                        self.worker.complete(completion.record)
         assert self.worker.flush()
         # Some turns more: what is given back to the worker leaves at the end of the one in which the answer left.
         for _ in range(_TURNS):

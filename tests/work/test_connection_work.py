@@ -18,8 +18,9 @@ import pytest
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.socket_watch import SocketWatch
 from tensord.daemon.http.connection import Connection
-from tensord.shm.messages import Cancel, Completion, FormSubmit
-from tests.fakes import answer_formed
+from tensord.shm.messages import Prepare, RequestRecord
+from tests.fakes import complete_numbered
+from tests.records import WholeAnswer
 from tests.work.baseline import Baseline, counts
 from tests.work.connection import Bench, KeptTransport
 from tests.work.counter import Work
@@ -55,18 +56,18 @@ class Door(Bench):
 
     async def visit(self, work: Work, request: bytes) -> bytes:
         """A client's, from its connect to its end; all that it got."""
-        got: list[Completion] = []
+        got: list[WholeAnswer] = []
         answer = bytearray()
 
         def asked() -> bool:
             for record in self.worker.receive() or ():
-                assert not isinstance(record, Cancel)
+                assert isinstance(record, Prepare | RequestRecord)
                 if (whole := self._whole.read(record)) is not None:
                     got.append(two_small(self.worker, whole))
-                    if isinstance(record, FormSubmit):
-                        answer_formed(self.worker, got[0])
+                    if isinstance(record, RequestRecord) and isinstance(record.prepared, int):
+                        complete_numbered(self.worker, got[0])
                     else:
-                        self.worker.complete(got[0])
+                        self.worker.complete(got[0].record)
                     assert self.worker.flush()
             return bool(got)
 

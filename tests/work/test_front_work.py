@@ -19,7 +19,8 @@ from tensord.daemon.http.http_form import Request
 from tensord.daemon.http.http_forms import request_of
 from tensord.daemon.http.message_head import InferHead, TextKey
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import Completion, Inline, RegionSlice, Slice, Submit, Tensor
+from tensord.shm.messages import RegionSlice, Slice
+from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.work.baseline import Baseline, counts
 from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES, Bench, KeptTransport
 from tests.work.counter import Work
@@ -130,27 +131,27 @@ def as_json(number: int) -> bytes:
     ) + _VALUES
 
 
-def two_small(lane: WorkerLane, record: Submit) -> Completion:
+def two_small(lane: WorkerLane, record: WholeRequest) -> WholeAnswer:
     content = np.zeros((1, 16), np.float32).tobytes()
-    outputs = tuple(Tensor(name, "FP32", (1, 16), Inline(content)) for name in ("OUTPUT0", "OUTPUT1"))
-    return Completion(record.request_id, version=1, outputs=outputs)
+    outputs = tuple(Tensor(name, "FP32", (1, 16), content) for name in ("OUTPUT0", "OUTPUT1"))
+    return WholeAnswer(record.request_id, version=1, outputs=outputs)
 
 
-def two_in_regions(lane: WorkerLane, record: Submit) -> Completion:
+def two_in_regions(lane: WorkerLane, record: WholeRequest) -> WholeAnswer:
     place = RegionSlice("region", 0, 64)
     outputs = tuple(Tensor(name, "FP32", (1, 16), place) for name in ("OUTPUT0", "OUTPUT1"))
-    return Completion(record.request_id, version=1, outputs=outputs)
+    return WholeAnswer(record.request_id, version=1, outputs=outputs)
 
 
-def one_large(lane: WorkerLane, record: Submit) -> Completion:
+def one_large(lane: WorkerLane, record: WholeRequest) -> WholeAnswer:
     lease = lane.loan(MIB)
     assert lease is not None
-    return Completion(
+    return WholeAnswer(
         record.request_id, version=1, outputs=(Tensor("OUTPUT0", "FP32", (MIB // 4,), lease.place),), lease=lease.key
     )
 
 
-def two_large(lane: WorkerLane, record: Submit) -> Completion:
+def two_large(lane: WorkerLane, record: WholeRequest) -> WholeAnswer:
     lease = lane.loan(MIB)
     assert lease is not None
     segment, offset, half = lease.place.segment, lease.place.offset, MIB // 2
@@ -158,7 +159,7 @@ def two_large(lane: WorkerLane, record: Submit) -> Completion:
         Tensor(name, "FP32", (MIB // 8,), Slice(segment, offset + at, half))
         for name, at in (("OUTPUT0", 0), ("OUTPUT1", half))
     )
-    return Completion(record.request_id, version=1, outputs=outputs, lease=lease.key)
+    return WholeAnswer(record.request_id, version=1, outputs=outputs, lease=lease.key)
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Row:
 
     name: str
     request: Callable[[int], bytes]
-    complete: Callable[[WorkerLane, Submit], Completion]
+    complete: Callable[[WorkerLane, WholeRequest], WholeAnswer]
     #: Python's memory at its highest above where it was, bytes.
     peak: int = 21_000
     #: On the lane: the record out, its answer in. Each answer in a lease is given back in a datagram of its own.
@@ -262,12 +263,12 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way() -> N
         for number in range(row.warm, row.warm + COUNT):
             await bench.answer(work, [(transport, row.request(number))], row.complete)
             transport.writes.clear()
-        assert bench.submitter.forms.minted == 0
+        assert bench.submitter.numbers.minted == 0
         counted.append(work.instructions / COUNT)
 
     async def count_ordinary(bench: Bench) -> None:
         bench.serving.forms = Unremembering()  # type: ignore[assignment]
-        bench.submitter.forms.form_again = lambda template: None  # type: ignore[method-assign]
+        bench.submitter.numbers.number_again = lambda prepared: None  # type: ignore[method-assign]
         await count(bench)
 
     on_a_bench(count)

@@ -18,8 +18,8 @@ from tensord.daemon.grpc.message_forms import MessageForms
 from tensord.daemon.grpc.walk import walk, walk_in_python
 from tensord.daemon.submit.scheduling import UNSCHEDULED
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import Completion, Submit
 from tests.daemon.grpc.frame_client import INFER, STREAM
+from tests.records import WholeAnswer, WholeRequest
 from tests.work.baseline import Baseline, counts
 from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES
 from tests.work.counter import Work
@@ -89,7 +89,7 @@ class Row:
 
     name: str
     content: Callable[..., bytes]
-    complete: Callable[[WorkerLane, Submit], Completion]
+    complete: Callable[[WorkerLane, WholeRequest], WholeAnswer]
     #: Calls of their own, or all of as many streams of one connection, with a message of each in one chunk.
     streams: int = 0
     #: Python's memory at its highest above where it was, bytes.

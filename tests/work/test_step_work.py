@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tensord.shm.messages import Inline, Tensor
+from tests.records import Tensor
 from tests.repositories import write_model
 from tests.work.baseline import Baseline, counts
 from tests.work.counter import Work
@@ -52,7 +52,7 @@ def loop(leaves_nothing: None, tmp_path: Path) -> Iterator[WorkerLoop]:
 def test_instructions(loop: WorkerLoop, requests: int, baseline: Baseline) -> None:
     for number in range(requests):
         start = np.array([1000 * number], np.int32).tobytes()
-        loop.submit("counts", [Tensor("start", "INT32", (1,), Inline(start))])
+        loop.submit("counts", [Tensor("start", "INT32", (1,), start)])
     loop.answers(WARM * requests)
     work = Work()
     answers = loop.answers(COUNTED * requests, work=work)

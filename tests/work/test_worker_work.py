@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tensord.shm.messages import Completion, Inline, Tensor
 from tensord.workers.dispatch.fast_path import FastPath
 from tests import repositories
 from tests.daemon_process import ROOT, wait_until
+from tests.records import Tensor, WholeAnswer
 from tests.work.baseline import Baseline, counts
 from tests.work.counter import Work
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
@@ -28,14 +28,14 @@ PATIENCE = 1000
 STORED_AFTER = 40
 
 
-def ask(loop: WorkerLoop, work: Work | None, row: Row) -> list[Completion]:
+def ask(loop: WorkerLoop, work: Work | None, row: Row) -> list[WholeAnswer]:
     """So many requests come in one datagram; returns their answers. Only what the worker does is counted."""
     leases = []
     for number in range(row.together):
         content = np.zeros(row.shape, np.float32).tobytes()
         inline = len(content) <= OPTIONS.arenas.inline_byte_size
         lease = None if inline else loop.arena.loan(len(content))
-        place = Inline(content) if lease is None else lease.place
+        place = content if lease is None else lease.place
         inputs = [Tensor(name, "FP32", row.shape, place) for name in row.inputs]
         if lease is not None:
             lease.view[:] = content
@@ -149,7 +149,7 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
 ) -> None:
     """Told whole, or as a form that stands for no other request; beside one of a known form that is answered in Python."""
     content = np.zeros((1, 16), np.float32).tobytes()
-    inputs = [Tensor(name, "FP32", (1, 16), Inline(content)) for name in ("INPUT0", "INPUT1")]
+    inputs = [Tensor(name, "FP32", (1, 16), content) for name in ("INPUT0", "INPUT1")]
     numbers = iter(range(1 << 30))
 
     def cost(send: Callable[[], int]) -> float:
@@ -187,7 +187,7 @@ def test_silent_sequences_cost_nobody_anything(loop: WorkerLoop, baseline: Basel
         return typical(works)
 
     def tell(flag: str) -> None:
-        inputs = [Tensor(name, "FP32", sequences.shape, Inline(bytes(256))) for name in sequences.inputs]
+        inputs = [Tensor(name, "FP32", sequences.shape, bytes(256)) for name in sequences.inputs]
         for number in range(100, 120):
             loop.submit(sequences.model, inputs, own={"sequence_id": number, flag: True})
         assert {answer.code for answer in loop.answers(20)} == {""}

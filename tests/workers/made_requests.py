@@ -8,10 +8,11 @@ from typing import Any, cast
 
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.arrays import Array
-from tensord.shm.messages import RequestedOutput, Submit
+from tensord.shm.messages import RequestedOutput
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
+from tests.records import WholeRequest
 
 
 @dataclass
@@ -38,7 +39,16 @@ def request_of(
     **fields: Any,
 ) -> Request:
     """A request with these arrays; what it does not need is missing."""
-    submit = Submit(fields.pop("request_id", 1), "m", 0, (), **fields)
+    own = WholeRequest(fields.pop("request_id", 1), "m", 0, (), **fields)
     return Request(
-        cast(ModelVersion, version), cast(Submitter, submitter), submit, key, rows, arrays, outputs or {}, [], 1
+        cast(ModelVersion, version),
+        cast(Submitter, submitter),
+        own.prepared,
+        own.record,
+        key,
+        rows,
+        arrays,
+        outputs or {},
+        [],
+        1,
     )

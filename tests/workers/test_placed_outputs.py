@@ -21,13 +21,14 @@ from tensord.config.options import Arenas, Executables, Lanes, Options, Regions
 from tensord.shm.arena import Lease
 from tensord.shm.arrays import Array, array
 from tensord.shm.control_records import Call, Reply
-from tensord.shm.messages import Completion, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.messages import RegionSlice, RequestedOutput, Slice
 from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import output_memory
 from tensord.workers.native.extensions import available
 from tensord.workers.requests.timeline import TENSORS, TIMESTAMPS
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
+from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.repositories import write_model
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
 
@@ -203,11 +204,12 @@ def submit(
     shape = (rows, size // 4 // rows) if rows else (size // 4,)
     loop.number += 1
     tensor = Tensor("x", "FP32", shape, place)
-    loop.front.submit(Submit(loop.number, model, 0, (tensor,), tuple(outputs), trace=trace))
+    loop.front.announce(() if lease is None else (lease,))
+    loop.front.submit(WholeRequest(loop.number, model, 0, (tensor,), tuple(outputs), trace=trace).record)
     return lease
 
 
-def ask(loop: WorkerLoop, model: str, x: Array | RegionSlice, *outputs: RequestedOutput, **more: Any) -> Completion:
+def ask(loop: WorkerLoop, model: str, x: Array | RegionSlice, *outputs: RequestedOutput, **more: Any) -> WholeAnswer:
     lease = submit(loop, model, x, outputs, **more)
     (answer,) = loop.answers(1)
     if lease is not None:
@@ -215,14 +217,14 @@ def ask(loop: WorkerLoop, model: str, x: Array | RegionSlice, *outputs: Requeste
     return answer
 
 
-def taken(loop: WorkerLoop, answer: Completion) -> dict[str, Array]:
+def taken(loop: WorkerLoop, answer: WholeAnswer) -> dict[str, Array]:
     """The outputs that are not in regions, which the answer's lease is given back for."""
     assert answer.code == "", answer.message
     found = {}
     for tensor in answer.outputs:
         if isinstance(tensor.place, RegionSlice):
             continue
-        content = tensor.place.content if isinstance(tensor.place, Inline) else bytes(loop.front.view(tensor.place))
+        content = tensor.place if isinstance(tensor.place, bytes) else bytes(loop.front.view(tensor.place))
         found[tensor.name] = array(content, tensor.datatype, tensor.shape)
     if answer.lease is not None:
         loop.front.release(answer.lease)

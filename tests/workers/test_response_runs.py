@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensord.shm.messages import Completion, Inline, RequestedOutput, Tensor
+from tensord.shm.messages import RequestedOutput
+from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
 from tests.workers.worker_loop import WorkerLoop
 
@@ -90,12 +91,12 @@ def expected(script: list[int], wanted: tuple[str, ...]) -> list[tuple[dict[str,
     ]
 
 
-def shown(completion: Completion) -> tuple[dict[str, bytes], object]:
+def shown(completion: WholeAnswer) -> tuple[dict[str, bytes], object]:
     assert completion.code == "", completion.message
     outputs = {}
     for tensor in completion.outputs:
-        assert isinstance(tensor.place, Inline)
-        outputs[tensor.name] = bytes(tensor.place.content)
+        assert isinstance(tensor.place, bytes)
+        outputs[tensor.name] = bytes(tensor.place)
     return outputs, completion.parameters.get("told")
 
 
@@ -112,7 +113,7 @@ def shown(completion: Completion) -> tuple[dict[str, bytes], object]:
 def test_each_response_in_its_order(loop: WorkerLoop, scripts: list[list[int]], wanted: tuple[str, ...]) -> None:
     asked = {}
     for script in scripts:
-        tensor = Tensor("script", "UINT8", (len(script),), Inline(bytes(script)))
+        tensor = Tensor("script", "UINT8", (len(script),), bytes(script))
         asked[loop.submit("scripted", [tensor], tuple(map(RequestedOutput, wanted)))] = script
     answers = loop.answers(sum(len(expected(script, wanted)) + 1 for script in scripts))
     for request_id, script in asked.items():

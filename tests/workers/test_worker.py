@@ -15,15 +15,16 @@ import ml_dtypes
 import numpy as np
 import posix_ipc
 import pytest
-from msgspec.structs import replace
 
 from tensord.shm.arena import Arena
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, Stop, Unload, Unloaded
 from tensord.shm.errors import Internal, InvalidArgument, NotFound, ServingError
-from tensord.shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.messages import WIRE_VERSION, RegionSlice, RequestedOutput, Slice, ToSubmitter, WireVersion
 from tensord.shm.operations import AwaitRegion, ModelStatistics, RegisterSystemRegion, UnregisterRegion
+from tensord.shm.record import decoder
 from tests import repositories
+from tests.records import Tensor, WholeRequest
 from tests.workers.worker_process import PATIENCE_S, PEER, WorkerProcess, small_arenas, wait_until
 
 
@@ -85,7 +86,7 @@ def test_bytes_and_bfloat16_and_bool(worker: WorkerProcess) -> None:
     np.testing.assert_array_equal(worker.infer("echo_bytes", {"x": words})["y"], words)
     halves = np.arange(4).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(worker.infer("echo_bf16", {"x": halves})["y"], halves)
-    truths = Tensor("x", "BOOL", (3,), Inline(b"\x00\x02\xff"))
+    truths = Tensor("x", "BOOL", (3,), b"\x00\x02\xff")
     np.testing.assert_array_equal(worker.infer("echo_bool", [truths])["y"], [False, True, True])
 
 
@@ -110,7 +111,7 @@ def statistics(worker: WorkerProcess, name: str) -> dict[str, Any]:
     return found
 
 
-GOOD = Tensor("x", "FP32", (1, 4), Inline(bytes(16)))
+GOOD = Tensor("x", "FP32", (1, 4), bytes(16))
 
 
 @pytest.mark.parametrize(
@@ -118,22 +119,22 @@ GOOD = Tensor("x", "FP32", (1, 4), Inline(bytes(16)))
     [
         ([], InvalidArgument, "expected 1 inputs but got 0 inputs for model 'scale'"),
         ([GOOD, GOOD], InvalidArgument, "input 'x' already exists in request"),
-        ([replace(GOOD, name="z")], InvalidArgument, "unexpected inference input 'z' for model 'scale'"),
-        ([replace(GOOD, datatype="INT32")], InvalidArgument, "data-type is 'INT32', but model 'scale' expects 'FP32'"),
-        ([replace(GOOD, datatype="nonsense")], InvalidArgument, "data-type is 'nonsense'"),
-        ([replace(GOOD, shape=(1, 5))], InvalidArgument, "Expected [-1,4], got [1,5]"),
-        ([replace(GOOD, shape=(4,))], InvalidArgument, "Expected [-1,4], got [4]"),
-        ([replace(GOOD, shape=())], InvalidArgument, "has no shape but model requires batch dimension"),
-        ([replace(GOOD, shape=(1,) * 1000)], InvalidArgument, "unexpected shape"),
-        ([replace(GOOD, shape=(9, 4))], InvalidArgument, "batch-size must be <= 8 for 'scale'"),
-        ([replace(GOOD, shape=(0, 4))], InvalidArgument, "at least 1"),
-        ([replace(GOOD, shape=(-2, 4))], InvalidArgument, "at least 1"),
-        ([replace(GOOD, shape=(2, 4))], InvalidArgument, "Expected 32, got 16"),
-        ([replace(GOOD, place=Slice(99, 0, 16))], InvalidArgument, "segment 99"),
-        ([replace(GOOD, place=Slice(0, 1 << 62, 16))], InvalidArgument, ""),
-        ([replace(GOOD, place=Slice(0, -16, 16))], InvalidArgument, ""),
-        ([replace(GOOD, place=Slice(0, 0, 1 << 62))], InvalidArgument, ""),
-        ([replace(GOOD, place=RegionSlice("nope", 0, 16))], NotFound, "Unable to find shared memory region: 'nope'"),
+        ([GOOD._replace(name="z")], InvalidArgument, "unexpected inference input 'z' for model 'scale'"),
+        ([GOOD._replace(datatype="INT32")], InvalidArgument, "data-type is 'INT32', but model 'scale' expects 'FP32'"),
+        ([GOOD._replace(datatype="nonsense")], InvalidArgument, "data-type is 'nonsense'"),
+        ([GOOD._replace(shape=(1, 5))], InvalidArgument, "Expected [-1,4], got [1,5]"),
+        ([GOOD._replace(shape=(4,))], InvalidArgument, "Expected [-1,4], got [4]"),
+        ([GOOD._replace(shape=())], InvalidArgument, "has no shape but model requires batch dimension"),
+        ([GOOD._replace(shape=(1,) * 1000)], InvalidArgument, "unexpected shape"),
+        ([GOOD._replace(shape=(9, 4))], InvalidArgument, "batch-size must be <= 8 for 'scale'"),
+        ([GOOD._replace(shape=(0, 4))], InvalidArgument, "at least 1"),
+        ([GOOD._replace(shape=(-2, 4))], InvalidArgument, "at least 1"),
+        ([GOOD._replace(shape=(2, 4))], InvalidArgument, "Expected 32, got 16"),
+        ([GOOD._replace(place=Slice(99, 0, 16))], InvalidArgument, "segment 99"),
+        ([GOOD._replace(place=Slice(0, 1 << 62, 16))], InvalidArgument, ""),
+        ([GOOD._replace(place=Slice(0, -16, 16))], InvalidArgument, ""),
+        ([GOOD._replace(place=Slice(0, 0, 1 << 62))], InvalidArgument, ""),
+        ([GOOD._replace(place=RegionSlice("nope", 0, 16))], NotFound, "Unable to find shared memory region: 'nope'"),
     ],
 )
 def test_bad_inputs(worker: WorkerProcess, inputs: list[Tensor], kind: type[ServingError], words: str) -> None:
@@ -148,7 +149,7 @@ def test_bad_inputs(worker: WorkerProcess, inputs: list[Tensor], kind: type[Serv
 @pytest.mark.parametrize("content", [b"\x01", b"\x05\0\0\0ab", b"\0\0\0\0" * 3, b"\xff\xff\xff\xff"])
 def test_bad_bytes(worker: WorkerProcess, content: bytes) -> None:
     with pytest.raises(InvalidArgument, match="'x'"):
-        worker.infer("echo_bytes", [Tensor("x", "BYTES", (2,), Inline(content))])
+        worker.infer("echo_bytes", [Tensor("x", "BYTES", (2,), content)])
 
 
 def test_bad_outputs(worker: WorkerProcess) -> None:
@@ -280,7 +281,7 @@ def test_regions(worker: WorkerProcess, gate: Gate) -> None:
                 RegionSlice("r", 0, 20): "Expected 16, got 20",
             }.items():
                 with pytest.raises(InvalidArgument) as caught:
-                    worker.infer("scale", [replace(GOOD, place=place)])
+                    worker.infer("scale", [GOOD._replace(place=place)])
                 assert words in caught.value.message
             with pytest.raises(Internal, match=r"\(8 bytes\) should be at least 16 bytes"):
                 worker.infer("scale", [given], RequestedOutput("y", RegionSlice("r", 2000, 8)))
@@ -344,9 +345,9 @@ def test_another_submitter_and_its_death(worker: WorkerProcess) -> None:
     arena = Arena(1 << 20, 1 << 20, 0)
     other = worker.open_lane(arena, PEER + 1)
     next_id = worker.submit("sleepy", {"DELAY_MS": np.array([100], np.int32)})
-    other.submit(Submit(next_id, "scale", 0, (GOOD,)))
+    other.submit(WholeRequest(next_id, "scale", 0, (GOOD,)).record)
     for request_id in range(next_id + 1, next_id + 50):
-        other.submit(Submit(request_id, "sleepy", 0, (Tensor("DELAY_MS", "INT32", (1,), Inline(bytes(4))),)))
+        other.submit(WholeRequest(request_id, "sleepy", 0, (Tensor("DELAY_MS", "INT32", (1,), bytes(4)),)).record)
     other.flush()
     other.close()
     arena.close()
@@ -360,6 +361,8 @@ def test_garbage_on_a_lane_closes_that_lane(worker: WorkerProcess) -> None:
     theirs.close()
     ours.send(b"\x01\xc1 this is no record")
     ours.settimeout(PATIENCE_S)
+    # What a lane begins with, and then its end.
+    assert decoder(ToSubmitter).decode(ours.recv(100)[1:]) == [WireVersion(WIRE_VERSION)]
     assert ours.recv(100) == b""
     ours.close()
     np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))

@@ -10,20 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from jax._src import compilation_cache
+from msgspec.structs import replace
 
 from tensord.config import model_config
 from tensord.config.options import Executables, Lanes, Options
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
-from tensord.shm.forms import Forms, own_contents, request_template
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion, FormSubmit, Parameter, RequestedOutput, Submit, Tensor
+from tensord.shm.messages import Parameter, PreparedRequest, RequestedOutput
+from tensord.shm.prepared import Numbers
 from tensord.shm.record import Record, decoder
 from tensord.workers.devices.device import DeviceName
 from tensord.workers.worker import Worker
 from tests import run_folder
 from tests.fakes import whole_answers
+from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.work.counter import Work
 
 #: It never looks, and in ``WorkerLoop`` it never sleeps: a turn takes what is there.
@@ -45,7 +47,7 @@ class WorkerLoop:
         arenas = options.arenas
         self.arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self.front = self.open_lane(7)
-        self.forms: Forms[Submit] = Forms()
+        self.numbers: Numbers[PreparedRequest] = Numbers()
         self.number = 0
 
     def open_lane(self, peer: int) -> SubmitterLane:
@@ -98,27 +100,25 @@ class WorkerLoop:
           own: fields of its record.
         """
         self.number += 1
-        submit = Submit(
-            self.number, model, 0, tuple(inputs), outputs, parameters or {}, received_ns=time.monotonic_ns()
-        )
-        form = self.forms.form(request_template(submit))
-        given = {"received_ns": submit.received_ns, **(own or {})}
-        record = FormSubmit(self.number, form.number, own_contents(submit.inputs), **given)
+        request = WholeRequest(self.number, model, 0, tuple(inputs), outputs, parameters or {})
+        numbered = self.numbers.number(request.prepared)
+        given = {"received_ns": time.monotonic_ns(), **(own or {})}
         (lane or self.front).announce(leases)
-        (lane or self.front).submit_formed(form, record)
+        (lane or self.front).submit(replace(request.of(numbered.number), **given), numbered)
         return self.number
 
     def submit_whole(self, model: str, inputs: Sequence[Tensor], parameters: dict[str, Parameter] | None = None) -> int:
-        """The same of a request that is told with everything it says."""
+        """Queues a request whose record says everything."""
         self.number += 1
-        self.front.submit(
-            Submit(self.number, model, 0, tuple(inputs), (), parameters or {}, received_ns=time.monotonic_ns())
+        request = WholeRequest(
+            self.number, model, 0, tuple(inputs), (), parameters or {}, received_ns=time.monotonic_ns()
         )
+        self.front.submit(request.record)
         return self.number
 
-    def answers(self, count: int, lane: SubmitterLane | None = None, work: Work | None = None) -> list[Completion]:
+    def answers(self, count: int, lane: SubmitterLane | None = None, work: Work | None = None) -> list[WholeAnswer]:
         """Turns until so many answers have come. ``work``: what counts the worker's part of it."""
-        lane, answers = lane or self.front, list[Completion]()
+        lane, answers = lane or self.front, list[WholeAnswer]()
         assert lane.flush()
         deadline = time.monotonic() + PATIENCE_SECONDS
         while len(answers) < count:

@@ -33,12 +33,13 @@ from tensord.shm.control_records import (
 )
 from tensord.shm.errors import from_code
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion, Inline, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.messages import RequestedOutput, Slice
 from tensord.shm.record import Record, decoder
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
 from tests import prepared, run_folder
 from tests.fakes import whole_answers
+from tests.records import Tensor, WholeAnswer, WholeRequest
 
 ROOT = Path(__file__).parent.parent.parent
 #: Generous: these machines are shared, and no test decides by time.
@@ -61,7 +62,7 @@ class WorkerProcess:
         theirs.close()
         self.channel = Channel(ours, decoder(FromWorker))
         self._records: list[tuple[Any, list[int]]] = []
-        self._completions: dict[int, Completion] = {}
+        self._completions: dict[int, WholeAnswer] = {}
         self._calls = 0
         self._requests = 0
         self.arena = Arena(1 << 20, 64 << 20, 16 << 20)
@@ -180,11 +181,12 @@ class WorkerProcess:
         tensors = (
             inputs if not isinstance(inputs, dict) else [self.place(name, value) for name, value in inputs.items()]
         )
-        record = Submit(self._requests, model, fields.pop("version", 0), tuple(tensors), tuple(outputs), **fields)
-        if all(not isinstance(t.place, Slice) or t.place.segment in self.arena.segments for t in tensors):
-            self.lane.submit(record)
-        else:
-            self.lane._channel.put(record)  # our own end would not send such a thing
+        version = fields.pop("version", 0)
+        request = WholeRequest(self._requests, model, version, tuple(tensors), tuple(outputs), **fields)
+        for tensor in tensors:
+            if isinstance(tensor.place, Slice) and tensor.place.segment in self.arena.segments:
+                self.lane._announcer.announce(tensor.place.segment)
+        self.lane.submit(request.record)
         if flush:
             wait_until(self.lane.flush)
         return self._requests
@@ -195,13 +197,13 @@ class WorkerProcess:
         assert datatype is not None
         content = byte_content(value) if datatype == "BYTES" else value.tobytes()
         if len(content) <= inline:
-            return Tensor(name, datatype, value.shape, Inline(content))
+            return Tensor(name, datatype, value.shape, content)
         lease = self.arena.loan(len(content))
         assert lease is not None
         lease.view[:] = content
         return Tensor(name, datatype, value.shape, lease.place)
 
-    def answer(self, request_id: int) -> Completion:
+    def answer(self, request_id: int) -> WholeAnswer:
         """Waits for the completion of a request."""
         while request_id not in self._completions:
             received = self.lane.receive()
@@ -213,14 +215,14 @@ class WorkerProcess:
                 self._completions[completion.request_id] = completion
         return self._completions.pop(request_id)
 
-    def arrays(self, completion: Completion) -> dict[str, Array]:
+    def arrays(self, completion: WholeAnswer) -> dict[str, Array]:
         """The outputs, copied; raises what the answer says and gives its lease back."""
         if completion.code:
             raise from_code(completion.code, completion.message)
         found = {}
         for tensor in completion.outputs:
-            if isinstance(tensor.place, Inline):
-                content: bytes | memoryview = tensor.place.content
+            if isinstance(tensor.place, bytes):
+                content: bytes | memoryview = tensor.place
             elif isinstance(tensor.place, Slice):
                 content = self.lane.view(tensor.place)
             else:

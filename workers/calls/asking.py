@@ -9,7 +9,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.messages import Parameter, Submit
+from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
 from tensord.workers.calls.call import Call
 from tensord.workers.calls.caller import asker
 from tensord.workers.calls.inputs import check_sequence, snapshot
@@ -87,14 +87,11 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
     if unknown := own.keys() - Asked.__annotations__.keys():
         raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
     check_sequence(own.get("sequence_id", 0))
-    submit = Submit(
+    prepared = PreparedRequest(model, own.get("version", 0), parameters=dict(own.get("parameters") or {}))
+    said = RequestRecord(
         0,
-        model,
-        own.get("version", 0),
-        (),
-        (),
-        dict(own.get("parameters") or {}),
-        own.get("request_id", ""),
+        prepared,
+        client_id=own.get("request_id", ""),
         priority=own.get("priority", 0),
         timeout_us=own.get("timeout_us", 0),
         sequence_id=own.get("sequence_id", 0),
@@ -105,7 +102,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
     hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"
     # One is enough to tell of a call that is made for a whole batch.
     traced = next((request.timeline for request in found.requests if request.timeline is not None), None)
-    return Call(found, submit, arrays, tuple(outputs), streams, hint, traced)
+    return Call(found, prepared, said, arrays, tuple(outputs), streams, hint, traced)
 
 
 def _array(model: str, name: str, value: Any) -> Array:

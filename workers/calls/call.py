@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from tensord.shm.arrays import Array
-from tensord.shm.messages import Submit
+from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.calls.caller import Caller
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.timeline import RequestTimeline
@@ -39,17 +39,19 @@ class Call:
         "caller",
         "hint",
         "outputs",
+        "own",
+        "prepared",
         "refused",
         "requests",
         "streams",
-        "submit",
         "timeline",
     )
 
     def __init__(
         self,
         caller: Caller,
-        submit: Submit,
+        prepared: PreparedRequest,
+        own: RequestRecord,
         arrays: Mapping[str, Array],
         outputs: tuple[str, ...] = (),
         streams: bool = False,
@@ -58,7 +60,7 @@ class Call:
     ) -> None:
         """
         Args:
-          submit: says everything of it but its inputs and outputs.
+          prepared, own: say everything of it but its inputs and outputs.
           arrays: nobody writes to them any more.
           outputs: which are wanted; none: all.
           streams: whether any number of responses will be taken.
@@ -70,7 +72,8 @@ class Call:
         self.caller = caller
         #: Those that it is made for: it ends with them.
         self.requests = caller.requests
-        self.submit = submit
+        self.prepared = prepared
+        self.own = own
         self.arrays = arrays
         self.outputs = outputs
         self.streams = streams
@@ -162,4 +165,4 @@ class Call:
             self._desk.abandon(self)
 
     def __repr__(self) -> str:
-        return f"<Call to {self.submit.model!r} by {self.caller!r}>"
+        return f"<Call to {self.prepared.model!r} by {self.caller!r}>"

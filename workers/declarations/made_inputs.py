@@ -33,7 +33,7 @@ class MadeInputs:
             if self.controls is not None:
                 made = self.controls.arrays(request.controls)
             if self.asked is not None:
-                made |= self.asked.arrays(request.submit, request.own, request.rows)
+                made |= self.asked.arrays(request.prepared, request.own, request.rows)
         except InvalidArgument as error:
             request.release()
             raise InvalidArgument(request.label + error.message) from None

@@ -19,13 +19,13 @@ import numpy as np
 from tensord.config.model_config import ModelConfig
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import FormSubmit, Parameter, Submit
+from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
 from tensord.workers.tensors.signature import TensorSpec
 
 _PREFIX = "request."
 _KINDS = {bool: "a truth value", int: "a number", float: "a number", str: "a text"}
 #: What a request always has, and what that is when the client does not say.
-_OWN: Mapping[str, tuple[Callable[[Submit | FormSubmit], Parameter], Parameter]] = {
+_OWN: Mapping[str, tuple[Callable[[RequestRecord], Parameter], Parameter]] = {
     "id": (lambda own: own.client_id, ""),
     "priority": (lambda own: own.priority, 0),
     "timeout": (lambda own: own.timeout_us, 0),
@@ -56,17 +56,17 @@ class RequestInputs:
         #: Of a row that no request fills.
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
-    def arrays(self, submit: Submit, own: Submit | FormSubmit, rows: int) -> dict[str, Array]:
-        """What the model is told of a request. ``submit`` has its parameters, ``own`` the rest.
+    def arrays(self, prepared: PreparedRequest, own: RequestRecord, rows: int) -> dict[str, Array]:
+        """Returns what the model is told of a request. ``prepared`` has its parameters, ``own`` the rest.
 
         Raises: InvalidArgument: a parameter is missing, or is no such thing.
         """
-        return {each.spec.name: self._array(each, self._given(each, submit, own), rows) for each in self._asked}
+        return {each.spec.name: self._array(each, self._given(each, prepared, own), rows) for each in self._asked}
 
-    def _given(self, asked: _Asked, submit: Submit, own: Submit | FormSubmit) -> Parameter:
+    def _given(self, asked: _Asked, prepared: PreparedRequest, own: RequestRecord) -> Parameter:
         if asked.name in _OWN:
             return _OWN[asked.name][0](own)
-        given = submit.parameters.get(asked.name, asked.default)
+        given = prepared.parameters.get(asked.name, asked.default)
         if given is None:
             raise InvalidArgument(f"parameter '{asked.name}' is missing, model '{self._model}' needs it")
         return given

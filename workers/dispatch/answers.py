@@ -1,4 +1,4 @@
-"""From a result to a Completion: every output is put where its client wants it, and only then it is announced.
+"""From a result to an answer: every output is put where its client wants it, and only then it is announced.
 
     places found (workers/requests/places.py) ─▶ written, unless the program or the GPU has done so itself ─▶ announced
 
@@ -15,16 +15,17 @@ import numpy as np
 from tensord.shm.arrays import Array, address_of, byte_content, datatype_of
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Internal, ServingError
-from tensord.shm.forms import Form
-from tensord.shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor, RegionSlice
+from tensord.shm.messages import Content as SentContent
+from tensord.shm.prepared import Numbered
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.client_memory import standing
 from tensord.workers.devices.device_array import DeviceArray
 from tensord.workers.dispatch.classification import classify
 from tensord.workers.models.author_error import bounded
 from tensord.workers.regions.region_table import check_intact
-from tensord.workers.requests.known_form import AnswerPlan, Part
 from tensord.workers.requests.places import Places, leased
+from tensord.workers.requests.preparation import AnswerPlan, Part
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Response
 from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout
@@ -35,12 +36,12 @@ Content = bytes | Array
 _MAX_MESSAGE = 8192
 
 
-def failure(request_id: int, error: ServingError, version: int = 0) -> Completion:
-    """The answer that says what went wrong. A model may say it in any characters and at any length."""
+def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
+    """Says what went wrong. A model may say it in any characters and at any length."""
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
-    return Completion(request_id, error.code, message, version=version)
+    return AnswerRecord(request_id, PreparedAnswer(version, final=final), code=error.code, message=message)
 
 
 def complete(
@@ -50,8 +51,11 @@ def complete(
     version: int,
     inline_byte_size: int,
     places: Places | None = None,
-) -> Completion | None:
-    """Puts the outputs into place. None: the response arena is full now; nothing was written anywhere, ask again later.
+    final: bool = True,
+) -> AnswerRecord | None:
+    """Puts the outputs into place. The answer has no number.
+
+    None: the response arena is full now; nothing was written anywhere, ask again later.
 
     Args:
       places: those found before the program ran, which may have written outputs there by itself; they are this function's now.
@@ -64,27 +68,26 @@ def complete(
             places = Places.find(request, sizes, inline_byte_size)
             if places is None:
                 return None
-        tensors = _put(request, chosen, places)
+        tensors, contents = _put(request, chosen, places)
     except BaseException:
         if places is not None:
             places.release()
         raise
-    return Completion(
-        request.request_id,
-        version=version,
-        outputs=tuple(tensors),
-        lease=places.take_lease(),
-        parameters=result.parameters if isinstance(result, Response) else {},
-    )
+    parameters = result.parameters if isinstance(result, Response) else {}
+    prepared = PreparedAnswer(version, tuple(tensors), parameters, final)
+    return AnswerRecord(request.request_id, prepared, tuple(contents), places.take_lease())
 
 
-def _put(request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places) -> list[Tensor]:
+def _put(
+    request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
+) -> tuple[list[PreparedTensor], list[SentContent]]:
     """Writes what is not there already. Raises InvalidArgument: a region is not there any more."""
-    tensors: list[Tensor] = []
+    tensors: list[PreparedTensor] = []
+    contents: list[SentContent] = []
     queued = _Queued()
     try:
         for name, (datatype, shape, content) in chosen.items():
-            place: RegionSlice | Inline | Slice | None
+            place: RegionSlice | None = None
             size = _byte_size(content)
             written = name in places.written
             if not written:
@@ -99,24 +102,25 @@ def _put(request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content
                     _write_snapshot(region, place.offset, content)
                 elif size:
                     _write(region.view(place.offset, size), content)
-            elif (place := places.in_arena(name)) is not None:
+            elif (own := places.in_arena(name)) is not None:
                 memory = None if written else places.memory(name)
                 if memory is not None:
                     _write(memory, content)
+                contents.append(own)
             else:
-                place = Inline(content if isinstance(content, bytes) else content.tobytes())
-            tensors.append(Tensor(name, datatype, shape, place))
+                contents.append(content if isinstance(content, bytes) else content.tobytes())
+            tensors.append(PreparedTensor(name, datatype, shape, place))
         queued.settle()
         # After the last byte was read and written: what was missing meanwhile makes the whole answer void.
         check_intact(request.regions)
     except ServingError:
         queued.abandon()
         raise
-    return tensors
+    return tensors, contents
 
 
-def complete_planned(request: Request, plan: AnswerPlan, made: BatchOutputs, row: int) -> FormCompletion | None:
-    """A small answer to a request of a form, of which an earlier one was answered out of outputs that lay alike.
+def complete_planned(request: Request, plan: AnswerPlan, made: BatchOutputs, row: int) -> AnswerRecord | None:
+    """A small answer to a request like an earlier one that was answered out of outputs that lay alike.
 
     Returns: None: a region is a GPU's now; nothing was written anywhere.
     Raises: as ``complete``.
@@ -134,10 +138,10 @@ def complete_planned(request: Request, plan: AnswerPlan, made: BatchOutputs, row
         if not plan.inside:
             parts = [part for place, part in zip(places, parts, strict=True) if not place]
     request.copied_byte_size += rows * plan.row_byte_size
-    return FormCompletion(request.request_id, plan.form.number, tuple(parts))
+    return AnswerRecord(request.request_id, plan.numbered.number, tuple(parts))
 
 
-def plan_answer(form: Form[Completion], request: Request, layout: OutputLayout) -> AnswerPlan:
+def plan_answer(numbered: Numbered[PreparedAnswer], request: Request, layout: OutputLayout) -> AnswerPlan:
     """How ``complete_small`` answers such a request, for the next ones."""
     parts: list[Part] = []
     for name, _, content, start, step, size, _ in layout.outputs:
@@ -145,12 +149,14 @@ def plan_answer(form: Form[Completion], request: Request, layout: OutputLayout) 
             continue
         wanted = request.outputs.get(name)
         parts.append(Part(content, start, step, size, None if wanted is None else wanted.region))
-    return AnswerPlan(form, parts, sum([part.byte_size for part in parts]), all(part.region is None for part in parts))
+    return AnswerPlan(
+        numbered, parts, sum([part.byte_size for part in parts]), all(part.region is None for part in parts)
+    )
 
 
 def complete_small(
     request: Request, made: BatchOutputs, row: int, version: int, inline_byte_size: int
-) -> Completion | None:
+) -> AnswerRecord | None:
     """The most frequent kind of answer, a few small tensors: into the record, or where a region is named into that.
 
     Args:
@@ -161,7 +167,8 @@ def complete_small(
     rows, layout = request.rows, made.layout
     if rows * layout.row_byte_size > inline_byte_size:
         return None
-    tensors: list[Tensor] = []
+    tensors: list[PreparedTensor] = []
+    contents: list[SentContent] = []
     writes: list[tuple[RegionSlice, bytes]] = []
     wishes, copied = request.outputs, 0
     for name, datatype, content, start, step, size, shape in layout.outputs:
@@ -176,13 +183,15 @@ def complete_small(
         at = start + row * step
         part = made.contents[content][at : at + rows * size]
         copied += len(part)
-        tensors.append(Tensor(name, datatype, (rows, *shape) if layout.batches else shape, region or Inline(part)))
-        if region is not None and part:
+        tensors.append(PreparedTensor(name, datatype, (rows, *shape) if layout.batches else shape, region))
+        if region is None:
+            contents.append(part)
+        elif part:
             writes.append((region, part))
     if request.regions and not _write_small(request, writes):
         return None
     request.copied_byte_size += copied
-    return Completion(request.request_id, version=version, outputs=tuple(tensors))
+    return AnswerRecord(request.request_id, PreparedAnswer(version, tuple(tensors)), tuple(contents))
 
 
 def _write_small(request: Request, writes: list[tuple[RegionSlice, bytes]]) -> bool:

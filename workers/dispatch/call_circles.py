@@ -95,7 +95,7 @@ class CallCircles:
             # Others answer it: a coroutine does where its event loop is held up.
             return [of for call, of in self._calls.items() if call.thread and call.thread == sender.thread]
         if version.sequences is not None:
-            live = version.sequences.table.find(inner.submit.sequence_id)
+            live = version.sequences.table.find(inner.own.sequence_id)
             if live is not None and live.slot is not None:
                 instances = (instances[live.slot.instance],)
         found: list[_Node] = []

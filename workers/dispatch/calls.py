@@ -124,10 +124,10 @@ class Calls:
         found, again_ns = self._circles.find(now_ns)
         self._agenda.put(self.settle, again_ns)
         if found is not None:
-            names = " -> ".join((*path(found), found.submit.model))
+            names = " -> ".join((*path(found), found.prepared.model))
             why = "all that could run this request wait for such requests"
             found.refused = True
-            self._end(found, Internal(f"model '{found.submit.model}' waits for itself ({names}): {why}"))
+            self._end(found, Internal(f"model '{found.prepared.model}' waits for itself ({names}): {why}"))
 
     def _begin(self, call: Call) -> None:
         call.began_ns = now_ns = self._clock()
@@ -171,11 +171,11 @@ class Calls:
         if self.daemon is None:
             said(False)
         else:
-            self.daemon.is_ready(call.submit.model, call.submit.version, said)
+            self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
     def _made(self, call: Call, now_ns: int) -> InnerRequest:
         """Raises ServingError: what is wrong with it."""
-        caller, submit = call.caller, call.submit
+        caller, prepared = call.caller, call.prepared
         if caller.in_flight >= self._max_calls:
             raise Unavailable(
                 f"model '{caller.port.name}' has {caller.in_flight} calls under way, at most {self._max_calls} are taken "
@@ -185,24 +185,25 @@ class Calls:
         if len(names) > MAX_DEPTH:
             raise Internal(f"calls are nested {len(names)} deep ({' -> '.join(names)}), at most {MAX_DEPTH} are taken")
         try:
-            version = self._models.find(submit.model, submit.version)
+            version = self._models.find(prepared.model, prepared.version)
         except NotFound:
-            raise NotFound(f"Model '{submit.model}' is not ready.") from None
+            raise NotFound(f"Model '{prepared.model}' is not ready.") from None
         if version.loaded.streams and not call.streams:
             raise InvalidArgument(call.hint)
         if version.sequences is not None:
-            controls = controls_of(submit)
+            controls = controls_of(call.own)
             version = self._models.home(version, controls.correlation_id, controls.start)
         requests = call.requests
         if requests and all(each.cancelled for each in requests):
             raise Cancelled("the request was cancelled")
         origin = next((each for each in requests if not each.cancelled), None)
         deadlines = [each.deadline_ns for each in requests]
-        submit = replace(
-            submit,
+        prepared = replace(prepared, version=version.version)
+        own = replace(
+            call.own,
             request_id=0 if origin is None else origin.request_id,
-            version=version.version,
-            strikes=max((each.submit.strikes for each in requests), default=0),
+            prepared=prepared,
+            strikes=max((each.own.strikes for each in requests), default=0),
             deadline_ns=max(deadlines) if deadlines and all(deadlines) else 0,
             received_ns=now_ns,
             trace=0 if call.timeline is None else call.timeline.level,
@@ -213,7 +214,7 @@ class Calls:
 
         submitter = self._nobody if origin is None else origin.submitter
         outputs = () if set(call.outputs) == version.signature.outputs.keys() else call.outputs
-        inner = validate_inner(submit, call.arrays, outputs, submitter, version, now_ns, responded, origin)
+        inner = validate_inner(prepared, own, call.arrays, outputs, submitter, version, now_ns, responded, origin)
         if version.order is not None and self._circles.is_within(version, origin):
             raise Internal(
                 f"model '{version.name}' waits for itself ({' -> '.join((*names, version.name))}): it answers in order"

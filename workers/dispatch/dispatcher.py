@@ -21,7 +21,7 @@ from collections.abc import Callable
 from tensord.config import rate_limits
 from tensord.config.options import Options
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
-from tensord.shm.messages import FormSubmit, Submit, Taken
+from tensord.shm.messages import PreparedRequest, RequestRecord, Taken
 from tensord.shm.refusals import Refusal
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.answers import failure
@@ -35,7 +35,7 @@ from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.dispatch.shape_compiler import COMPILER_DESK, ShapeCompiler
 from tensord.workers.dispatch.stepping import SteppingRuns
-from tensord.workers.dispatch.validation import validate, validate_formed
+from tensord.workers.dispatch.validation import validate, validate_again
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion, Part, by_version
@@ -131,30 +131,31 @@ class Dispatcher:
 
     # ---------------------------------------------------------------------------------------------------------- arrival
 
-    def submit(self, submitter: Submitter[Request], record: Submit | FormSubmit, now_ns: int) -> None:
+    def submit(self, submitter: Submitter[Request], record: RequestRecord, now_ns: int) -> None:
         """Queues a request, or answers it with what is wrong.
 
-        Raises: InvalidArgument: its id is in flight already, or nothing was said of its form.
+        Raises: InvalidArgument: its id is in flight already, or its number was never prepared.
         """
         if record.request_id in submitter.in_flight:
             raise InvalidArgument(f"request id {record.request_id} is in flight already")
-        form = submitter.forms.find(record.form) if type(record) is FormSubmit else None
-        submit: Submit = record if form is None else form.submit  # type: ignore[assignment]
+        number = record.prepared
+        preparation = submitter.preparations[number] if type(number) is int else None
+        prepared: PreparedRequest = number if preparation is None else preparation.prepared  # type: ignore[assignment]
         try:
-            version = self._models.find(submit.model, submit.version)
+            version = self._models.find(prepared.model, prepared.version)
             if version.sequences is not None:
                 controls = controls_of(record)
                 version = self._models.home(version, controls.correlation_id, controls.start)
-            if form is None:
-                request = validate(submit, submitter, version, self._regions, now_ns)
+            if preparation is None:
+                request = validate(record, prepared, submitter, version, self._regions, now_ns)
             else:
-                request = validate_formed(record, form, submitter, version, self._regions, now_ns)  # type: ignore[arg-type]
+                request = validate_again(record, preparation, submitter, version, self._regions, now_ns)
             version.loaded.join(request)
         except ServingError as error:
             submitter.answer(failure(record.request_id, error))
             return
         except Exception as error:  # a defect of ours must not cost the other requests
-            _log.exception("%svalidating a request for model '%s' failed", named(record.client_id), submit.model)
+            _log.exception("%svalidating a request for model '%s' failed", named(record.client_id), prepared.model)
             submitter.answer(failure(record.request_id, Internal(f"the request failed with {type(error).__name__}")))
             return
         submitter.in_flight[record.request_id] = request

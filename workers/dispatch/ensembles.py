@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, from_code
-from tensord.shm.messages import Submit
+from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.answer_controls import controls_said
 from tensord.workers.dispatch.inner_arrival import fitting, validate_inner
@@ -117,7 +117,7 @@ class EnsembleRuns:
         Returns those that the ensemble's own program is to run, if it is one; None: they have run.
         """
         # What is traced is told of each step, and of what was being executed when a worker died each step is blamed for itself.
-        steps = [request for request in batch if request.timeline is not None or request.submit.strikes]
+        steps = [request for request in batch if request.timeline is not None or request.own.strikes]
         together = [request for request in batch if request not in steps] if steps else batch
         ran = False
         if version.jitted is None:
@@ -229,21 +229,19 @@ class EnsembleRuns:
         controls = start.controls or controls_of(own)
         if start.controls is not None and member.sequences is not None:
             member = self._models.home(member, controls.correlation_id, controls.start)
-        submit = Submit(
+        prepared = PreparedRequest(member.name, member.version, parameters=request.prepared.parameters)
+        said = RequestRecord(
             request.request_id,
-            member.name,
-            member.version,
+            prepared,
             (),
-            (),
-            request.submit.parameters,
             request.client_id,
-            request.submit.strikes,
             request.deadline_ns,
             now_ns,
             request.priority,
             own.timeout_us,
             *controls,
             0 if request.timeline is None else request.timeline.level,
+            own.strikes,
         )
         arrays = _fitted(start.inputs, member.signature.inputs, member.signature.batches)
 
@@ -253,7 +251,9 @@ class EnsembleRuns:
 
         try:
             wanted = () if len(step.outputs) == len(member.signature.outputs) else step.outputs
-            inner = validate_inner(submit, arrays, wanted, request.submitter, member, now_ns, responded, request)
+            inner = validate_inner(
+                prepared, said, arrays, wanted, request.submitter, member, now_ns, responded, request
+            )
             run.waiting.add(inner)
             self._enter(member, inner, now_ns)
         except ServingError as error:

@@ -1,4 +1,4 @@
-"""Requests of known forms, answered outside of Python: what the loop's C part (``workers/native/_fast_path.c``) may do by itself.
+"""Requests that repeat themselves, answered outside of Python: what the C part (``workers/native/_fast_path.c``) does by itself.
 
     answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from
                                   │     a large one: what runs it where its tensors lie (``workers/dispatch/lone_run.py``)
@@ -6,7 +6,7 @@
 
 Of a model with sequences the planner says once for each run who goes on (``workers/dispatch/sequence_runs.py``).
 
-It decides nothing. What it was told holds until a table changes: models, regions, series programs, the numbers of forms. All of
+It decides nothing. What it was told holds until a table changes: models, regions, series programs, the numbers of answers. All of
 these change between two calls of ``wait`` and never during one, because what changes them comes as an event, with which ``wait``
 returns. Everything that is not exactly as it was told goes to Python untouched.
 """
@@ -38,7 +38,7 @@ from tensord.workers.programs.chain_program import ChainProgram
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.series_program import SeriesProgram
 from tensord.workers.regions.region_table import RegionTable, check_intact
-from tensord.workers.requests.known_form import AnswerPlan, KnownForm
+from tensord.workers.requests.preparation import AnswerPlan, Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.tensors.buckets import Shapes
@@ -159,7 +159,7 @@ class FastPath(Poller):
         self._batches: dict[tuple[JaxModel | EnsembleChain, Hashable], _Batch] = {}
         self._alone: dict[tuple[ModelVersion, Hashable], _Alone] = {}
         #: (descriptor of the lane, number) of what was learned.
-        self._forms: set[tuple[int, int]] = set()
+        self._numbers: set[tuple[int, int]] = set()
 
     def open(self, submitter: Submitter[Request]) -> None:
         fd = submitter.lane.fileno()
@@ -183,13 +183,13 @@ class FastPath(Poller):
         if self._seen != self._models.changes + self._regions.changes:
             self._forget()
         woken = Woken(*self._native.wait(max(0, timeout_ns), idle, sleeps))
-        if self._forms:
+        if self._numbers:
             self._settle()
         return woken
 
     def forget(self, submitter: Submitter[Request], number: int) -> None:
-        self._native.forget_form(submitter.lane.fileno(), number)
-        self._forms.discard((submitter.lane.fileno(), number))
+        self._native.forget_number(submitter.lane.fileno(), number)
+        self._numbers.discard((submitter.lane.fileno(), number))
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         loaded, made = version.loaded, execution.outputs
@@ -217,22 +217,22 @@ class FastPath(Poller):
         if model is None:
             return
         for request in execution.requests:
-            form, submitter = request.form, request.submitter
-            plan = None if form is None else form.plans.get(made.layout)
-            if form is None or plan is None or submitter.closed:
+            preparation, submitter = request.preparation, request.submitter
+            plan = None if preparation is None else preparation.plans.get(made.layout)
+            if preparation is None or plan is None or submitter.closed:
                 continue
-            known = (submitter.lane.fileno(), form.number) in self._forms
-            if known or (form.names is not None and not request.small):
+            known = (submitter.lane.fileno(), preparation.number) in self._numbers
+            if known or (preparation.names is not None and not request.small):
                 continue  # or its tensors lie in an arena: such are never gathered here
             if isinstance(model, EnsembleChain) and not model.answers(request):
                 continue
-            if self._seen == self._changes and form.familiar is version.familiar:
+            if self._seen == self._changes and preparation.familiar is version.familiar:
                 batch = self._batches.get((model, request.key))
                 if batch is None:
                     batch = self._batches[model, request.key] = self._batch(version, model, cast(Shapes, request.key))
                 # The plan says how that program's outputs lie; those of the others lie alike.
                 if program in batch.programs:
-                    self._learn(batch, request, form, plan)
+                    self._learn(batch, request, preparation, plan)
 
     def _batch(self, version: ModelVersion, model: JaxModel | EnsembleChain, key: Shapes) -> _Batch:
         runs: SequenceRuns | None = None
@@ -240,24 +240,24 @@ class FastPath(Poller):
             runs = SequenceRuns(version, model, version.sequences, self._submitters, self._register)
         return _Batch(version, model, key, runs)
 
-    def _learn(self, batch: _Batch, request: Request, form: KnownForm, plan: AnswerPlan) -> None:
+    def _learn(self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan) -> None:
         lane = request.submitter.lane
-        if form.known is None or not lane.knows(plan.form):
+        prepared = preparation.prepared
+        if preparation.known is None or not lane.knows(plan.numbered):
             return
         places = [part.region for part in plan.parts]
-        places += [tensor.place for tensor in form.submit.inputs if isinstance(tensor.place, RegionSlice)]
+        places += [tensor.region for tensor in prepared.inputs]
         regions = self._found([place for place in places if place is not None])
         arguments = {name: number for number, (name, _, _) in enumerate(batch.inputs)}
         made = batch.version.loaded.made_inputs.specs
-        if regions is None or len(arguments) != len(form.submit.inputs) + len(made):
+        if regions is None or len(arguments) != len(prepared.inputs) + len(made):
             return
         # What a region has lost shows when the program has run, and a step is not run again.
         if regions and batch.version.sequences is not None:
             return
         inputs: list[tuple[int, int, int]] = []
-        for tensor, (_, byte_size) in zip(form.submit.inputs, form.known.tensors, strict=True):
-            place = tensor.place if isinstance(tensor.place, RegionSlice) else None
-            inputs.append((arguments[tensor.name], byte_size, _address(place, byte_size, regions)))
+        for tensor, (_, byte_size) in zip(prepared.inputs, preparation.known.tensors, strict=True):
+            inputs.append((arguments[tensor.name], byte_size, _address(tensor.region, byte_size, regions)))
         outputs = [
             (part.content, part.start, part.step, size, _address(part.region, size, regions))
             for part in plan.parts
@@ -267,51 +267,53 @@ class FastPath(Poller):
         try:
             self._native.learn(
                 lane.fileno(),
-                form.number,
+                preparation.number,
                 batch.native(),
                 request.rows,
                 tuple(inputs),
                 tuple(outputs),
-                plan.form.number,
+                plan.numbered.number,
                 intact,
             )
         except ValueError:
             # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
             return
-        self._forms.add((lane.fileno(), form.number))
+        self._numbers.add((lane.fileno(), preparation.number))
 
     def _learn_alone(self, version: ModelVersion, model: JaxModel, execution: Execution) -> None:
         """Of a request that had a run to itself, with large tensors, none of them in a region."""
         (request,) = execution.requests
-        form, lane, executable = request.form, request.submitter.lane, execution.executable
-        if form is None or form.known is None or form.names is None or form.outputs is None:
+        preparation, lane, executable = request.preparation, request.submitter.lane, execution.executable
+        if preparation is None or preparation.known is None or preparation.names is None or preparation.outputs is None:
             return
         if request.submitter.closed or not isinstance(executable, Executable):
             return
-        key = (lane.fileno(), form.number)
-        if key in self._forms or self._seen != self._changes or form.familiar is not version.familiar:
+        key = (lane.fileno(), preparation.number)
+        if key in self._numbers or self._seen != self._changes or preparation.familiar is not version.familiar:
             return
-        answer = plan_alone(execution, form) if model.is_whole(execution) and not version.batcher.delays else None
-        if answer is None or not lane.knows(answer.form):
+        answer = (
+            plan_alone(execution, preparation) if model.is_whole(execution) and not version.batcher.delays else None
+        )
+        if answer is None or not lane.knows(answer.numbered):
             return
         batch = self._alone.get((version, request.key))
         if batch is None or batch.executable is not executable:
             batch = self._alone[version, request.key] = _Alone(version, model, executable)
-        run = LoneRun(executable, lane, form.submit.inputs, form.sizes, answer)
+        run = LoneRun(executable, lane, preparation.prepared.inputs, preparation.sizes, answer)
         try:
             self._native.learn_alone(
                 key[0],
                 key[1],
                 batch.native(),
                 request.rows,
-                tuple(form.sizes),
+                tuple(preparation.sizes),
                 answer.outputs,
-                answer.form.number,
+                answer.numbered.number,
                 run,
             )
         except ValueError:
             return
-        self._forms.add(key)
+        self._numbers.add(key)
 
     def _found(self, places: Sequence[RegionSlice]) -> dict[str, Region] | None:
         """The regions of those places. None: they are not all mapped here, or nothing is in one of them."""
@@ -336,7 +338,7 @@ class FastPath(Poller):
         self._native.forget()
         self._batches.clear()
         self._alone.clear()
-        self._forms.clear()
+        self._numbers.clear()
         self._seen = self._changes
 
     def close(self) -> None:
@@ -344,7 +346,7 @@ class FastPath(Poller):
         self._native.release()
 
     def __repr__(self) -> str:
-        return f"<FastPath {len(self._forms)} forms of {len(self._batches)} kinds>"
+        return f"<FastPath {len(self._numbers)} numbers of {len(self._batches)} kinds>"
 
 
 def _take_back(submitter: Submitter[Request], datagram: bytes) -> bool:

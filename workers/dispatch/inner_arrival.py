@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Inline, Submit, Tensor
+from tensord.shm.messages import PreparedRequest, PreparedTensor, RequestRecord
 from tensord.workers.dispatch.input_checks import batch_size, check_names, check_tensor, model_shape
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.requests.familiar import Known
@@ -20,11 +20,10 @@ from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Request, Sink
 from tensord.workers.requests.submitter import Submitter
 
-_NOWHERE = Inline(b"")
-
 
 def validate_inner(
-    submit: Submit,
+    prepared: PreparedRequest,
+    own: RequestRecord,
     arrays: Mapping[str, Array],
     outputs: Collection[str],
     submitter: Submitter[Request],
@@ -36,21 +35,21 @@ def validate_inner(
     """Raises ServingError: what is wrong, in a sentence for whoever made it.
 
     Args:
-      submit: says everything of it but its inputs and outputs.
+      prepared, own: say everything of it but its inputs and outputs.
       arrays: in the shapes that a client would send, as ``fitting`` makes them.
       origin: the request that it is made for, where there is one.
     """
     described = tuple([(name, datatype_of(array.dtype) or "", array.shape) for name, array in arrays.items()])
     known = version.familiar.find(described)
-    if known is not None and not submit.strikes:
+    if known is not None and not own.strikes:
         key, rows, taken = known.key, known.rows, dict(arrays)
     else:
         signature = version.signature
-        submit = replace(submit, inputs=tuple([Tensor(*each, _NOWHERE) for each in described]))
-        check_names(submit, signature)
-        rows = (batch_size(submit, signature) if signature.batches else 0) or 1
-        for tensor in reversed(submit.inputs):
-            check_tensor(submit, signature, tensor)
+        prepared = replace(prepared, inputs=tuple([PreparedTensor(*each) for each in described]))
+        check_names(prepared, own, signature)
+        rows = (batch_size(prepared, own, signature) if signature.batches else 0) or 1
+        for tensor in reversed(prepared.inputs):
+            check_tensor(own, signature, tensor)
         specs = [signature.inputs[name] for name in arrays]
         taken = {
             spec.name: array.reshape(model_shape(signature, spec, array.shape)) if spec.reshaped else array
@@ -60,12 +59,12 @@ def validate_inner(
         if known is None and all(spec.plain for spec in signature.inputs.values()):
             sizes = [(array.dtype, array.nbytes) for array in taken.values()]
             version.familiar.learn(described, Known(key, rows, sizes))
-        if submit.strikes:
-            key = key, submit.request_id, submitter.peer
+        if own.strikes:
+            key = key, own.request_id, submitter.peer
     for name in outputs:
         if name not in version.signature.outputs:
             raise InvalidArgument(f"unexpected inference output '{name}' for model '{version.name}'")
-    return InnerRequest(version, submitter, submit, key, rows, taken, outputs, now_ns, sink, origin)
+    return InnerRequest(version, submitter, prepared, own, key, rows, taken, outputs, now_ns, sink, origin)
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:

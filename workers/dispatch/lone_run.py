@@ -16,13 +16,13 @@ import numpy as np
 
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.arrays import DTYPES, Array, address_of
-from tensord.shm.forms import Form
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import Completion, Slice, Tensor
+from tensord.shm.messages import PreparedAnswer, PreparedTensor, Slice
+from tensord.shm.prepared import Numbered
 from tensord.workers.models.execution import Execution
 from tensord.workers.native import output_memory
 from tensord.workers.programs.executable import Executable
-from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.preparation import Preparation
 
 #: Segment and offset in the submitter's arena, or the bytes themselves.
 Place = tuple[int, int] | bytes
@@ -35,7 +35,7 @@ _LEASED = -1
 class LoneAnswer(NamedTuple):
     """An answer but for its bytes."""
 
-    form: Form[Completion]
+    numbered: Numbered[PreparedAnswer]
     #: Of the lease that large outputs lie in; 0: there are none.
     byte_size: int
     #: Large output -> where it begins in the lease, and how many bytes it has.
@@ -46,16 +46,16 @@ class LoneAnswer(NamedTuple):
     outputs: tuple[tuple[int, int, int], ...]
 
 
-def plan_alone(execution: Execution, form: KnownForm) -> LoneAnswer | None:
-    """What a lone request of that form was answered. None: not in a way that is planned."""
+def plan_alone(execution: Execution, preparation: Preparation) -> LoneAnswer | None:
+    """Returns how a lone request of that kind was answered. None: not in a way that is planned."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
-    plan = None if made is None else form.plans.get(made.layout)
+    plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None:
         names = {content: name for name, _, content, *_ in made.layout.outputs}
         inside = [names[part.content] for part in plan.parts]
         cut = [(number, part.start, part.byte_size * request.rows) for number, part in enumerate(plan.parts)]
-        return LoneAnswer(plan.form, 0, {}, inside, tuple(cut))
-    if form.large is None or places is None or not places.written or places.in_regions:
+        return LoneAnswer(plan.numbered, 0, {}, inside, tuple(cut))
+    if preparation.large is None or places is None or not places.written or places.in_regions:
         return None
     byte_size, leased, inside, outputs = 0, dict[str, tuple[int, int]](), list[str](), list[tuple[int, int, int]]()
     for name, size in places.sizes.items():
@@ -69,17 +69,17 @@ def plan_alone(execution: Execution, form: KnownForm) -> LoneAnswer | None:
             byte_size = at + size
         else:
             return None
-    return LoneAnswer(form.large, byte_size, leased, inside, tuple(outputs))
+    return LoneAnswer(preparation.large, byte_size, leased, inside, tuple(outputs))
 
 
 class LoneRun:
-    """Requests of one form of one submitter. Belongs to the worker's loop."""
+    """Requests of one number of one submitter. Belongs to the worker's loop."""
 
     def __init__(
         self,
         executable: Executable,
         lane: WorkerLane,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[PreparedTensor],
         sizes: Sequence[int],
         answer: LoneAnswer,
     ) -> None:

@@ -1,6 +1,6 @@
 """Answers on their way out: placed at once where there is room, kept for a bounded time where the response arena is full.
 
-    answer ─▶ placed ─▶ completion queued on the lane
+    answer ─▶ placed ─▶ its record queued on the lane
           └─▶ blocked, oldest first ──room──▶ placed
                                     └─time──▶ 503 with both numbers
 
@@ -17,12 +17,15 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Mapping
+from typing import cast
+
+import msgspec
 
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, ServingError, Unavailable
-from tensord.shm.forms import answer_template, own_contents
-from tensord.shm.messages import Completion, FormCompletion
+from tensord.shm.messages import AnswerRecord, PreparedAnswer
+from tensord.shm.prepared import Numbered
 from tensord.shm.refusals import Refusal, RefusalLog
 from tensord.workers.dispatch.answers import complete, complete_planned, complete_small, failure, plan_answer
 from tensord.workers.models.execution import Execution
@@ -30,7 +33,6 @@ from tensord.workers.models.model_version import Part
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable
 from tensord.workers.requests.inner_request import hand_over, kept
-from tensord.workers.requests.known_form import KnownForm
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Moments, Request, named
 from tensord.workers.requests.result import Result
@@ -177,23 +179,23 @@ class Outbox:
             return False
         if submitter.blocked and self._overtakes(request):
             return False
-        version, form = request.version, request.form
-        plan = None if form is None else form.plans.get(made.layout)
+        version, preparation = request.version, request.preparation
+        plan = None if preparation is None else preparation.plans.get(made.layout)
         try:
             if plan is not None:
-                formed = complete_planned(request, plan, made, row)
-                if formed is None:
+                planned = complete_planned(request, plan, made, row)
+                if planned is None:
                     return False
-                submitter.lane.complete_formed(plan.form, formed)
+                submitter.lane.complete(planned, plan.numbered)
                 submitter.unflushed = True
             else:
-                completion = complete_small(request, made, row, version.version, self._options.inline_byte_size)
-                if completion is None:
+                answer = complete_small(request, made, row, version.version, self._options.inline_byte_size)
+                if answer is None:
                     return False
-                submitter.answer(completion)
-                if form is not None and form.familiar is version.familiar:
-                    kind = submitter.lane.answer_form(answer_template(completion))
-                    form.plan(made.layout, plan_answer(kind, request, made.layout))
+                submitter.answer(answer)
+                if preparation is not None and preparation.familiar is version.familiar:
+                    numbered = submitter.lane.number(cast(PreparedAnswer, answer.prepared))
+                    preparation.plan(made.layout, plan_answer(numbered, request, made.layout))
         except ServingError:
             # What is wrong with a region is found again, and said, by the long way.
             return False
@@ -235,28 +237,23 @@ class Outbox:
         version = request.version
         try:
             inline_byte_size = self._options.inline_byte_size
-            completion = complete(request, result, version.signature, version.version, inline_byte_size, places)
+            answer = complete(request, result, version.signature, version.version, inline_byte_size, places)
         except ServingError as error:
             # Its frames would be a cycle with the result they become, and keep a client's mapping until the collector comes by.
             return error.with_traceback(None)
         except Exception as error:  # an array no one expected: this request's answer, nobody else's
             _log.exception("%splacing the outputs of model '%s' failed", named(request.client_id), version.name)
             return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
-        if completion is None:
+        if answer is None:
             return _Placing.FULL
-        form = request.form
-        # Parameters are each answer's own: it has no form.
-        formed = form is not None and completion.lease is not None and not completion.parameters
         try:
             if request.timeline is not None:
-                request.submitter.answer(request.timeline.attach(completion))
-            elif form is not None and formed and form.familiar is version.familiar:
-                _answer_formed(request.submitter, form, completion)
+                request.submitter.answer(request.timeline.attach(answer))
             else:
-                request.submitter.answer(completion)
+                request.submitter.answer(*_numbered(request, answer))
         except Exception as error:  # it cannot be written as a record: nothing of it is on the lane
-            if completion.lease is not None:
-                request.submitter.lane.arena.release(completion.lease)
+            if answer.lease is not None:
+                request.submitter.lane.arena.release(answer.lease)
             _log.exception("an answer of model '%s' could not be sent", version.name)
             return Internal(f"the answer of model '{version.name}' could not be sent: {type(error).__name__}")
         version.statistics.copied(request.copied_byte_size)
@@ -357,12 +354,16 @@ class Outbox:
         return f"<Outbox {len(self.blocked)} submitters blocked>"
 
 
-def _answer_formed(submitter: Submitter[Request], form: KnownForm, completion: Completion) -> None:
-    """Queues a large answer as one of its form."""
-    kind = form.large = submitter.lane.answer_form(answer_template(completion))
-    contents = own_contents(completion.outputs)
-    submitter.lane.complete_formed(kind, FormCompletion(completion.request_id, kind.number, contents, completion.lease))
-    submitter.unflushed = True
+def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
+    """Has a number stand for what a large answer has in common with others to such requests."""
+    preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
+    # Parameters are each answer's own.
+    if preparation is None or answer.lease is None or prepared.parameters:
+        return answer, None
+    if preparation.familiar is not request.version.familiar:
+        return answer, None
+    numbered = preparation.large = request.submitter.lane.number(prepared)
+    return msgspec.structs.replace(answer, prepared=numbered.number), numbered
 
 
 def _reason(request: Request, error: ServingError, result: Result) -> Failure:

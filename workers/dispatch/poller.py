@@ -51,7 +51,7 @@ class Poller:
         """Requests were answered; the next ones like them may be answered while it waits."""
 
     def forget(self, submitter: Submitter[Request], number: int) -> None:
-        """The number of a form of that submitter stands for another one from now on."""
+        """A number of that submitter stands for something else from now on."""
 
     def outdate(self) -> None:
         """What was learned may not hold any more, although no table has changed."""

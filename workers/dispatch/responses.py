@@ -12,14 +12,13 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array, byte_content, datatype_of
 from tensord.shm.errors import Cancelled, Internal, ServingError, Unavailable
-from tensord.shm.forms import Form
-from tensord.shm.messages import Completion, FormCompletion, response_byte_size
+from tensord.shm.messages import LAST, AnswerRecord, PreparedAnswer, response_byte_size
+from tensord.shm.prepared import Numbered
 from tensord.workers.dispatch.answers import complete, failure
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
@@ -156,7 +155,7 @@ class Responses:
             return False
         sender.ahead(
             self._queue(
-                request, request.submitter.response_kind(request.version.version, described, final).form, contents
+                request, request.submitter.response_kind(request.version.version, described, final).numbered, contents
             )
         )
         request.version.statistics.responded(sender, _OUTPUTS, now_ns, now_ns)
@@ -241,7 +240,7 @@ class Responses:
         if not records or sender.is_cancelled:
             return
         request, now_ns = sender.request, self._clock()
-        request.submitter.lane.complete_rows(encoded.alike.kind.form, records)
+        request.submitter.lane.complete_encoded(encoded.alike.kind.numbered, records)
         request.submitter.unflushed = True
         request.version.statistics.responded_more(sender, len(records), now_ns)
         sender.note_more(len(records), now_ns)
@@ -298,18 +297,18 @@ class Responses:
         request = sender.request
         version, submitter = request.version, request.submitter
         if result is None:
-            record = Completion(request.request_id)
+            record = AnswerRecord(request.request_id, LAST)
         elif isinstance(result, ServingError):
-            record = msgspec.structs.replace(failure(request.request_id, result, version.version), final=final)
+            record = failure(request.request_id, result, version.version, final)
         else:
             placed = self._place_small(sender, result, final)
             if placed:
                 return placed
             try:
-                made = complete(request, result, version.signature, version.version, self.inline_byte_size)
+                made = complete(request, result, version.signature, version.version, self.inline_byte_size, final=final)
                 if made is None:
                     return None
-                record = msgspec.structs.replace(made, final=final)
+                record = made
             except ServingError as error:
                 return error.with_traceback(None)
             except Exception as error:  # an array no one expected: this response's error, nobody else's
@@ -319,7 +318,7 @@ class Responses:
             self._note_end(sender, result)
             record = request.timeline.attach(record)
         submitter.answer(record)
-        return 0 if final else response_byte_size(record)
+        return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender[Request], result: dict[str, Array], final: bool) -> int:
         """Queues a response of the most frequent kind: a few small tensors, into the record. 0: it is another kind."""
@@ -342,16 +341,15 @@ class Responses:
             described.append((name, datatype, array.shape))
             contents.append(content)
         kind = request.submitter.response_kind(request.version.version, tuple(described), final)
-        return self._queue(request, kind.form, tuple(contents))
+        return self._queue(request, kind.numbered, tuple(contents))
 
     @staticmethod
-    def _queue(request: Request, form: Form[Completion], contents: tuple[bytes, ...]) -> int:
+    def _queue(request: Request, numbered: Numbered[PreparedAnswer], contents: tuple[bytes, ...]) -> int:
         """Returns what it counts on the lane."""
         submitter = request.submitter
-        record = FormCompletion(request.request_id, form.number, contents)
-        submitter.lane.complete_formed(form, record)
+        submitter.lane.complete(AnswerRecord(request.request_id, numbered.number, contents), numbered)
         submitter.unflushed = True
-        return response_byte_size(record)
+        return response_byte_size(contents)
 
     def _no_room(self, sender: ResponseSender[Request], byte_size: int) -> Unavailable:
         return self._outbox.no_room(sender.request, byte_size, self._clock())

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tensord.shm.arrays import Array
-from tensord.shm.forms import Form
-from tensord.shm.messages import Completion, FormCompletion, response_byte_size
+from tensord.shm.messages import PreparedAnswer, response_byte_size
+from tensord.shm.prepared import Numbered
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.statistics import ModelStatistics
 from tensord.workers.programs.step_program import Rows
@@ -43,10 +43,10 @@ class _Joined(NamedTuple):
 class _Lane:
     """What goes to one submitter."""
 
-    def __init__(self, submitter: Submitter[Request], form: Form[Completion], sizes: list[int]) -> None:
+    def __init__(self, submitter: Submitter[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
         self._submitter = submitter
-        self._form = form
-        self._records = AnswerRows(form.number, sizes)
+        self._numbered = numbered
+        self._records = AnswerRows(numbered.number, sizes)
         self._slots = np.zeros(0, np.int64)
 
     def take(self, slots: list[int], request_ids: list[int]) -> None:
@@ -56,7 +56,7 @@ class _Lane:
 
     def send(self, rows: Array) -> None:
         """Queues a response for each. ``rows``: the outputs of all slots."""
-        self._submitter.lane.complete_rows(self._form, self._records.records(rows[self._slots]))
+        self._submitter.lane.complete_encoded(self._numbered, self._records.records(rows[self._slots]))
         self._submitter.unflushed = True
 
 
@@ -70,7 +70,7 @@ class StepRows:
         self._statistics = statistics
         self._sizes = [part.stop - part.start for part in layout.slices]
         #: What each counts where those are bounded that a client has not taken.
-        self._byte_size = response_byte_size(FormCompletion(0, 0, tuple([bytes(size) for size in self._sizes])))
+        self._byte_size = response_byte_size(tuple([bytes(size) for size in self._sizes]))
         self._members: dict[int, _Joined] = {}
         #: When the responses of each step left, and when so many are noted somebody is looked at.
         self._left_ns: list[int] = []
@@ -137,8 +137,8 @@ class StepRows:
         lanes, self._lanes = self._lanes, {}
         for submitter, share in shares.items():
             requests = [self._members[slot].sender.request for slot in share]
-            form = submitter.response_kind(requests[0].version.version, self._layout.described, False).form
-            lane = self._lanes[submitter] = lanes.get(submitter) or _Lane(submitter, form, self._sizes)
+            kind = submitter.response_kind(requests[0].version.version, self._layout.described, False)
+            lane = self._lanes[submitter] = lanes.get(submitter) or _Lane(submitter, kind.numbered, self._sizes)
             lane.take(share, [request.request_id for request in requests])
         self._ready = slots
 

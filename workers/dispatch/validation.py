@@ -1,4 +1,4 @@
-"""From a Submit record to a Request, believing nothing: the record is read as if an enemy had written it.
+"""From the record of a request to a Request, believing nothing: the record is read as if an enemy had written it.
 
 Texts and the order of checks are Triton's: names and number of the inputs, batch size, then datatype, shape and size of each, the
 last input of the request first, as its hash table hands them out. Numeric tensors become views of the bytes where they lie;
@@ -17,8 +17,16 @@ from tensord.shm.arrays import Array, IncompleteString, array
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.forms import whole_request
-from tensord.shm.messages import FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.messages import (
+    Place,
+    PreparedRequest,
+    PreparedTensor,
+    RegionSlice,
+    RequestedOutput,
+    RequestRecord,
+    Slice,
+    placed,
+)
 from tensord.shm.open_shape import closed, elements, is_open
 from tensord.shm.regions import Region, check_range
 from tensord.shm.snapshot_region import SnapshotRegion
@@ -28,7 +36,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.regions.region_table import AnyRegion, RegionTable
 from tensord.workers.regions.region_tensor import LateTensor, RegionTensor
 from tensord.workers.requests.familiar import Inputs, Known
-from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.request import Request, label
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.tensors.signature import Signature
@@ -40,38 +48,47 @@ Content = bytes | memoryview | LateTensor
 
 
 def validate(
-    submit: Submit, submitter: Submitter[Request], version: ModelVersion, regions: RegionTable, now_ns: int
+    own: RequestRecord,
+    prepared: PreparedRequest,
+    submitter: Submitter[Request],
+    version: ModelVersion,
+    regions: RegionTable,
+    now_ns: int,
 ) -> Request:
-    """Raises ServingError: what is wrong, in a sentence for the client; nothing stays leased."""
+    """Makes a request of a record and what was prepared for it, or came in it.
+
+    Raises: ServingError: what is wrong, in a sentence for the client; nothing stays leased.
+    """
     signature = version.signature
     leased: list[AnyRegion] = []
     try:
-        inputs = _described(submit)
+        inputs = _described(prepared)
+        tensors = placed(prepared.inputs, own.contents)
         known = version.familiar.find(inputs)
-        if known is not None and submit.strikes == 0:
-            familiar = _familiar(submit, submitter, known, regions, leased)
+        if known is not None and own.strikes == 0:
+            familiar = _familiar(tensors, submitter, known, regions, leased)
             if familiar is not None:
-                outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
+                outputs = _outputs(prepared, own, signature, regions, leased) if prepared.outputs else {}
                 return Request(
-                    version, submitter, submit, known.key, known.rows, None, outputs, leased, now_ns, 0, familiar
+                    version, submitter, prepared, own, known.key, known.rows, None, outputs, leased, now_ns, 0, familiar
                 )
         # What a front of Triton looks at comes first, then what its core does.
-        contents = _contents(submit, submitter, regions, leased)
+        contents = _contents(tensors, submitter, regions, leased)
         if any(is_open(shape) for _, _, shape in inputs):
-            submit = _closed(submit, contents)
-            inputs = _described(submit)
-        outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
-        check_names(submit, signature)
-        rows = batch_size(submit, signature) if signature.batches else 0
+            prepared = _closed(prepared, own, contents)
+            inputs = _described(prepared)
+        outputs = _outputs(prepared, own, signature, regions, leased) if prepared.outputs else {}
+        check_names(prepared, own, signature)
+        rows = batch_size(prepared, own, signature) if signature.batches else 0
         made = {
-            tensor.name: _checked(submit, signature, tensor, content)
-            for tensor, content in zip(reversed(submit.inputs), reversed(contents), strict=True)
+            tensor.name: _checked(own, signature, tensor, content)
+            for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
         }
-        arrays = {tensor.name: made[tensor.name] for tensor in submit.inputs}
+        arrays = {tensor.name: made[tensor.name] for tensor in prepared.inputs}
         copied = sum(
             [
                 len(content)
-                for tensor, content in zip(submit.inputs, contents, strict=True)
+                for tensor, content in zip(prepared.inputs, contents, strict=True)
                 if tensor.datatype in _COPIED
             ]
         )
@@ -81,40 +98,41 @@ def validate(
             version.familiar.learn(
                 inputs, Known(key, rows or 1, [(array.dtype, array.nbytes) for array in arrays.values()])
             )
-        shared = key if submit.strikes == 0 else (key, submit.request_id, submitter.peer)
-        return Request(version, submitter, submit, shared, rows or 1, arrays, outputs, leased, now_ns, copied)
+        shared = key if own.strikes == 0 else (key, own.request_id, submitter.peer)
+        return Request(version, submitter, prepared, own, shared, rows or 1, arrays, outputs, leased, now_ns, copied)
     except BaseException:
         for region in leased:
             region.unlease()
         raise
 
 
-def validate_formed(
-    record: FormSubmit,
-    form: KnownForm,
+def validate_again(
+    own: RequestRecord,
+    preparation: Preparation,
     submitter: Submitter[Request],
     version: ModelVersion,
     regions: RegionTable,
     now_ns: int,
 ) -> Request:
-    """A request of a form: what was found when one of them was validated is not looked at again.
+    """Makes a request of a record with a number: what was found when one like it was validated is not looked at again.
 
-    Raises: ServingError: as ``validate``.  InvalidArgument: it has other tensors than its form.
+    Raises: ServingError: as ``validate``.  InvalidArgument: it has other tensors than were prepared.
     """
-    known = form.known if form.familiar is version.familiar else None
+    prepared = preparation.prepared
+    known = preparation.known if preparation.familiar is version.familiar and not own.strikes else None
     if known is not None:
         leased: list[AnyRegion] = []
-        submit = form.submit
         try:
-            contents = _formed(record, form, known, submitter, regions, leased)
+            contents = _places(own, preparation, known, submitter, regions, leased)
             if contents is not None:
-                outputs = form.outputs
+                outputs = preparation.outputs
                 if outputs is None:
-                    outputs = _outputs(submit, version.signature, regions, leased)
+                    outputs = _outputs(prepared, own, version.signature, regions, leased)
                 return Request(
                     version,
                     submitter,
-                    submit,
+                    prepared,
+                    own,
                     known.key,
                     known.rows,
                     None,
@@ -123,49 +141,49 @@ def validate_formed(
                     now_ns,
                     0,
                     contents,
-                    form,
-                    record,
+                    preparation,
                 )
         except BaseException:
             for region in leased:
                 region.unlease()
             raise
-    request = validate(whole_request(form.submit, record), submitter, version, regions, now_ns)
-    form.learn(version.familiar, version.familiar.find(_described(form.submit)), request.outputs)
+    request = validate(own, prepared, submitter, version, regions, now_ns)
+    preparation.learn(version.familiar, version.familiar.find(_described(prepared)), request.outputs)
     return request
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
 
 
-def _described(submit: Submit) -> Inputs:
-    return tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in submit.inputs])
+def _described(prepared: PreparedRequest) -> Inputs:
+    return tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in prepared.inputs])
 
 
-def _formed(
-    record: FormSubmit,
-    form: KnownForm,
+def _places(
+    own: RequestRecord,
+    preparation: Preparation,
     known: Known,
     submitter: Submitter[Request],
     regions: RegionTable,
     leased: list[AnyRegion],
 ) -> Mapping[str, Content] | None:
     """As ``_familiar``."""
-    if form.names is None:
-        submit = form.submit
-        if not form.elsewhere or record.contents:
-            submit = whole_request(submit, record)
-        return _familiar(submit, submitter, known, regions, leased)
+    if preparation.names is None:
+        return _familiar(placed(preparation.prepared.inputs, own.contents), submitter, known, regions, leased)
     contents: list[bytes | memoryview] = [
         content if type(content) is bytes else submitter.lane.view(content)  # type: ignore[arg-type]
-        for content in record.contents
+        for content in own.contents
     ]
     # Of other sizes, or another number of them: the long way says what is wrong.
-    return dict(zip(form.names, contents, strict=True)) if [*map(len, contents)] == form.sizes else None
+    return dict(zip(preparation.names, contents, strict=True)) if [*map(len, contents)] == preparation.sizes else None
 
 
 def _familiar(
-    submit: Submit, submitter: Submitter[Request], known: Known, regions: RegionTable, leased: list[AnyRegion]
+    tensors: list[tuple[PreparedTensor, Place]],
+    submitter: Submitter[Request],
+    known: Known,
+    regions: RegionTable,
+    leased: list[AnyRegion],
 ) -> dict[str, Content] | None:
     """The inputs of a request whose names, datatypes and shapes were found right before: only their places are new.
 
@@ -173,11 +191,10 @@ def _familiar(
     """
     contents: dict[str, Content] = {}
     used: list[AnyRegion] = []
-    for tensor, (dtype, byte_size) in zip(submit.inputs, known.tensors, strict=True):
-        place = tensor.place
+    for (tensor, place), (dtype, byte_size) in zip(tensors, known.tensors, strict=True):
         content: Content
-        if type(place) is Inline:
-            content = place.content
+        if type(place) is bytes:
+            content = place
         elif type(place) is Slice:
             content = submitter.lane.view(place)
         else:
@@ -199,14 +216,16 @@ def _familiar(
 
 
 def _contents(
-    submit: Submit, submitter: Submitter[Request], regions: RegionTable, leased: list[AnyRegion]
+    tensors: list[tuple[PreparedTensor, Place]],
+    submitter: Submitter[Request],
+    regions: RegionTable,
+    leased: list[AnyRegion],
 ) -> list[Content]:
     """Where the bytes of each input are, in the order of the request."""
     contents: list[Content] = []
-    for tensor in submit.inputs:
-        place = tensor.place
-        if isinstance(place, Inline):
-            contents.append(place.content)
+    for tensor, place in tensors:
+        if isinstance(place, bytes):
+            contents.append(place)
         elif isinstance(place, Slice):
             contents.append(submitter.lane.view(place))
         else:
@@ -223,12 +242,12 @@ def _contents(
     return contents
 
 
-def _closed(submit: Submit, contents: list[Content]) -> Submit:
-    """The request with the dimensions that its client left to be found. Raises InvalidArgument: there are none such."""
-    tensors: list[Tensor] = []
-    for tensor, content in zip(submit.inputs, contents, strict=True):
+def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
+    """Finds the dimensions that the client left to be found. Raises InvalidArgument: there are none such."""
+    tensors: list[PreparedTensor] = []
+    for tensor, content in zip(prepared.inputs, contents, strict=True):
         if is_open(tensor.shape):
-            what = f"{label(submit.client_id)}input '{tensor.name}' shape"
+            what = f"{label(own.client_id)}input '{tensor.name}' shape"
             if tensor.datatype == "BYTES":
                 # Read from a copy, as the elements are: nobody else can write to that.
                 content = np.asarray(content).tobytes() if isinstance(content, LateTensor) else bytes(content)
@@ -237,7 +256,7 @@ def _closed(submit: Submit, contents: list[Content]) -> Submit:
                 count = len(content) // (ELEMENT_SIZES.get(tensor.datatype) or 1)
             tensor = replace(tensor, shape=closed(tensor.shape, count, what))
         tensors.append(tensor)
-    return replace(submit, inputs=tuple(tensors))
+    return replace(prepared, inputs=tuple(tensors))
 
 
 def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTensor:
@@ -247,10 +266,10 @@ def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTenso
     return RegionTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
 
 
-def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Content) -> Array:
+def _checked(own: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
     """The tensor as an array of the model's shape."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
-    check_tensor(submit, signature, tensor)
+    check_tensor(own, signature, tensor)
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
         try:
@@ -259,7 +278,7 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
         except IncompleteString:
             raise
         except InvalidArgument as error:
-            raise InvalidArgument(label(submit.client_id) + error.message) from None
+            raise InvalidArgument(label(own.client_id) + error.message) from None
     else:
         count = 1
         for size in shape:
@@ -267,7 +286,7 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
         needed = count * spec.dtype.itemsize
         if needed != len(content) or needed > MAX_ELEMENTS:
             raise InvalidArgument(
-                f"{label(submit.client_id)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
+                f"{label(own.client_id)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
                 f"Expected {needed}, got {len(content)}"
             )
         if isinstance(content, LateTensor):
@@ -285,13 +304,17 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
 
 
 def _outputs(
-    submit: Submit, signature: Signature, regions: RegionTable, leased: list[AnyRegion]
+    prepared: PreparedRequest,
+    own: RequestRecord,
+    signature: Signature,
+    regions: RegionTable,
+    leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
     """Requested outputs by name."""
     wanted: dict[str, RequestedOutput] = {}
-    for output in submit.outputs:
+    for output in prepared.outputs:
         if output.name in wanted:
-            raise InvalidArgument(f"{label(submit.client_id)}output '{output.name}' already exists in request")
+            raise InvalidArgument(f"{label(own.client_id)}output '{output.name}' already exists in request")
         if output.name not in signature.outputs:
             raise InvalidArgument(f"unexpected inference output '{output.name}' for model '{signature.model}'")
         wanted[output.name] = output

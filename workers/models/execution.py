@@ -204,7 +204,7 @@ def _lost(model: Model, error: StateLost, execution: Execution, check: CheckDevi
         check()
     except ServingError as lost:
         return [lost.with_traceback(None)] * len(requests)
-    return [state_lost(request.controls.correlation_id, request.submit.model) for request in requests]
+    return [state_lost(request.controls.correlation_id, request.prepared.model) for request in requests]
 
 
 def own_failure(
@@ -227,7 +227,7 @@ def own_failure(
         return lost.with_traceback(None)
     if isinstance(error, CudaError):
         # It passes, and is none of the model's.
-        model_name = execution.requests[0].submit.model
+        model_name = execution.requests[0].prepared.model
         return Unavailable(f"model '{model_name}': the GPU's driver refused a call for this request ({error.name})")
     return Internal(model.describe(error))
 

@@ -106,7 +106,7 @@ class JaxModel:
         """The executable for a batch of compatible requests."""
         first = requests[0]
         # A request that must run alone has a key of its own, which says more than its shapes.
-        shapes: Shapes = self.key(first.arrays) if first.submit.strikes else first.key  # type: ignore[assignment]
+        shapes: Shapes = self.key(first.arrays) if first.own.strikes else first.key  # type: ignore[assignment]
         if self.ragged:
             return Wanted(*self._buckets.settled(shapes, requests))
         rows = first.rows if len(requests) == 1 else sum([request.rows for request in requests])

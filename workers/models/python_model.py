@@ -196,7 +196,7 @@ class PythonModel:
         )
 
     def _request(self, request: Request, execution: Execution) -> interface.InferenceRequest:
-        submit, own = request.submit, request.own
+        prepared, own = request.prepared, request.own
         controls = controls_of(own) if self._sequences is None or request.version is None else request.controls
         return interface.InferenceRequest(
             request_id=request.client_id,
@@ -204,10 +204,10 @@ class PythonModel:
             # What is fetched when it is its turn is fetched here, in the model's own thread.
             inputs=[interface.Tensor.borrowed(name, np.asarray(array)) for name, array in request.arrays.items()],
             requested_output_names=request.outputs or self._signature.outputs,
-            model_name=submit.model,
+            model_name=prepared.model,
             flags=controls.start | controls.end << 1,
             timeout=own.timeout_us,
-            parameters=json.dumps(submit.parameters),
+            parameters=json.dumps(prepared.parameters),
             cancelled=lambda: request.is_cancelled,
             outlet=lambda: PythonOutlet(request, execution.sender(request), self._decoupled, self._answer),
             timeline=request.timeline,

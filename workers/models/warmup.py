@@ -23,7 +23,7 @@ from tensord.shm.arrays import Array, array
 from tensord.shm.control_records import Load
 from tensord.shm.datatypes import byte_size
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.messages import Submit
+from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.models.execution import Execution, Model, run
 from tensord.workers.models.jax_model import JaxModel
@@ -78,8 +78,9 @@ class Sample:
     def request(self, model_name: str) -> Request:
         """The sample as a request that nobody submitted: it has neither a version that serves nor a submitter that waits."""
         nobody = cast(Any, None)
-        submit = Submit(0, model_name, 0, ())
-        return Request(nobody, nobody, submit, self._key, self.rows, self._arrays, {}, [], time.monotonic_ns())
+        prepared = PreparedRequest(model_name)
+        own = RequestRecord(0, prepared)
+        return Request(nobody, nobody, prepared, own, self._key, self.rows, self._arrays, {}, [], time.monotonic_ns())
 
     def failed(self, reason: str) -> InvalidArgument:
         """What the load of its model fails with."""

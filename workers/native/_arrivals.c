@@ -66,7 +66,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
     if (datagram[0] != INLINE_KIND || read_array(&reader, &records))
         return -1;
     for (uint64_t n = 0; n < records; n++) {
-        form_submit_t record;
+        request_record_t record;
         const unsigned char *start = reader.at;
         if (is_release(&reader)) {
             if (releases == MAX_RELEASES || skip_release(&reader))
@@ -74,13 +74,13 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
             returned[releases++] = (reader_t){start, reader.at};
             continue;
         }
-        if (read_form_submit(&reader, &record) || record.form >= MAX_FORMS)
+        if (read_request_record(&reader, &record) || record.number >= MAX_NUMBERS)
             goto refused;
-        plan_t *plan = lane->plans[record.form];
+        plan_t *plan = lane->plans[record.number];
         /* The ids of a submitter grow, except those of requests that another worker had before. */
         if (record.id <= last_id)
             self->doubtful = 1;
-        if (plan == NULL || plan->failed || record.trace || (record.deadline_ns && record.deadline_ns <= now) ||
+        if (plan == NULL || plan->failed || record.trace || record.strikes || (record.deadline_ns && record.deadline_ns <= now) ||
             record.id <= last_id || in_flight(lane, record.id) || make_room(self))
             goto refused;
         last_id = record.id;

@@ -1,10 +1,10 @@
-/* Serves requests of known forms without Python's loop: they are received, run and answered here.
+/* Serves known requests without Python's loop: they are received, run and answered here.
  *
- *     epoll ─▶ datagram of FormSubmits ─▶ small: gathered into a program's memory ─▶ program.run (Python, XLA) ─▶ FormCompletions
+ *     epoll ─▶ datagram of RequestRecords ─▶ small: gathered into a program's memory ─▶ program.run (Python, XLA) ─▶ AnswerRecords
  *           │                          └▶ large: plan->alone (Python, XLA), where their tensors lie           ─▶
  *           └▶ anything else is handed to Python, which does it the ordinary way
  *
- * What is known is told by Python (workers/dispatch/fast_path.py): a plan for each form of a lane, and the programs that can run it. None
+ * What is known is told by Python (workers/dispatch/fast_path.py): a plan for each number of a lane, and the programs that can run it. None
  * of that can change while ``wait`` runs: whatever could change it comes as an event, and ``wait`` returns with the first event, or
  * datagram, that has no plan. What it hands to Python it has not touched.
  *
@@ -35,14 +35,14 @@ static lane_t *known_lane(fast_path_t *self, int fd) {
 /* Returns the batch that other plans of the same owner have, or NULL. */
 static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
     for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next)
-        for (int i = 0; i < lane->forms; i++)
+        for (int i = 0; i < lane->numbers; i++)
             if (lane->plans[i] != NULL && lane->plans[i]->batch->owner == owner)
                 return lane->plans[i]->batch;
     return NULL;
 }
 
 /* Makes a plan without its tensors. ``given``: Batch of _native.pyi. */
-static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_form) {
+static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_number) {
     unsigned long long model, most_waiting;
     int series;
     PyObject *owner, *programs, *by_rows, *sequences;
@@ -53,7 +53,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     if (plan == NULL)
         return (plan_t *)PyErr_NoMemory();
     plan->rows = rows;
-    plan->form = answer_form;
+    plan->number = answer_number;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
         plan->batch = make_batch(owner, model, most_waiting, series, programs, by_rows, sequences);
@@ -65,75 +65,75 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
 }
 
 /* Takes the plan over and returns None, or drops it and raises. */
-static PyObject *keep_plan(fast_path_t *self, int fd, int form, plan_t *plan) {
+static PyObject *keep_plan(fast_path_t *self, int fd, int number, plan_t *plan) {
     lane_t *lane = known_lane(self, fd);
-    if (lane != NULL && form >= 0 && form < MAX_FORMS) {
-        drop_plan(&lane->plans[form]);
-        lane->plans[form] = plan;
-        lane->forms = form < lane->forms ? lane->forms : form + 1;
+    if (lane != NULL && number >= 0 && number < MAX_NUMBERS) {
+        drop_plan(&lane->plans[number]);
+        lane->plans[number] = plan;
+        lane->numbers = number < lane->numbers ? lane->numbers : number + 1;
         Py_RETURN_NONE;
     }
     drop_plan(&plan);
-    return lane == NULL ? NULL : PyErr_Format(PyExc_ValueError, "form %d, forms have numbers below %d", form, MAX_FORMS);
+    return lane == NULL ? NULL : PyErr_Format(PyExc_ValueError, "number %d, numbers are below %d", number, MAX_NUMBERS);
 }
 
 typedef int (*read_t)(PyObject *inputs, PyObject *outputs, plan_t *plan);
 
 /* Makes a plan with its tensors, which ``read`` reads. ``call`` becomes the last of the arguments. */
-static plan_t *read_plan(fast_path_t *self, PyObject *arguments, read_t read, int *fd, int *form, PyObject **call) {
+static plan_t *read_plan(fast_path_t *self, PyObject *arguments, read_t read, int *fd, int *number, PyObject **call) {
     int rows;
-    unsigned long long answer_form;
+    unsigned long long answer_number;
     PyObject *batch, *inputs, *outputs;
-    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KO", fd, form, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
-                          &outputs, &answer_form, call))
+    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KO", fd, number, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
+                          &outputs, &answer_number, call))
         return NULL;
-    plan_t *plan = make_plan(self, batch, rows, answer_form);
+    plan_t *plan = make_plan(self, batch, rows, answer_number);
     if (plan != NULL && read(inputs, outputs, plan))
         drop_plan(&plan);
     return plan;
 }
 
 static PyObject *learn(fast_path_t *self, PyObject *arguments) {
-    int fd, form;
+    int fd, number;
     PyObject *intact;
-    plan_t *plan = read_plan(self, arguments, read_tensors, &fd, &form, &intact);
+    plan_t *plan = read_plan(self, arguments, read_tensors, &fd, &number, &intact);
     if (plan == NULL)
         return NULL;
     if (intact != Py_None) {
         Py_INCREF(intact);
         plan->intact = intact;
     }
-    return keep_plan(self, fd, form, plan);
+    return keep_plan(self, fd, number, plan);
 }
 
 static PyObject *learn_alone(fast_path_t *self, PyObject *arguments) {
-    int fd, form;
+    int fd, number;
     PyObject *alone;
-    plan_t *plan = read_plan(self, arguments, read_lone_tensors, &fd, &form, &alone);
+    plan_t *plan = read_plan(self, arguments, read_lone_tensors, &fd, &number, &alone);
     if (plan == NULL)
         return NULL;
     Py_INCREF(alone);
     plan->alone = alone;
-    return keep_plan(self, fd, form, plan);
+    return keep_plan(self, fd, number, plan);
 }
 
 static PyObject *forget(fast_path_t *self, PyObject *unused) {
     (void)unused;
     for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next)
-        for (int i = 0; i < lane->forms; i++)
+        for (int i = 0; i < lane->numbers; i++)
             drop_plan(&lane->plans[i]);
     Py_RETURN_NONE;
 }
 
-static PyObject *forget_form(fast_path_t *self, PyObject *arguments) {
-    int fd, form;
-    if (!PyArg_ParseTuple(arguments, "ii", &fd, &form))
+static PyObject *forget_number(fast_path_t *self, PyObject *arguments) {
+    int fd, number;
+    if (!PyArg_ParseTuple(arguments, "ii", &fd, &number))
         return NULL;
     lane_t *lane = known_lane(self, fd);
     if (lane == NULL)
         return NULL;
-    if (form >= 0 && form < MAX_FORMS)
-        drop_plan(&lane->plans[form]);
+    if (number >= 0 && number < MAX_NUMBERS)
+        drop_plan(&lane->plans[number]);
     Py_RETURN_NONE;
 }
 
@@ -159,7 +159,7 @@ static PyObject *open_lane(fast_path_t *self, PyObject *arguments) {
 }
 
 static void drop_lane(lane_t *lane) {
-    for (int i = 0; i < lane->forms; i++)
+    for (int i = 0; i < lane->numbers; i++)
         drop_plan(&lane->plans[i]);
     Py_DECREF(lane->in_flight);
     Py_DECREF(lane->take_back);
@@ -294,7 +294,7 @@ static PyObject *figures(fast_path_t *self, PyObject *unused) {
     (void)unused;
     PyObject *found = PyList_New(0);
     for (lane_t *lane = self->lanes; found != NULL && lane != NULL; lane = lane->next)
-        for (int i = 0; i < lane->forms && found != NULL; i++)
+        for (int i = 0; i < lane->numbers && found != NULL; i++)
             if (lane->plans[i] != NULL && lane->plans[i]->batch->figures.answered && append(found, take_figures(lane->plans[i]->batch)))
                 Py_CLEAR(found);
     return found;
@@ -365,11 +365,11 @@ static PyMethodDef methods[] = {
     {"open", (PyCFunction)open_lane, METH_VARARGS, "(fd, peer, in_flight, take_back): adds a lane, whose descriptor is in the epoll."},
     {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): forgets a lane."},
     {"learn", (PyCFunction)learn, METH_VARARGS,
-     "(fd, form, batch, rows, inputs, outputs, answer_form, intact): runs requests of that form from now on."},
+     "(fd, number, batch, rows, inputs, outputs, answer_number, intact): runs requests with that number from now on."},
     {"learn_alone", (PyCFunction)learn_alone, METH_VARARGS,
-     "(fd, form, batch, rows, inputs, outputs, answer_form, alone): runs large requests of that form, each by itself."},
-    {"forget", (PyCFunction)forget, METH_NOARGS, "Forgets all forms."},
-    {"forget_form", (PyCFunction)forget_form, METH_VARARGS, "(fd, form): forgets that form."},
+     "(fd, number, batch, rows, inputs, outputs, answer_number, alone): runs large requests with that number, each by itself."},
+    {"forget", (PyCFunction)forget, METH_NOARGS, "Forgets all plans."},
+    {"forget_number", (PyCFunction)forget_number, METH_VARARGS, "(fd, number): forgets its plan."},
     {"wait", (PyCFunction)wait_for, METH_VARARGS,
      "(timeout_ns, fast, sleeps): serves what is known; returns events, datagrams and unsent answers that are for Python."},
     {"figures", (PyCFunction)figures, METH_NOARGS, "Returns what was counted of each batch since the last call."},

@@ -1,7 +1,7 @@
 /* Writes and sends answers. A lane is one submitter's socket, with the datagrams of this iteration and the answers not sent yet.
  *
- *     received   | kind | FormSubmit | ... | kind | FormSubmit | ... |     requests point into it until they are answered or handed to Python
- *     answer     | kind | FormCompletion | ... |                           sent when it is full or the iteration ends
+ *     received   | kind | RequestRecord | ... | kind | RequestRecord | ... |     requests point into it until they are answered or handed to Python
+ *     answer     | kind | AnswerRecord | ... |                           sent when it is full or the iteration ends
  */
 
 #include "_native.h"
@@ -48,7 +48,7 @@ static void write_answer(const request_t *request, const Py_buffer *stacks, int 
     lane_t *lane = request->lane;
     const plan_t *plan = request->plan;
     unsigned char *at = lane->answer + lane->filled;
-    at = write_form_completion(at, request->id, plan->form, plan->inside, 0);
+    at = write_answer_record(at, request->id, plan->number, plan->inside, 0);
     for (int i = 0; i < plan->outputs; i++) {
         const output_t *output = &plan->output[i];
         if (output->region != NULL)

@@ -1,6 +1,6 @@
 /* Runs one large request by itself, with its tensors where they lie in the arenas.
  *
- *     FormSubmit ─▶ (place or bytes, ...) ─▶ plan->alone (workers/dispatch/lone_run.py) ─▶ lease, small outputs ─▶ FormCompletion
+ *     RequestRecord ─▶ (place or bytes, ...) ─▶ plan->alone (workers/dispatch/lone_run.py) ─▶ lease, small outputs ─▶ AnswerRecord
  *
  * ``alone`` returns (segment, offset, generation, [small output, ...]), where segment -1 means that there is no lease, or None: then
  * the request is for Python.
@@ -20,7 +20,7 @@ int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
             return PyErr_Occurred() ? -1 : refuse("an input of fewer than no bytes");
         plan->input[i].size = (size_t)size;
     }
-    plan->answer_size = FORM_COMPLETION_HEAD + LEASE_SIZE;
+    plan->answer_size = ANSWER_RECORD_HEAD + LEASE_SIZE;
     for (int i = 0; i < plan->outputs; i++) {
         output_t *output = &plan->output[i];
         Py_ssize_t start, size;
@@ -43,8 +43,8 @@ int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
 /* Returns a tuple of a request's tensors: each its place (segment, offset), or its bytes, which are copied and counted. */
 PyObject *places_of(const request_t *request, uint64_t *copied) {
     reader_t reader = {request->record, request->record + request->size};
-    form_submit_t record;
-    if (read_form_submit(&reader, &record)) {
+    request_record_t record;
+    if (read_request_record(&reader, &record)) {
         PyErr_SetString(PyExc_ValueError, "the record has changed");
         return NULL;
     }
@@ -85,7 +85,7 @@ int answer_alone(const request_t *request, PyObject *made) {
     if (!wrong) {
         lane_t *lane = request->lane;
         unsigned char *at = lane->answer + lane->filled;
-        at = write_form_completion(at, request->id, plan->form, plan->outputs, segment >= 0);
+        at = write_answer_record(at, request->id, plan->number, plan->outputs, segment >= 0);
         for (int i = 0; i < plan->outputs; i++) {
             const output_t *output = &plan->output[i];
             if (output->stack == LEASED) {

@@ -10,7 +10,7 @@ static const struct {
     {"MAX_DATAGRAM", MAX_DATAGRAM},
     {"MAX_FDS", MAX_FDS},
     {"INLINE_KIND", INLINE_KIND},
-    {"MAX_FORMS", MAX_FORMS},
+    {"MAX_NUMBERS", MAX_NUMBERS},
     {"PAGE_STATE", PAGE_STATE},
     {"PAGE_SINCE", PAGE_SINCE},
     {"PAGE_BEAT", PAGE_BEAT},

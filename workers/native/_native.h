@@ -7,7 +7,7 @@
  *     _lone_runs.c      a run of one large request
  *     _sequences.c      what is asked of Python's planner for requests of sequences
  *     _lanes.c          answers, and sending them
- *     _plans.c          what is known of the requests of a form: where tensors lie, which programs run them
+ *     _plans.c          what is known of the requests of a kind: where tensors lie, which programs run them
  *     _records.c        msgpack
  *     _output_memory.c  memory of ours for XLA's outputs; shares nothing with the files above
  *
@@ -36,7 +36,7 @@
 #define MAX_FDS 4
 /* First byte of a datagram that holds whole records. */
 #define INLINE_KIND 1
-#define MAX_FORMS 1024
+#define MAX_NUMBERS 1024
 /* Words of the status page (shm/status_page.py): of the page, and of a desk, which says what one thread runs. */
 #define PAGE_STATE 0
 #define PAGE_SINCE 1
@@ -73,7 +73,7 @@ typedef struct {
 } place_t;
 
 typedef struct {
-    uint64_t id, form, deadline_ns, received_ns, trace, count;
+    uint64_t id, number, deadline_ns, received_ns, trace, strikes, count;
     /* At the id of the request's sequence. */
     reader_t sequence;
     int start, end;
@@ -81,23 +81,23 @@ typedef struct {
     const unsigned char *contents[MAX_TENSORS];
     place_t places[MAX_TENSORS];
     uint64_t sizes[MAX_TENSORS];
-} form_submit_t;
+} request_record_t;
 
-/* Sizes of the parts of a FormCompletion: its head with at most MAX_TENSORS contents, and what is before or instead of bytes. */
-#define FORM_COMPLETION_HEAD (3 + 9 + 9 + 1 + 2)
+/* Sizes of the parts of a AnswerRecord: its head with at most MAX_TENSORS contents, and what is before or instead of bytes. */
+#define ANSWER_RECORD_HEAD (3 + 9 + 9 + 1 + 2)
 #define BIN_HEAD 5
 #define SLICE_SIZE (3 + 3 * 9)
 #define LEASE_SIZE (1 + 3 * 9)
 
 int read_array(reader_t *reader, uint64_t *count);
 int read_sequence_id(reader_t *reader, const unsigned char **text, uint64_t *number);
-int read_form_submit(reader_t *reader, form_submit_t *record);
+int read_request_record(reader_t *reader, request_record_t *record);
 int is_release(const reader_t *reader);
 int skip_release(reader_t *reader);
 unsigned char *write_bin_head(unsigned char *at, uint64_t size);
 unsigned char *write_slice(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t size);
 unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t generation);
-unsigned char *write_form_completion(unsigned char *at, uint64_t id, uint64_t form, int count, int leased);
+unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int leased);
 void write_datagram_head(unsigned char *at, uint64_t records);
 
 /* -------------------------------------------------------------------------------------------------------------------- plans */
@@ -164,15 +164,15 @@ typedef struct {
 
 #define LEASED (-1)
 
-/* How requests of one form are run and answered. */
+/* How requests of one kind are run and answered. */
 typedef struct {
     batch_t *batch;
     /* ``inside``: outputs that the record has. */
     int rows, inputs, outputs, inside;
     /* Set when a run went wrong: Python runs such requests from then on. */
     int failed;
-    /* The form of the answers. */
-    uint64_t form;
+    /* The number of the answers. */
+    uint64_t number;
     input_t input[MAX_TENSORS];
     output_t output[MAX_TENSORS];
     size_t answer_size, copied;
@@ -198,9 +198,9 @@ typedef struct lane {
     uint64_t peer;
     /* A dict whose keys are the ids of the requests that Python has; and what is called with a datagram of released leases. */
     PyObject *in_flight, *take_back;
-    plan_t *plans[MAX_FORMS];
-    /* One more than the highest form that ever had a plan. */
-    int forms;
+    plan_t *plans[MAX_NUMBERS];
+    /* One more than the highest number that ever had a plan. */
+    int numbers;
     /* Bytes, and records, of ``answer``. */
     size_t filled;
     uint64_t answers;

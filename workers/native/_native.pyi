@@ -9,7 +9,7 @@ MAX_SEQUENCE_ID: int
 MAX_DATAGRAM: int
 MAX_FDS: int
 INLINE_KIND: int
-MAX_FORMS: int
+MAX_NUMBERS: int
 PAGE_STATE: int
 PAGE_SINCE: int
 PAGE_BEAT: int
@@ -49,33 +49,33 @@ class FastPath:
     def learn(
         self,
         fd: int,
-        form: int,
+        number: int,
         batch: Batch,
         rows: int,
         #: Which argument, byte size, address: 0 in the record.
         inputs: tuple[tuple[int, int, int], ...],
         #: Which result, start, step, byte size, address: 0 into the record.
         outputs: tuple[tuple[int, int, int, int, int], ...],
-        answer_form: int,
+        answer_number: int,
         intact: Callable[[], None] | None,
         /,
     ) -> None: ...
     def learn_alone(
         self,
         fd: int,
-        form: int,
+        number: int,
         batch: Batch,
         rows: int,
         #: Byte sizes.
         inputs: tuple[int, ...],
         #: Which small output, start in it, byte size; -1: in the lease.
         outputs: tuple[tuple[int, int, int], ...],
-        answer_form: int,
+        answer_number: int,
         alone: Callable[[tuple[tuple[int, int] | bytes, ...]], tuple[int, int, int, list[Array]] | None],
         /,
     ) -> None: ...
     def forget(self) -> None: ...
-    def forget_form(self, fd: int, form: int, /) -> None: ...
+    def forget_number(self, fd: int, number: int, /) -> None: ...
     def wait(
         self, timeout_ns: int, fast: bool, sleeps: bool = ..., /
     ) -> tuple[list[tuple[int, int]], list[tuple[int, tuple[bytes, list[int], int]]], list[tuple[int, bytes]]]: ...

@@ -1,7 +1,7 @@
-/* Reads what Python tells of requests (workers/dispatch/fast_path.py): a plan for each form of a lane, and one batch for all plans
+/* Reads what Python tells of requests (workers/dispatch/fast_path.py): a plan for each number of a lane, and one batch for all plans
  * whose requests can share a run, with its programs.
  *
- *     lane ─▶ plan of form 0, 1, ...      where inputs go and outputs lie
+ *     lane ─▶ plan of number 0, 1, ...      where inputs go and outputs lie
  *               ╰─▶ batch                 one load of a version, one shape
  *                     ╰─▶ programs        by the number of rows that wait
  *
@@ -157,7 +157,7 @@ int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
         if (!fits(plan, input))
             return refuse("an input does not fit into a program");
     }
-    plan->answer_size = FORM_COMPLETION_HEAD;
+    plan->answer_size = ANSWER_RECORD_HEAD;
     for (int i = 0; i < plan->outputs; i++) {
         output_t *output = &plan->output[i];
         if (!PyArg_ParseTuple(PyTuple_GetItem(outputs, i), "innnK", &output->stack, &start, &step, &size, &address))

@@ -1,8 +1,8 @@
-/* Reads requests of a form and writes their answers, as shm/messages.py has them, in the subset of msgpack that they need.
+/* Reads requests with a number and writes their answers, as shm/messages.py has them, in the subset of msgpack that they need.
  *
- *     FormSubmit      ["q", request id, form, [content, ...], client id, deadline, received,
- *                      priority, timeout, sequence id, starts it, ends it, trace]
- *     FormCompletion  ["c", request id, form, [content, ...]], and a lease
+ *     RequestRecord   ["q", request id, number, [content, ...], client id, deadline, received,
+ *                      priority, timeout, sequence id, starts it, ends it, trace, strikes]
+ *     AnswerRecord    ["c", request id, number, [content, ...]], and a lease
  *     Release         ["L", [lease, ...]]                         lease: [segment, offset, generation]
  *     content         bytes, or where they are: ["a", segment, offset, byte size]
  *
@@ -98,7 +98,7 @@ int read_sequence_id(reader_t *reader, const unsigned char **text, uint64_t *num
 #define SLICE "\x94\xa1" "a"
 
 /* Reads a tensor: its bytes, or its place. */
-static int read_content(reader_t *reader, form_submit_t *record, uint64_t i) {
+static int read_content(reader_t *reader, request_record_t *record, uint64_t i) {
     const unsigned char *head;
     if (reader->at == reader->end || *reader->at != (unsigned char)SLICE[0])
         return read_bin(reader, &record->contents[i], &record->sizes[i]);
@@ -107,11 +107,11 @@ static int read_content(reader_t *reader, form_submit_t *record, uint64_t i) {
            read_uint(reader, &record->places[i].offset) || read_uint(reader, &record->sizes[i]);
 }
 
-int read_form_submit(reader_t *reader, form_submit_t *record) {
+int read_request_record(reader_t *reader, request_record_t *record) {
     const unsigned char *head, *text;
     uint64_t priority, timeout, number;
-    if (read_bytes(reader, 3, &head) || memcmp(head, "\x9d\xa1q", 3) || read_uint(reader, &record->id) ||
-        read_uint(reader, &record->form) || read_array(reader, &record->count) || record->count > MAX_TENSORS)
+    if (read_bytes(reader, 3, &head) || memcmp(head, "\x9e\xa1q", 3) || read_uint(reader, &record->id) ||
+        read_uint(reader, &record->number) || read_array(reader, &record->count) || record->count > MAX_TENSORS)
         return -1;
     for (uint64_t i = 0; i < record->count; i++)
         if (read_content(reader, record, i))
@@ -122,7 +122,7 @@ int read_form_submit(reader_t *reader, form_submit_t *record) {
         return -1;
     record->sequence = *reader;
     return read_sequence_id(reader, &text, &number) || read_bool(reader, &record->start) || read_bool(reader, &record->end) ||
-           read_uint(reader, &record->trace);
+           read_uint(reader, &record->trace) || read_uint(reader, &record->strikes);
 }
 
 #define RELEASE "\x92\xa1" "L"
@@ -172,10 +172,10 @@ unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset,
     return write_uint(write_uint(write_uint(at + 1, segment), offset), generation);
 }
 
-/* Writes a FormCompletion up to its contents. ``leased``: a lease follows them. */
-unsigned char *write_form_completion(unsigned char *at, uint64_t id, uint64_t form, int count, int leased) {
+/* Writes a AnswerRecord up to its contents. ``leased``: a lease follows them. */
+unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int leased) {
     memcpy(at, leased ? "\x95\xa1" "c" : "\x94\xa1" "c", 3);
-    at = write_uint(write_uint(at + 3, id), form);
+    at = write_uint(write_uint(at + 3, id), number);
     *at = 0xdc;
     return write_number(at + 1, 2, (uint64_t)count);
 }

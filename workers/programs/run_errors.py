@@ -49,8 +49,8 @@ def out_of_memory(error: BaseException, requests: Sequence[Request], program: in
     needed = "" if program is None else f", a program that needs {program} bytes besides its parameters"
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:_SHOWN]
     return Unavailable(
-        f"model '{requests[0].submit.model}': the device has no memory left for this request ({rows} rows, {byte_size} bytes of "
-        f"inputs{needed}): {said}"
+        f"model '{requests[0].prepared.model}': the device has no memory left for this request ({rows} rows, {byte_size} bytes "
+        f"of inputs{needed}): {said}"
     )
 
 
@@ -60,6 +60,6 @@ def compile_error(error: Exception, requests: Sequence[Request], version: int) -
         return error
     if is_out_of_memory(error):
         return out_of_memory(error, requests, None)
-    name = requests[0].submit.model
+    name = requests[0].prepared.model
     _log.error("compiling model '%s' version %d failed", name, version, exc_info=error)
     return Internal(f"model '{name}' cannot be compiled for these shapes: {type(error).__name__}")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tensord.shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unavailable
-from tensord.shm.messages import Submit
+from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.calls.call import Call
 from tensord.workers.calls.caller import asker
 from tensord.workers.python_backend.errors import ErrorCode, TritonError, TritonModelException
@@ -26,7 +26,8 @@ _Answer = tuple[Result | None, bool]
 
 
 def call_of(
-    submit: Submit,
+    prepared: PreparedRequest,
+    own: RequestRecord,
     inputs: Sequence[Tensor],
     outputs: tuple[str, ...],
     decoupled: bool,
@@ -43,13 +44,13 @@ def call_of(
     if len(arrays) < len(inputs):
         names = [tensor.name() for tensor in inputs]
         twice = next(name for name in names if names.count(name) > 1)
-        message = f"Model {submit.model} - Error when running inference: input '{twice}' already exists in request"
+        message = f"Model {prepared.model} - Error when running inference: input '{twice}' already exists in request"
         return InferenceResponse(error=TritonError(message))
     hint = (
-        f"Model {submit.model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
+        f"Model {prepared.model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
         "transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models.'"
     )
-    return Call(found, submit, arrays, outputs, decoupled, hint, timeline)
+    return Call(found, prepared, own, arrays, outputs, decoupled, hint, timeline)
 
 
 def response_of(result: Result | None) -> InferenceResponse:
@@ -71,7 +72,7 @@ def _refusal(call: Call, error: ServingError) -> InferenceResponse:
     """In Triton's words: why it could not be made."""
     why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
     code = ErrorCode.of(error.code) if isinstance(error, Cancelled | Unavailable) else ErrorCode.INTERNAL
-    message = f"Model {call.submit.model} - Error when running inference: {why}{error.message}"
+    message = f"Model {call.prepared.model} - Error when running inference: {why}{error.message}"
     return InferenceResponse(error=TritonError(message, code))
 
 

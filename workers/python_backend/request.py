@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Submit
+from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.calls.call import Call
 from tensord.workers.calls.inputs import check_sequence
 from tensord.workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response
@@ -196,14 +196,13 @@ class InferenceRequest:
             raise TritonModelException(error.message) from None
         if self._timeout < 0:
             raise TritonModelException(f"timeout is {self._timeout}, it cannot be negative")
-        submit = Submit(
+        prepared = PreparedRequest(
+            self._model_name, max(0, self._model_version), parameters=json.loads(self._parameters)
+        )
+        own = RequestRecord(
             0,
-            self._model_name,
-            max(0, self._model_version),
-            (),
-            (),
-            json.loads(self._parameters),
-            _text(self._request_id),
+            prepared,
+            client_id=_text(self._request_id),
             timeout_us=self._timeout,
             sequence_id=sequence,
             sequence_start=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
@@ -211,7 +210,7 @@ class InferenceRequest:
         )
         outputs = tuple(map(_text, self._requested))
         timeline = self._trace.timeline if isinstance(self._trace, InferenceTrace) else None
-        return call_of(submit, self._inputs, outputs, decoupled, timeline)
+        return call_of(prepared, own, self._inputs, outputs, decoupled, timeline)
 
 
 def _text(given: str | bytes) -> str:

@@ -1,6 +1,6 @@
-"""Records of answers of one form, put together from what the encoder made of one, instead of a record and its call for each.
+"""Records of answers of one number, put together from what the encoder made of one, instead of a record and its call for each.
 
-    | array | tag | request id u64 | form | outputs | no lease |      all of one size
+    | array | tag | request id u64 | number | outputs | no lease, code, trace |      all of one size
 
 They differ in the id and in the bytes of their outputs. Where these are is seen in what the encoder makes of records that differ
 in nothing else. ``AnswerRows`` makes one for each of many requests, by array operations, ``AnswerPieces`` many for one request.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tensord.shm.arrays import Array
-from tensord.shm.messages import FormCompletion
+from tensord.shm.messages import AnswerRecord
 from tensord.shm.record import encoder
 
 #: An id of as many bytes as ids can have, and one that differs from it in the first of them.
@@ -21,11 +21,11 @@ _ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000
 
 
 class AnswerRows:
-    """Of a form with that number; ``name`` says for which requests."""
+    """Answers of that number; ``name`` says for which requests."""
 
-    def __init__(self, form: int, sizes: Sequence[int]) -> None:
+    def __init__(self, number: int, sizes: Sequence[int]) -> None:
         """``sizes``: bytes of each output."""
-        self._sample, self._id_at, content = _layout(form, sizes)
+        self._sample, self._id_at, content = _layout(number, sizes)
         #: Of one output: a slice costs less.
         self._content: Array | slice = slice(content[0], content[-1] + 1) if len(sizes) == 1 else content
         self._rows = self._sample[None]
@@ -47,11 +47,11 @@ class AnswerRows:
 
 
 class AnswerPieces:
-    """Of a form with that number: what stands before, between and behind the outputs."""
+    """Answers of that number: what stands before, between and behind the outputs."""
 
-    def __init__(self, form: int, sizes: Sequence[int]) -> None:
+    def __init__(self, number: int, sizes: Sequence[int]) -> None:
         """``sizes``: bytes of each output."""
-        sample, self._id_at, content = _layout(form, sizes)
+        sample, self._id_at, content = _layout(number, sizes)
         encoded, begins, at = sample.tobytes(), [], 0
         for size in sizes:
             # What has no bytes stands nowhere: it is with what follows.
@@ -72,12 +72,12 @@ class AnswerPieces:
         return f"<AnswerPieces around {len(self._behind)} outputs>"
 
 
-def _layout(form: int, sizes: Sequence[int]) -> tuple[Array, int, Array]:
+def _layout(number: int, sizes: Sequence[int]) -> tuple[Array, int, Array]:
     """A record, where its id begins, and where the bytes of its outputs are."""
-    sample = _encoded(_ID, form, [bytes(size) for size in sizes])
-    id_at = int(np.argmax(sample != _encoded(_OTHER_ID, form, [bytes(size) for size in sizes])))
-    return sample, id_at, np.flatnonzero(sample != _encoded(_ID, form, [b"\xff" * size for size in sizes]))
+    sample = _encoded(_ID, number, [bytes(size) for size in sizes])
+    id_at = int(np.argmax(sample != _encoded(_OTHER_ID, number, [bytes(size) for size in sizes])))
+    return sample, id_at, np.flatnonzero(sample != _encoded(_ID, number, [b"\xff" * size for size in sizes]))
 
 
-def _encoded(request_id: int, form: int, contents: list[bytes]) -> Array:
-    return np.frombuffer(encoder.encode(FormCompletion(request_id, form, tuple(contents))), np.uint8)
+def _encoded(request_id: int, number: int, contents: list[bytes]) -> Array:
+    return np.frombuffer(encoder.encode(AnswerRecord(request_id, number, tuple(contents))), np.uint8)

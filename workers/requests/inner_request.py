@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Mapping
 import numpy as np
 
 from tensord.shm.arrays import Array
-from tensord.shm.messages import RequestedOutput, Submit
+from tensord.shm.messages import PreparedRequest, RequestedOutput, RequestRecord
 from tensord.workers.requests.request import Moments, Request, Sink, Version
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.submitter import Submitter
@@ -30,7 +30,8 @@ class InnerRequest(Request):
         self,
         version: Version,
         submitter: Submitter[Request],
-        submit: Submit,
+        prepared: PreparedRequest,
+        own: RequestRecord,
         key: Hashable,
         rows: int,
         arrays: dict[str, Array],
@@ -41,7 +42,7 @@ class InnerRequest(Request):
     ) -> None:
         """``outputs``: which of them are wanted; none: all."""
         wanted = {name: RequestedOutput(name) for name in outputs} if outputs else _ALL
-        super().__init__(version, submitter, submit, key, rows, arrays, wanted, [], now_ns)
+        super().__init__(version, submitter, prepared, own, key, rows, arrays, wanted, [], now_ns)
         self.sink: Sink = sink
         #: The request that it is made for, where there is one.
         self.origin: Request | None = origin
@@ -60,7 +61,7 @@ class InnerRequest(Request):
         return not self._answered
 
     def __repr__(self) -> str:
-        return f"<InnerRequest of {self.request_id} for {self.submit.model!r}, {self.rows} rows>"
+        return f"<InnerRequest of {self.request_id} for {self.prepared.model!r}, {self.rows} rows>"
 
 
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:

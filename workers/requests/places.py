@@ -149,7 +149,7 @@ class Places:
     def _ranges(self, request: Request) -> list[_Range]:
         """What of regions that are not a GPU's the request reads, and writes."""
         files = {region.name: region for region in request.regions if not isinstance(region, CudaRegion)}
-        read = [tensor.place for tensor in request.submit.inputs if isinstance(tensor.place, RegionSlice)]
+        read = [tensor.region for tensor in request.prepared.inputs if tensor.region is not None]
         used = [(place.region, place.offset, place.byte_size) for place in read]
         used += [(place.region, place.offset, self.sizes[name]) for name, (place, _) in self.in_regions.items()]
         return [_range(files[name], offset, size) for name, offset, size in used if name in files]

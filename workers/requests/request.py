@@ -11,12 +11,12 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from tensord.shm.arrays import DTYPES, Array
-from tensord.shm.messages import FormSubmit, RequestedOutput, Submit
+from tensord.shm.messages import PreparedRequest, RequestedOutput, RequestRecord
 from tensord.shm.refusals import Refusal
 from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.regions.region_tensor import LateTensor
 from tensord.workers.requests.familiar import Familiar
-from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.response_cache import Question
 from tensord.workers.requests.response_sender import ResponseSender, Sent
 from tensord.workers.requests.result import Result
@@ -94,12 +94,12 @@ class Request(Sequenced):
         "client_id",
         "contents",
         "copied_byte_size",
-        "form",
         "outputs",
         "own",
+        "preparation",
+        "prepared",
         "regions",
         "request_id",
-        "submit",
         "submitter",
         "timeline",
         "version",
@@ -114,7 +114,8 @@ class Request(Sequenced):
         self,
         version: Version,
         submitter: Submitter[Request],
-        submit: Submit,
+        prepared: PreparedRequest,
+        own: RequestRecord,
         key: Hashable,
         rows: int,
         arrays: dict[str, Array] | None,
@@ -123,15 +124,14 @@ class Request(Sequenced):
         now_ns: int,
         copied_byte_size: int = 0,
         contents: Mapping[str, bytes | memoryview | LateTensor] | None = None,
-        form: KnownForm | None = None,
-        record: FormSubmit | None = None,
+        preparation: Preparation | None = None,
     ) -> None:
         """``arrays`` or ``contents`` are given; these where the tensors are plain, so that their bytes are the arrays'.
 
-        ``record``: where it came as one of a form, and ``submit`` is what those have in common.
+        ``preparation``: what is known of it; None: it repeats nothing.
         """
-        #: What it says of itself: ids, moments, priority, timeout, sequence.
-        self.own = own = submit if record is None else record
+        #: What it says of itself: ids, moments, priority, timeout, sequence, strikes.
+        self.own = own
         # As Waiting.__init__, which is another call for every request.
         self.key = key
         self.rows = rows
@@ -142,9 +142,9 @@ class Request(Sequenced):
         self.submitter = submitter
         self.request_id = own.request_id
         self.client_id = own.client_id
-        #: Of a form: its template.
-        self.submit = submit
-        self.form = form
+        #: What it has in common with others.
+        self.prepared = prepared
+        self.preparation = preparation
         self._arrays = arrays
         #: Inputs that are not of the client.
         self._added: Mapping[str, Array] = _NONE
@@ -176,7 +176,7 @@ class Request(Sequenced):
             assert self.contents is not None
             self._arrays = {
                 tensor.name: _array(self.contents[tensor.name], tensor.datatype, tensor.shape)
-                for tensor in self.submit.inputs
+                for tensor in self.prepared.inputs
             }
             self._arrays.update(self._added)
         return self._arrays
@@ -221,10 +221,10 @@ class Request(Sequenced):
         self.regions = []
 
     def __repr__(self) -> str:
-        return f"<Request {self.request_id} for {self.submit.model!r}, {self.rows} rows>"
+        return f"<Request {self.request_id} for {self.prepared.model!r}, {self.rows} rows>"
 
 
-def controls_of(own: Submit | FormSubmit) -> Controls:
+def controls_of(own: RequestRecord) -> Controls:
     """What a request says of its sequence."""
     return Controls(own.sequence_id, own.sequence_start, own.sequence_end)
 

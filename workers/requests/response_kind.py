@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from tensord.shm.arrays import DTYPES, Array, datatype_of
-from tensord.shm.forms import Form
-from tensord.shm.messages import Completion, FormCompletion, response_byte_size
+from tensord.shm.messages import PreparedAnswer, response_byte_size
+from tensord.shm.prepared import Numbered
 from tensord.workers.requests.answer_rows import AnswerPieces
 
 #: Name, datatype and shape of each output.
@@ -40,10 +40,10 @@ def describe(result: Mapping[str, Array], wanted: Collection[str], most: int) ->
 class ResponseKind:
     """Of one model version to one submitter: outputs of these datatypes and shapes, all of them in the record."""
 
-    __slots__ = ("_pieces", "described", "form")
+    __slots__ = ("_pieces", "described", "numbered")
 
-    def __init__(self, form: Form[Completion], described: Described) -> None:
-        self.form = form
+    def __init__(self, numbered: Numbered[PreparedAnswer], described: Described) -> None:
+        self.numbered = numbered
         self.described = described
         self._pieces: AnswerPieces | None = None
 
@@ -55,12 +55,12 @@ class ResponseKind:
         """
         sizes = [result[name].nbytes for name, _, _ in self.described]
         if self._pieces is None:
-            self._pieces = AnswerPieces(self.form.number, sizes)
-        record = FormCompletion(request_id, self.form.number, tuple([bytes(size) for size in sizes]))
-        return ResponsesAlike(self, request_id, self._pieces, len(result), response_byte_size(record))
+            self._pieces = AnswerPieces(self.numbered.number, sizes)
+        byte_size = response_byte_size(tuple([bytes(size) for size in sizes]))
+        return ResponsesAlike(self, request_id, self._pieces, len(result), byte_size)
 
     def __repr__(self) -> str:
-        return f"<ResponseKind {self.form.number} {self.described}>"
+        return f"<ResponseKind {self.numbered.number} {self.described}>"
 
 
 class ResponsesAlike:

@@ -12,16 +12,15 @@ from typing import Generic, TypeVar
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
-from tensord.shm.forms import HeardForms
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import Completion, Inline, Tensor
-from tensord.workers.requests.known_form import KnownForm
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor
+from tensord.shm.prepared import Numbered, ReceivedNumbers
+from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.response_kind import Described, ResponseKind
 
 #: A request.
 R = TypeVar("R")
 
-_EMPTY = Inline(b"")
 #: Kinds of small responses that are known at once.
 _MAX_KINDS = 1024
 
@@ -45,11 +44,11 @@ class Submitter(Generic[R]):
         "blocked_byte_size",
         "bulky",
         "closed",
-        "forms",
         "held",
         "in_flight",
         "lane",
         "peer",
+        "preparations",
         "renumbered",
         "unflushed",
     )
@@ -57,9 +56,9 @@ class Submitter(Generic[R]):
     def __init__(self, peer: int, lane: WorkerLane) -> None:
         self.peer = peer
         self.lane = lane
-        #: Request id -> request, from its validation to its final completion.
+        #: Request id -> request, from its validation to its final answer.
         self.in_flight: dict[int, R] = {}
-        self.forms: HeardForms[KnownForm] = HeardForms()
+        self.preparations: ReceivedNumbers[Preparation] = ReceivedNumbers()
         #: Oldest first: none is placed before those of its kind, small or large, that wait longer.
         self.blocked: deque[BlockedAnswer[R]] = deque()
         #: Bytes those answers hold in the worker's own memory.
@@ -69,7 +68,7 @@ class Submitter(Generic[R]):
         #: Requests of those that are not run until there is room again.
         self.held: list[R] = []
         self._response_kinds: dict[tuple[int, bool, Described], ResponseKind] = {}
-        #: Completions were queued since the last flush.
+        #: Answers were queued since the last flush.
         self.unflushed = False
         #: How often a number of a form had come to stand for another one when this was last looked at.
         self.renumbered = 0
@@ -80,21 +79,21 @@ class Submitter(Generic[R]):
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
-            tensors = tuple([Tensor(*each, _EMPTY) for each in described])
-            template = Completion(0, version=version, final=final, outputs=tensors)
+            tensors = tuple([PreparedTensor(*each) for each in described])
+            prepared = PreparedAnswer(version, tensors, final=final)
             if len(self._response_kinds) >= _MAX_KINDS:
                 self._response_kinds.clear()
-            kind = self._response_kinds[key] = ResponseKind(self.lane.answer_form(template), described)
+            kind = self._response_kinds[key] = ResponseKind(self.lane.number(prepared), described)
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
         """That of responses like that which others follow, where there was one before. From any thread."""
         return self._response_kinds.get((version, False, described))
 
-    def answer(self, completion: Completion) -> None:
-        """Queues a completion; the loop flushes once in an iteration."""
+    def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
+        """Queues an answer; the loop flushes once in an iteration. ``numbered``: what the number in it stands for."""
         if not self.closed:
-            self.lane.complete(completion)
+            self.lane.complete(record, numbered)
             self.unflushed = True
 
     def __repr__(self) -> str:

@@ -13,10 +13,10 @@ import numpy as np
 
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import ServingError
-from tensord.shm.messages import Completion, Timeline, TracedTensor
+from tensord.shm.messages import AnswerRecord, Timeline, TracedTensor
 from tensord.workers.requests.result import Result
 
-#: Bits of ``Submit.trace``.
+#: Bits of ``RequestRecord.trace``.
 TIMESTAMPS, TENSORS = 1, 2
 #: Elements of a tensor that are written out, and bytes of one element.
 _MAX_ELEMENTS = 16384
@@ -41,7 +41,7 @@ class RequestTimeline:
 
     @property
     def level(self) -> int:
-        """For ``Submit.trace`` of requests that are made for this one."""
+        """For ``RequestRecord.trace`` of requests that are made for this one."""
         return self._level
 
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
@@ -52,9 +52,9 @@ class RequestTimeline:
             for activity, arrays in (("TENSOR_QUEUE_INPUT", inputs), ("TENSOR_BACKEND_OUTPUT", outputs)):
                 self._tensors += [_described(activity, name, array) for name, array in arrays.items()]
 
-    def attach(self, completion: Completion) -> Completion:
+    def attach(self, answer: AnswerRecord) -> AnswerRecord:
         """The answer is placed: it takes all of this along."""
-        return msgspec.structs.replace(completion, trace=self._timeline())
+        return msgspec.structs.replace(answer, trace=self._timeline())
 
     def add(self, model: str, version: int, child: RequestTimeline) -> None:
         """A request to that model is over that was made for this one."""

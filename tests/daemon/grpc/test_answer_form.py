@@ -11,12 +11,12 @@ from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.answer_form import AnswerForm
 from tensord.daemon.grpc.message_forms import MessageForm
 from tensord.daemon.grpc.request_codec import DecodedHead
-from tensord.shm.forms import answer_template, own_contents
-from tensord.shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
+from tensord.shm.messages import PreparedAnswer, RegionSlice, Slice
+from tests.records import Tensor, WholeAnswer, own_contents
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 PLACES = st.one_of(
-    st.binary(max_size=300).map(Inline),
+    st.binary(max_size=300),
     st.builds(Slice, st.just(0), st.integers(0, 900), st.integers(0, 100)),
     st.just(RegionSlice("r", 0, 4)),
 )
@@ -34,11 +34,13 @@ def view(place: Slice) -> memoryview:
 @given(OUTPUTS, PARAMETERS, TEXT, st.lists(TEXT, min_size=1, max_size=3), st.sampled_from([None, True]))
 def test_as_those_written_whole(outputs: Any, parameters: Any, model: str, ids: list[str], final: bool | None) -> None:
     """With any id, however long."""
-    completion = Completion(7, version=3, parameters=parameters, outputs=tuple(outputs))
-    form = AnswerForm(answer_template(completion), model, final)
+    completion = WholeAnswer(7, version=3, parameters=parameters, outputs=tuple(outputs))
+    form = AnswerForm(completion.prepared, model, final)
     for client_id in ids:
         pieces = form.pieces(client_id.encode(), own_contents(completion.outputs), view)
-        assert b"".join(pieces) == b"".join(response_codec.encode(completion, model, client_id, view, final))
+        assert b"".join(pieces) == b"".join(
+            response_codec.encode(completion.prepared, completion.contents, model, client_id, view, final)
+        )
         # What lies in the arena is not copied.
         lent = sum(type(tensor.place) is Slice for tensor in outputs)
         assert sum(isinstance(piece, memoryview) for piece in pieces) == lent
@@ -47,10 +49,10 @@ def test_as_those_written_whole(outputs: Any, parameters: Any, model: str, ids: 
 def test_those_of_a_message_form_are_bounded() -> None:
     """Of workers, and of shapes that differ."""
     form = MessageForm(DecodedHead("m", 0))
-    templates = [Completion(0, version=number) for number in range(3 * MessageForm.MAX_ANSWERS)]
-    for template in templates:
+    kinds = [PreparedAnswer(number) for number in range(3 * MessageForm.MAX_ANSWERS)]
+    for kind in kinds:
         for streamed in (False, True):
-            known = form.answer_form(template, streamed)
-            assert form.answer_form(template, streamed) is known
-            assert known is not form.answer_form(template, not streamed)
+            known = form.answer_form(kind, streamed)
+            assert form.answer_form(kind, streamed) is known
+            assert known is not form.answer_form(kind, not streamed)
         assert len(form.unary) <= MessageForm.MAX_ANSWERS >= len(form.streamed)

@@ -14,9 +14,9 @@ from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import INTERNAL, OK
 from tensord.daemon.tracing.trace_turn import TraceTurn
 from tensord.shm.control_records import TraceChanged
-from tensord.shm.messages import Inline, Tensor
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import EchoWorker, until
+from tests.records import Tensor
 
 BEGIN = ["GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START"]
 END = ["REQUEST_END", "GRPC_SEND_START", "GRPC_SEND_END"]
@@ -58,7 +58,7 @@ def traces(file: Path) -> dict[str, list[str]]:
 
 
 def answer(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> None:
-    outputs = (Tensor("y", "UINT8", (len(content),), Inline(content)),) if content else ()
+    outputs = (Tensor("y", "UINT8", (len(content),), content),) if content else ()
     worker.complete(request_id, outputs=outputs, final=final, version=1 if outputs else 0)
 
 

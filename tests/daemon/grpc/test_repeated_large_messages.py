@@ -14,7 +14,7 @@ from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
 from tensord.daemon.tracing.trace_turn import TraceTurn
 from tensord.shm.control_records import ModelGone, TraceChanged
-from tensord.shm.messages import FormSubmit, Slice, Submit, Tensor
+from tensord.shm.messages import Slice
 from tests.daemon.grpc.frame_client import (
     INFER,
     STREAM,
@@ -30,6 +30,7 @@ from tests.daemon.grpc.test_infer_calls import BEGIN, END, traces
 from tests.daemon.grpc.test_large_messages import FULL, WHOLE, is_served, send, values
 from tests.daemon.grpc.test_repeated_messages import inner_of, said
 from tests.fakes import MIB, SMALL_BUFFER, EchoWorker, front_process, until
+from tests.records import Tensor, is_numbered
 
 #: As perf_analyzer's client asks: a large answer leaves in one frame.
 WIDE = ((frames.INITIAL_WINDOW_SIZE, 1 << 24), (frames.MAX_FRAME_SIZE, 1 << 22))
@@ -40,7 +41,7 @@ paths = pytest.mark.parametrize("path", [INFER, STREAM])
 @pytest.fixture
 def served() -> Iterator[Served]:
     with serving(arenas=WHOLE) as (front, (worker,)), front.frames(WIDE) as client:
-        worker.formed = True
+        worker.numbered = True
         yield front, worker, client
 
 
@@ -69,7 +70,7 @@ def known(client: FrameClient, worker: EchoWorker, path: str) -> None:
     """Messages like those have a form from now on, and so have their answers."""
     for number in range(4):
         ask(client, worker, path, number)
-    assert isinstance(worker.record, FormSubmit)
+    assert is_numbered(worker.record)
 
 
 def nothing_on_loan(front: GrpcFrontProcess, worker: EchoWorker) -> None:
@@ -85,9 +86,9 @@ def test_answers_are_those_that_were_written_whole(path: str, client_id: str) ->
     found: list[list[Any]] = []
     for formed in (False, True):
         with serving(arenas=WHOLE) as (front, (worker,)), front.frames(WIDE) as client:
-            worker.formed = formed
+            worker.numbered = formed
             got = [ask(client, worker, path, number, client_id) for number in range(4)]
-            assert isinstance(worker.record, FormSubmit)
+            assert is_numbered(worker.record)
             assert len(worker.requests.told) == 1
             assert isinstance(worker.record.contents[0], Slice)
             found.append([(answer.messages, sorted(answer.headers.items())) for answer in got])
@@ -98,7 +99,7 @@ def test_answers_are_those_that_were_written_whole(path: str, client_id: str) ->
 @pytest.mark.parametrize("formed", [False, True])
 def test_ids_and_sizes_change_and_calls_take_turns(served: Served, formed: bool) -> None:
     front, worker, client = served
-    worker.formed = formed
+    worker.numbered = formed
     for number, client_id in enumerate(("a", "b", "", "cc", "dd", "a", "", "cc")):
         for path in (INFER, STREAM):
             ask(client, worker, path, number, client_id)
@@ -127,14 +128,14 @@ def test_two_tensors_a_large_and_a_small_one(served: Served, frame_size: int) ->
             worker.echo(submit)
             assert client.answer(stream).values == tensors[0]
     # Of a frame that is cut where the second one begins nothing is known.
-    assert isinstance(worker.record, FormSubmit) or frame_size == 10_000
+    assert is_numbered(worker.record) or frame_size == 10_000
     nothing_on_loan(front, worker)
 
 
 def test_many_of_a_stream_at_a_time() -> None:
     """They come back in any order, some in a form, some not, one with an error."""
     with serving(arenas={**WHOLE, "max_byte_size": 32 * MIB}) as (front, (worker,)), front.frames(WIDE) as client:
-        worker.formed = True
+        worker.numbered = True
         known(client, worker, STREAM)
         come_back_in_any_order(client, worker)
         nothing_on_loan(front, worker)
@@ -146,9 +147,9 @@ def come_back_in_any_order(client: FrameClient, worker: EchoWorker) -> None:
         content = prefixed(request(values(MIB, number), id=f"{number}"))
         send(client, stream, content, 4 * MIB, end=number == 7)
     asked = [worker.next() for _ in range(8)]
-    assert isinstance(worker.record, FormSubmit)
+    assert is_numbered(worker.record)
     for number, submit in reversed(list(enumerate(asked))):
-        worker.formed = number % 3 != 0
+        worker.numbered = number % 3 != 0
         if number == 5:
             worker.complete(submit.request_id, code="INVALID_ARGUMENT", message="no")
         else:
@@ -177,7 +178,7 @@ def test_clients_that_take_less_at_a_time(served: Served, settings: tuple[tuple[
         content = values(FULL, 3)
         stream = sent(client, path, content)
         worker.echo(worker.next())
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         if window < FULL:
             client.synchronise()
             assert not client.answers.get(stream, Answer()).messages
@@ -195,7 +196,7 @@ def test_a_slow_reader_of_a_known_answer(path: str) -> None:
     with front_process(GrpcFrontProcess, send_buffer=SMALL_BUFFER, arenas=arenas) as front:
         worker = front.worker()
         front.model(worker)
-        worker.formed = True
+        worker.numbered = True
         with front.frames(WIDE) as client:
             # Else the kernel learns, while the client is slow, to take a whole answer for it.
             client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
@@ -218,7 +219,7 @@ def test_a_slow_reader_of_a_known_answer(path: str) -> None:
 @paths
 def test_errors_and_defects_of_workers(path: str) -> None:
     with serving(workers=2, arenas=WHOLE) as (front, (first, second)), front.frames(WIDE) as client:
-        first.formed = second.formed = True
+        first.numbered = second.numbered = True
         front.model(first)
         known(client, first, path)
         stream = sent(client, path, values(FULL))
@@ -260,15 +261,15 @@ def test_the_model_is_another_one_now(served: Served, path: str) -> None:
         assert client.answer(stream).text.startswith(text)
     else:
         submit = worker.next()
-        worker.formed = False
+        worker.numbered = False
         for content, final in ((values(MIB), False), (values(10), True)):
             worker.answer(submit, content, final)
         found = [one.infer_response.raw_output_contents[0] for one in client.answer(stream).streamed()]
         assert found == [values(MIB), values(10)]
-        worker.formed = True
+        worker.numbered = True
     front.model(worker)
     ask(client, worker, path, 1)
-    assert isinstance(worker.record, FormSubmit)
+    assert is_numbered(worker.record)
     nothing_on_loan(front, worker)
 
 
@@ -293,7 +294,7 @@ def test_no_room_for_a_known_one(served: Served, path: str) -> None:
         worker.echo(held)
         assert client.answer(first).status == OK
         submit = worker.next()
-        assert isinstance(worker.record, Submit)
+        assert not is_numbered(worker.record)
         worker.echo(submit)
         assert list(inner_of(path, other.answer(second)).raw_output_contents) == [values(FULL, 2)]
     nothing_on_loan(front, worker)
@@ -302,7 +303,7 @@ def test_no_room_for_a_known_one(served: Served, path: str) -> None:
 @paths
 def test_a_known_one_among_too_many(path: str) -> None:
     with serving(requests={"max_in_flight": 1}, arenas=WHOLE) as (front, (worker,)), front.frames(WIDE) as client:
-        worker.formed = True
+        worker.numbered = True
         known(client, worker, path)
         first = client.call(request(b"\1"))
         submit = worker.next()
@@ -326,7 +327,7 @@ def test_a_known_one_among_too_many(path: str) -> None:
 def test_nobody_waits_for_it_any_more(path: str, when: str, how: str) -> None:
     """While it arrives, while it is with the worker, while its answer leaves."""
     with serving(arenas={**WHOLE, "max_byte_size": 8 * MIB}) as (front, (worker,)):
-        worker.formed = True
+        worker.numbered = True
         with front.frames(WIDE) as client:
             known(client, worker, path)
         with front.frames(((frames.INITIAL_WINDOW_SIZE, 100_000), *WIDE[1:])) as client:
@@ -341,7 +342,7 @@ def test_nobody_waits_for_it_any_more(path: str, when: str, how: str) -> None:
             submit = None if when == "arriving" else worker.next()
             if when == "answered":
                 assert submit is not None
-                assert isinstance(worker.record, FormSubmit)
+                assert is_numbered(worker.record)
                 worker.echo(submit)
                 while client.step() != frames.DATA:
                     pass
@@ -369,7 +370,7 @@ def test_nobody_waits_for_it_any_more(path: str, when: str, how: str) -> None:
 def test_a_held_streams_known_messages_are_given_back() -> None:
     """One request of a stream may be in flight; a large one waits behind it when the client goes, or until it has room."""
     with serving(arenas=WHOLE, grpc={"max_stream_requests": 1}) as (front, (worker,)):
-        worker.formed = True
+        worker.numbered = True
         with front.frames(WIDE) as client:
             known(client, worker, STREAM)
             for goes in (False, True):
@@ -393,13 +394,13 @@ def test_a_held_streams_known_messages_are_given_back() -> None:
 def test_its_worker_dies(path: str) -> None:
     """It is run again by another, from where it lies."""
     with serving(workers=2, arenas=WHOLE) as (front, (first, second)), front.frames(WIDE) as client:
-        first.formed = second.formed = True
+        first.numbered = second.numbered = True
         front.model(first)
         known(client, first, path)
         front.model(first, second)
         stream = sent(client, path, values(FULL, 5))
         first.next()
-        assert isinstance(first.record, FormSubmit)
+        assert is_numbered(first.record)
         first.die()
         front.fence(first)
         submit = second.next()
@@ -415,7 +416,7 @@ def test_its_worker_dies(path: str) -> None:
 @paths
 def test_headers_are_parameters_of_their_request_alone(path: str) -> None:
     with serving(arenas=WHOLE, grpc={"header_forward_pattern": "x-fwd-.*"}) as (front, (worker,)):
-        worker.formed = True
+        worker.numbered = True
         with front.frames(WIDE) as client:
             for number, value in enumerate(("1", "1", "1", "2", "", "", "1")):
                 headers = {"x_fwd_a": value} if value else {}
@@ -438,11 +439,11 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, served: Served,
     front.sync()
     for number in range(3):
         ask(client, worker, path, number, f"id{number}")
-        assert isinstance(worker.record, Submit)
+        assert not is_numbered(worker.record)
     front.send(TraceChanged("", 0, 1, 0, ""))
     front.sync()
     ask(client, worker, path, 3, "id3")
-    assert isinstance(worker.record, FormSubmit)
+    assert is_numbered(worker.record)
     until(lambda: traces(file) == {f"id{number}": BEGIN + END for number in range(3)})
     nothing_on_loan(front, worker)
 
@@ -452,7 +453,7 @@ def test_a_deadline_goes_with_it(served: Served) -> None:
     known(client, worker, INFER)
     stream = sent(client, INFER, values(FULL), grpc_timeout="600S")
     submit = worker.next()
-    assert isinstance(worker.record, FormSubmit)
+    assert is_numbered(worker.record)
     assert submit.deadline_ns > submit.received_ns > 0
     worker.echo(submit)
     assert client.answer(stream).status == OK
@@ -467,7 +468,7 @@ def test_two_known_messages_of_a_unary_call(served: Served) -> None:
         send(client, other, content, MIB)
         worker.echo(worker.next())
         assert client.answer(other).status == OK
-    assert isinstance(worker.record, FormSubmit)
+    assert is_numbered(worker.record)
     send(client, stream, 2 * content, MIB)
     assert client.answer(stream).text == "a unary call has one request message"
     assert worker.idle()

@@ -14,11 +14,11 @@ from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
 from tensord.daemon.tracing.trace_turn import TraceTurn
 from tensord.shm.control_records import ModelGone, TraceChanged
-from tensord.shm.forms import answer_template
-from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor
+from tensord.shm.messages import AnswerRecord, RegionSlice
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving
 from tests.daemon.grpc.test_infer_calls import BEGIN, END, traces
 from tests.fakes import EchoWorker, until
+from tests.records import Tensor, WholeAnswer, is_numbered
 
 TIMES = 4
 Infer = service_pb2.ModelInferRequest
@@ -39,9 +39,9 @@ def message(content: bytes, client_id: str = "", region: bool = False, **fields:
 
 def y_of(content: bytes) -> tuple[Tensor, ...]:
     return (
-        Tensor("y", "UINT8", (len(content),), Inline(content)),
+        Tensor("y", "UINT8", (len(content),), content),
         Tensor("z", "UINT8", (4,), RegionSlice("region", 0, 4)),
-        Tensor("w", "UINT8", (0,), Inline(b"")),
+        Tensor("w", "UINT8", (0,), b""),
     )
 
 
@@ -74,16 +74,16 @@ def test_answers_are_those_that_were_written_whole(path: str, fields: dict[str, 
     found: list[list[Any]] = []
     for formed in (False, True):
         with serving() as (front, (worker,)), front.frames() as client:
-            worker.formed = formed
+            worker.numbered = formed
             got = []
             for number in range(TIMES):
                 seen, answer = ask(
                     client, worker, path, message(b"%04d" % number, **fields), b"%d%d" % (number, number)
                 )
                 assert answer.status == OK
-                assert seen[0][0].place == Inline(b"%04d" % number)
+                assert seen[0][0].place == b"%04d" % number
                 got.append((seen, answer.messages, sorted(answer.headers.items())))
-            assert isinstance(worker.record, FormSubmit)
+            assert is_numbered(worker.record)
             assert len(worker.requests.told) == 1
             found.append(got)
     assert found[0] == found[1]
@@ -93,7 +93,7 @@ def test_answers_are_those_that_were_written_whole(path: str, fields: dict[str, 
 def test_ids_change_and_calls_take_turns(formed: bool) -> None:
     """Unary and streamed ones of one form; ids as long as each other or not."""
     with serving() as (front, (worker,)), front.frames() as client:
-        worker.formed = formed
+        worker.numbered = formed
         for number, client_id in enumerate(("a", "b", "", "cc", "dd", "a", "b", "", "cc")):
             for path in (INFER, STREAM):
                 seen, answer = ask(client, worker, path, message(b"%04d" % number, client_id), b"ab")
@@ -121,7 +121,7 @@ def test_many_of_a_stream_at_a_time() -> None:
             client.data(stream, prefixed(message(b"%04d" % number, f"id{number:02}")), end=number == 19)
         asked = [worker.next() for _ in range(20)]
         for number, submit in reversed(list(enumerate(asked))):
-            worker.formed = number % 3 != 0
+            worker.numbered = number % 3 != 0
             if number == 7:
                 worker.complete(submit.request_id, code="INVALID_ARGUMENT", message="no")
             else:
@@ -140,7 +140,7 @@ def test_many_of_a_stream_at_a_time() -> None:
 def test_headers_are_parameters_of_their_request_alone() -> None:
     """With headers that are forwarded something is added to each message, however known it is."""
     with serving(grpc={"header_forward_pattern": "x-fwd-.*"}) as (front, (worker,)), front.frames() as client:
-        worker.formed = True
+        worker.numbered = True
         for value in ("1", "1", "1", "2", "2", "", "", "1"):
             headers = {"x_fwd_a": value} if value else {}
             for path in (INFER, STREAM):
@@ -154,19 +154,19 @@ def test_headers_are_parameters_of_their_request_alone() -> None:
 def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, path: str, formed: bool) -> None:
     file = tmp_path / "trace.json"
     with serving() as (front, (worker,)), front.frames() as client:
-        worker.formed = formed
+        worker.numbered = formed
 
         def asked(number: int, traced: bool) -> None:
             stream = client.call(message(b"%04d" % number, f"id{number}"), path)
             submit = worker.next()
             assert submit.trace == int(traced)
-            assert (submit.inputs[0].place, submit.client_id) == (Inline(b"%04d" % number), f"id{number}")
+            assert (submit.inputs[0].place, submit.client_id) == (b"%04d" % number, f"id{number}")
             worker.complete(submit.request_id, outputs=y_of(b"%02d" % number))
             assert inner_of(path, client.answer(stream)).raw_output_contents[0] == b"%02d" % number
 
         for number in range(3):
             asked(number, False)
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         turn = TraceTurn.create(1)
         front.send(TraceChanged("", 1, 1, 0, str(file)), turn.fd)
         turn.close()
@@ -177,7 +177,7 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, path: str, form
         front.sync()
         for number in range(6, 8):
             asked(number, False)
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         until(lambda: traces(file) == {f"id{number}": BEGIN + END for number in range(3, 6)})
 
 
@@ -187,7 +187,7 @@ def test_a_deadline_of_a_known_message() -> None:
             ask(client, worker, INFER, message(b"%04d" % number), b"ab")
         stream = client.call(message(b"late"), INFER, grpc_timeout="600S")
         submit = worker.next()
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         assert submit.deadline_ns > submit.received_ns > 0
         worker.complete(submit.request_id, outputs=y_of(b"ab"))
         assert client.answer(stream).status == OK
@@ -196,7 +196,7 @@ def test_a_deadline_of_a_known_message() -> None:
 @pytest.mark.parametrize("path", [INFER, STREAM])
 def test_errors_and_defects_of_workers(path: str) -> None:
     with serving(workers=2) as (front, (first, second)), front.frames() as client:
-        first.formed = second.formed = True
+        first.numbered = second.numbered = True
         front.model(first)
         for number in range(3):
             ask(client, first, path, message(b"%04d" % number), b"ab")
@@ -205,8 +205,8 @@ def test_errors_and_defects_of_workers(path: str) -> None:
         assert said(path, client.answer(stream)) == (INVALID_ARGUMENT, "not that")
         stream = client.call(message(b"abcd"), path)
         request = first.next()
-        form = first.lane.answer_form(answer_template(Completion(0, version=1, outputs=y_of(b"ab"))))
-        first.lane.complete_formed(form, FormCompletion(request.request_id, form.number, (b"ab",)))
+        form = first.lane.number(WholeAnswer(0, version=1, outputs=y_of(b"ab")).prepared)
+        first.lane.complete(AnswerRecord(request.request_id, form.number, (b"ab",)), form)
         until(first.lane.flush)
         assert said(path, client.answer(stream)) == (INTERNAL, "the worker's answer could not be understood")
         front.model(first, second)
@@ -224,7 +224,7 @@ def said(path: str, answer: Answer) -> tuple[int, str]:
 
 def test_a_client_that_leaves_with_a_known_call_under_way() -> None:
     with serving() as (front, (worker,)):
-        worker.formed = True
+        worker.numbered = True
         with front.frames() as client:
             for number in range(3):
                 ask(client, worker, INFER, message(b"%04d" % number), b"ab")
@@ -232,7 +232,7 @@ def test_a_client_that_leaves_with_a_known_call_under_way() -> None:
             client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.call(message(b"gone"))
             gone = worker.next()
-            assert isinstance(worker.record, FormSubmit)
+            assert is_numbered(worker.record)
         until(lambda: worker.poll() or worker.cancelled == [gone.request_id])
         worker.complete(gone.request_id, outputs=y_of(b"ab"))
         with front.frames() as client:
@@ -241,11 +241,11 @@ def test_a_client_that_leaves_with_a_known_call_under_way() -> None:
 
 def known(front: GrpcFrontProcess, client: FrameClient, worker: EchoWorker) -> None:
     """Messages like ``message(b"abcd")`` have a form from now on, in unary calls and streams, and so have their answers."""
-    worker.formed = True
+    worker.numbered = True
     for path in (INFER, STREAM):
         for number in range(3):
             assert ask(client, worker, path, message(b"%04d" % number), b"ab")[1].status == OK
-    assert isinstance(worker.record, FormSubmit)
+    assert is_numbered(worker.record)
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM])
@@ -274,8 +274,8 @@ def test_known_messages_however_they_are_cut(cut: int) -> None:
             client.data(stream, content[at : at + cut], end=at + cut >= len(content))
         for number in range(3):
             submit = worker.next()
-            assert isinstance(worker.record, FormSubmit)
-            assert submit.inputs[0].place == Inline(b"%04d" % number)
+            assert is_numbered(worker.record)
+            assert submit.inputs[0].place == b"%04d" % number
             worker.complete(submit.request_id, outputs=y_of(b"%02d" % number))
         answer = client.answer(stream)
         assert [one.infer_response.raw_output_contents[0] for one in answer.streamed()] == [b"00", b"01", b"02"]
@@ -307,7 +307,7 @@ def test_a_known_message_of_a_model_that_is_another_now(path: str) -> None:
             ]
         front.model(worker)
         assert ask(client, worker, path, message(b"abcd"), b"cd")[1].status == OK
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM])
@@ -330,7 +330,7 @@ def test_a_known_call_that_is_reset(path: str) -> None:
         stream = client.open(path)
         client.data(stream, prefixed(message(b"abcd")), end=path == INFER)
         gone = worker.next()
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         client.send(frames.rst_stream(stream, frames.CANCEL))
         until(lambda: worker.poll() or worker.cancelled == [gone.request_id])
         worker.complete(gone.request_id, outputs=y_of(b"ab"))
@@ -360,6 +360,6 @@ def test_known_messages_of_a_stream_wait_their_turn() -> None:
             got.append(worker.next())
             assert len(worker._requests) <= 1
             worker.complete(got[-1].request_id, outputs=y_of(b"ab"))
-        assert [submit.inputs[0].place for submit in got] == [Inline(b"%04d" % number) for number in range(6)]
+        assert [submit.inputs[0].place for submit in got] == [b"%04d" % number for number in range(6)]
         answer = client.answer(stream)
         assert (answer.status, len(answer.messages)) == (OK, 6)

@@ -21,8 +21,8 @@ from tensord.shm.arrays import DTYPES
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.forms import Forms
-from tensord.shm.messages import RegionSlice, Submit
+from tensord.shm.messages import PreparedRequest, RegionSlice
+from tensord.shm.prepared import Numbers
 from tests.daemon.grpc.requests import REQUESTS, TYPED, Infer, Parameter
 
 
@@ -53,10 +53,10 @@ def message(*inputs: Any, raw: tuple[bytes, ...] = (), **fields: Any) -> bytes:
 
 
 class Numbering:
-    """What of a submitter forms are made with."""
+    """What of a submitter numbers are given with."""
 
     def __init__(self) -> None:
-        self.forms: Forms[Submit] = Forms()
+        self.numbers: Numbers[PreparedRequest] = Numbers()
 
 
 def reader(models: ModelTable | None = None) -> RequestReader:

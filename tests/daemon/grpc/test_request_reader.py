@@ -16,10 +16,11 @@ from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import NotFound
-from tensord.shm.forms import MAX_FORMS, whole_request
-from tensord.shm.messages import Buffer, FormSubmit, Inline
+from tensord.shm.messages import Buffer, RequestRecord
+from tensord.shm.prepared import MAX_NUMBERS
 from tests.daemon.grpc.requests import REQUESTS, Parameter
 from tests.daemon.grpc.test_request_codec import forms_of, located, message, reader, table, tensor
+from tests.records import whole_request
 
 
 class Front:
@@ -81,14 +82,10 @@ def test_whichever_way_a_message_goes(requests: list[Any], data: st.DataObject) 
         except UnicodeDecodeError:
             assert "UTF-8" in expected[1]
             continue
-        assert form.form is not None
-        own = FormSubmit(1, 0, raws, text, 0, 0, *scheduling)  # type: ignore[arg-type]
-        whole = whole_request(form.form.template, own)
-        places = [place.content if isinstance(place := tensor.place, Inline) else place for tensor in whole.inputs]
-        inputs = [
-            (tensor.name, tensor.datatype, tensor.shape, place)
-            for tensor, place in zip(whole.inputs, places, strict=True)
-        ]
+        assert form.numbered is not None
+        own = RequestRecord(1, 0, raws, text, 0, 0, *scheduling)  # type: ignore[arg-type]
+        whole = whole_request(form.numbered.prepared, own)
+        inputs = [tuple(tensor) for tensor in whole.inputs]
         fields = (whole.priority, whole.timeout_us, whole.sequence_id, whole.sequence_start, whole.sequence_end)
         model, state = whole.model, expected[-1]
         assert form.decoupled == state.streams
@@ -152,7 +149,7 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> No
             assert found[3] == wanted
             assert found[0].decoded.scheduling == UNSCHEDULED
     assert front.formed(message(tensor(), raw=(b"ab",), parameters={"x": Parameter(int64_param=1)}))
-    assert repr(front.forms._submitter.forms) == "<Forms 1, 1 minted, 0 evicted>"
+    assert repr(front.forms._submitter.numbers) == "<Numbers 1, 1 minted, 0 evicted>"
 
 
 @pytest.mark.parametrize("name", ["priority", "timeout", "sequence_id"])
@@ -225,9 +222,9 @@ def test_what_comes_once_has_no_number() -> None:
     front = Front()
     for number in range(20):
         front.reader.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
-    assert repr(front.forms._submitter.forms) == "<Forms 0, 0 minted, 0 evicted>"
+    assert repr(front.forms._submitter.numbers) == "<Numbers 0, 0 minted, 0 evicted>"
     assert front.formed(message(tensor(name="x7"), raw=(b"cd",)))
-    assert repr(front.forms._submitter.forms) == "<Forms 1, 1 minted, 0 evicted>"
+    assert repr(front.forms._submitter.numbers) == "<Numbers 1, 1 minted, 0 evicted>"
 
 
 def test_forms_are_bounded() -> None:
@@ -235,12 +232,12 @@ def test_forms_are_bounded() -> None:
     front = Front()
     used = message(tensor(name="used"), raw=(b"ab",))
     front.reader.read(used)
-    for number in range(3 * MAX_FORMS):
+    for number in range(3 * MAX_NUMBERS):
         front.reader.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
         if number % 100 == 0:
             assert front.formed(used)
-    assert 0 < len(front.forms._forms) <= MAX_FORMS
-    assert 0 < len(front.forms._forms._old) <= MAX_FORMS
+    assert 0 < len(front.forms._forms) <= MAX_NUMBERS
+    assert 0 < len(front.forms._forms._old) <= MAX_NUMBERS
     assert front.formed(message(tensor(name="x0"), raw=(b"ab",))) is None
     front.reader.read(message(tensor(name="y" * MAX_REST), raw=(b"ab",)))
     assert front.formed(message(tensor(name="y" * MAX_REST), raw=(b"ab",))) is None

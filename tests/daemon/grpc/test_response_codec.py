@@ -11,13 +11,14 @@ from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc import response_codec
 from tensord.shm.datatypes import ELEMENT_SIZES
-from tensord.shm.messages import Completion, Inline, Parameter, RegionSlice, Slice, Tensor
+from tensord.shm.messages import Parameter, PreparedAnswer, RegionSlice, Slice
+from tests.records import Tensor, WholeAnswer, own_contents
 
 ARENA = bytes(range(256)) * 300
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 SHAPES = st.lists(st.integers(0, (1 << 63) - 1), max_size=4).map(tuple)
 PLACES = st.one_of(
-    st.binary(max_size=200).map(Inline),
+    st.binary(max_size=200),
     st.builds(Slice, st.just(0), st.integers(0, 500), st.integers(0, 70_000)),
     st.just(RegionSlice("r", 0, 5)),
 )
@@ -32,8 +33,8 @@ def view(place: Slice) -> memoryview:
 
 def content(tensor: Tensor) -> bytes:
     match tensor.place:
-        case Inline(held):
-            return bytes(held)
+        case bytes():
+            return tensor.place
         case Slice():
             return bytes(view(tensor.place))
     return b""
@@ -59,8 +60,8 @@ def test_protobuf_reads_what_was_written(
     parameters: dict[str, Parameter],
     final: bool | None,
 ) -> None:
-    completion = Completion(1, version=version, outputs=tuple(outputs), parameters=parameters)
-    parts = response_codec.encode(completion, model, client_id, view, final)
+    completion = WholeAnswer(1, version=version, outputs=tuple(outputs), parameters=parameters)
+    parts = response_codec.encode(completion.prepared, completion.contents, model, client_id, view, final)
     answer = service_pb2.ModelInferResponse.FromString(b"".join(parts))
     assert (answer.model_name, answer.model_version, answer.id) == (model, str(version), client_id)
     assert [(o.name, o.datatype, tuple(o.shape)) for o in answer.outputs] == [
@@ -75,14 +76,16 @@ def test_protobuf_reads_what_was_written(
 
 def test_a_slice_is_not_copied() -> None:
     outputs = (Tensor("y", "UINT8", (70_000,), Slice(0, 3, 70_000)),)
-    parts = response_codec.encode(Completion(1, version=1, outputs=outputs), "m", "", view)
+    parts = response_codec.encode(
+        WholeAnswer(1, version=1, outputs=outputs).prepared, own_contents(outputs), "m", "", view
+    )
     (slice_,) = (part for part in parts if isinstance(part, memoryview))
     assert slice_.obj is ARENA
 
 
 @pytest.mark.parametrize(("value", "choice"), [(True, "bool"), (-1, "int64"), (0.5, "double"), ("a", "string")])
 def test_a_parameter_keeps_its_type(value: Parameter, choice: str) -> None:
-    parts = response_codec.encode(Completion(1, version=1, parameters={"p": value}), "m", "", view)
+    parts = response_codec.encode(PreparedAnswer(1, parameters={"p": value}), (), "m", "", view)
     found = service_pb2.ModelInferResponse.FromString(b"".join(parts)).parameters["p"]
     assert found.WhichOneof("parameter_choice") == f"{choice}_param"
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from tensord.daemon.grpc.response_codec import field, varint
-from tensord.shm.forms import whole_request
-from tensord.shm.messages import FormSubmit, Inline
+from tensord.shm.messages import RequestRecord
 from tests.daemon.grpc.requests import Infer
 from tests.daemon.grpc.test_request_codec import reader
 from tests.daemon.grpc.test_request_reader import Front, meaning
+from tests.records import whole_request
 
 COUNT = int(os.environ.get("TENSORD_SPELLED_MESSAGES", "2000"))
 SEED = int(os.environ.get("TENSORD_SPELLED_SEED", "1"))
@@ -124,11 +124,11 @@ def formed(front: Front, content: bytes) -> Any:
     if found is None:
         return None
     form, client_id, raws, scheduling = found
-    assert form.form is not None
-    own = FormSubmit(1, 0, raws, client_id.decode(), 0, 0, *scheduling)  # type: ignore[arg-type]
-    whole = whole_request(form.form.template, own)
+    assert form.numbered is not None
+    own = RequestRecord(1, 0, raws, client_id.decode(), 0, 0, *scheduling)  # type: ignore[arg-type]
+    whole = whole_request(form.numbered.prepared, own)
     inputs = [
-        (tensor.name, tensor.datatype, tensor.shape, tensor.place.content if isinstance(tensor.place, Inline) else None)
+        (tensor.name, tensor.datatype, tensor.shape, tensor.place if isinstance(tensor.place, bytes) else None)
         for tensor in whole.inputs
     ]
     state = front.reader._table.find(whole.model, whole.version)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensord.daemon.http.connection import Connection
-from tensord.shm.messages import Cancel, Completion, FormSubmit, Inline, RegionSlice, Submit, Tensor
-from tests.fakes import WholeRequests, answer_formed
+from tensord.shm.messages import Cancel, RegionSlice, RequestRecord
+from tests.fakes import WholeRequests, complete_numbered
+from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.work.connection import Bench, KeptTransport
 
 #: More than is read with a head, and 64 KiB.
@@ -75,10 +76,10 @@ class EchoingWorker:
         self._bench = bench
         self._requests = WholeRequests()
         #: What came: as it came, and what it said without what is its alone and with the bytes of its tensors.
-        self.records: list[Submit | FormSubmit] = []
+        self.records: list[RequestRecord] = []
         self.said: list[tuple[Any, ...]] = []
         #: Taken and not yet answered.
-        self.waiting: list[tuple[Submit, bool]] = []
+        self.waiting: list[tuple[WholeRequest, bool]] = []
         self.cancelled: list[int] = []
 
     def take(self) -> None:
@@ -89,27 +90,25 @@ class EchoingWorker:
                 if isinstance(record, Cancel):
                     self.cancelled.append(record.request_id)
                 elif (whole := self._requests.read(record)) is not None:
-                    assert isinstance(record, Submit | FormSubmit)
+                    assert isinstance(record, RequestRecord)
                     self.records.append(record)
-                    self.waiting.append((whole, isinstance(record, FormSubmit)))
+                    self.waiting.append((whole, isinstance(record.prepared, int)))
                     self.said.append(
                         (whole.model, whole.outputs, whole.parameters, whole.client_id, self.contents(whole))
                     )
 
-    def contents(self, whole: Submit) -> list[Any]:
+    def contents(self, whole: WholeRequest) -> list[Any]:
         """Name, shape and bytes of each input, or where it is, and whether it is in the arena."""
         found: list[Any] = []
         for tensor in whole.inputs:
             place = tensor.place
-            if isinstance(place, RegionSlice):
+            if isinstance(place, RegionSlice | bytes):
                 found.append((tensor.name, tensor.shape, place))
-            elif isinstance(place, Inline):
-                found.append((tensor.name, tensor.shape, place.content))
             else:
                 found.append((tensor.name, tensor.shape, bytes(self._bench.worker.view(place)), place.offset % 64))
         return found
 
-    def echo(self, whole: Submit) -> Completion:
+    def echo(self, whole: WholeRequest) -> WholeAnswer:
         """Each input as an output: large ones in one lease, others in the record."""
         lane = self._bench.worker
         large = [tensor.place.byte_size for tensor in whole.inputs if self._large(tensor)]
@@ -127,23 +126,23 @@ class EchoingWorker:
                 used += size
             else:
                 outputs.append(tensor)
-        return Completion(
+        return WholeAnswer(
             whole.request_id, version=1, outputs=tuple(outputs), lease=None if lease is None else lease.key
         )
 
     @staticmethod
     def _large(tensor: Tensor) -> bool:
-        return not isinstance(tensor.place, RegionSlice | Inline)
+        return not isinstance(tensor.place, RegionSlice | bytes)
 
-    def answer(self, complete: Callable[[Submit], Completion] | None = None) -> None:
-        """All that wait; those of a form, where the answer is good, with one of a form."""
+    def answer(self, complete: Callable[[WholeRequest], WholeAnswer] | None = None) -> None:
+        """All that wait; those with a number, where the answer is good, with a number."""
         waiting, self.waiting = self.waiting, []
-        for whole, formed in waiting:
+        for whole, numbered in waiting:
             completion = (complete or self.echo)(whole)
-            if formed and not completion.code:
-                answer_formed(self._bench.worker, completion)
+            if numbered and not completion.code:
+                complete_numbered(self._bench.worker, completion)
             else:
-                self._bench.worker.complete(completion)
+                self._bench.worker.complete(completion.record)
         assert self._bench.worker.flush()
 
     @property
@@ -169,7 +168,7 @@ async def exchange(
     worker: EchoingWorker,
     transport: KeptTransport,
     pieces: Sequence[bytes],
-    complete: Callable[[Submit], Completion] | None = None,
+    complete: Callable[[WholeRequest], WholeAnswer] | None = None,
 ) -> bytes:
     """Sends the pieces, has answered whatever they ask, and returns all that the client got."""
     for piece in pieces:

@@ -12,8 +12,9 @@ from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.http_form import HttpForm
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.response_codec import encode, response_head
-from tensord.shm.forms import Forms, answer_template, own_contents
-from tensord.shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, Slice
+from tensord.shm.prepared import Numbers
+from tests.records import Tensor, WholeAnswer, own_contents
 
 #: What a worker's arena holds.
 ARENA = memoryview(bytes(range(256)) * 4)
@@ -21,8 +22,8 @@ SHAPES = st.sampled_from([(4,), (2, 2), (1,), (0,)])
 NAMES, DATATYPES = st.sampled_from(["y", "z", "other"]), st.sampled_from(["UINT8", "INT8"])
 
 
-def places(byte_size: int) -> st.SearchStrategy[Inline | Slice]:
-    return st.binary(min_size=byte_size, max_size=byte_size).map(Inline) | st.builds(
+def places(byte_size: int) -> st.SearchStrategy[bytes | Slice]:
+    return st.binary(min_size=byte_size, max_size=byte_size) | st.builds(
         Slice, st.just(0), st.integers(0, len(ARENA) - byte_size), st.just(byte_size)
     )
 
@@ -31,7 +32,7 @@ TENSORS = st.builds(Tensor, NAMES, DATATYPES, SHAPES, st.just(RegionSlice("regio
     lambda shape: st.builds(Tensor, NAMES, DATATYPES, st.just(shape), places(math.prod(shape)))
 )
 COMPLETIONS = st.builds(
-    Completion,
+    WholeAnswer,
     st.just(1),
     version=st.sampled_from([1, 2]),
     outputs=st.lists(TENSORS, max_size=2).map(tuple),
@@ -53,17 +54,17 @@ IDS = st.sampled_from(["", "id-7", "7", '"quoted" \u00e4\n', "i" * 3000]) | st.t
 
 
 @given(st.lists(st.tuples(COMPLETIONS, IDS, IDS), max_size=8))
-def test_every_answer_is_what_encoding_it_gives(completions: list[tuple[Completion, str, str]]) -> None:
-    """Whatever answers follow each other, each twice, and others of their form."""
-    form, forms = known(), Forms[Completion]()
+def test_every_answer_is_what_encoding_it_gives(completions: list[tuple[WholeAnswer, str, str]]) -> None:
+    """Whatever answers follow each other, each twice, and others of their kind."""
+    form, numbers = known(), Numbers[PreparedAnswer]()
     asked = form.asked
     for completion, *ids in completions:
-        template = forms.form(answer_template(completion)).template
+        prepared = numbers.number(completion.prepared).prepared
         contents = own_contents(completion.outputs)
         leased = any(type(content) is Slice for content in contents)
-        own = FormCompletion(1, 0, contents, (0, 0, 1) if leased else None)
+        own = AnswerRecord(1, 0, contents, (0, 0, 1) if leased else None)
         for client_id in ids:
-            answer = form.answer(template, own, view)
+            answer = form.answer(prepared, own, view)
             if leased:
                 pieces = answer.pieces(client_id, own, view)
                 whole = None if pieces is None else b"".join(pieces)
@@ -74,16 +75,16 @@ def test_every_answer_is_what_encoding_it_gives(completions: list[tuple[Completi
             ):
                 assert whole is None
                 continue
-            said, parts = encode(completion, "echo", client_id, asked.binary, asked.all_binary, view)
+            said, parts = encode(completion.prepared, contents, "echo", client_id, asked.binary, asked.all_binary, view)
             assert whole == b"".join((response_head(len(said), sum(map(len, parts))), said, *parts))
 
 
 def test_tensors_in_the_arena_are_not_copied() -> None:
     form = known()
-    template = answer_template(Completion(1, version=1, outputs=(Tensor("y", "UINT8", (4,), Inline(b"")),)))
+    prepared = WholeAnswer(1, version=1, outputs=(Tensor("y", "UINT8", (4,), b""),)).prepared
     for offset in (0, 64, 8):
-        own = FormCompletion(1, 0, (Slice(0, offset, 4),), (0, 0, 1))
-        pieces = form.answer(template, own, view).pieces("", own, view)
+        own = AnswerRecord(1, 0, (Slice(0, offset, 4),), (0, 0, 1))
+        pieces = form.answer(prepared, own, view).pieces("", own, view)
         assert pieces is not None
         assert isinstance(pieces[1], memoryview)
         assert pieces[1] == ARENA[offset : offset + 4]
@@ -92,33 +93,33 @@ def test_tensors_in_the_arena_are_not_copied() -> None:
 @pytest.mark.parametrize("sizes", [(3, 2), (5, 1), (2, 4), (), (6,)])
 def test_an_answer_of_other_sizes_is_written_by_itself(sizes: tuple[int, ...]) -> None:
     """Strings have any: whatever it is, it is written anew, or refused there. Its head says the size of each part."""
-    outputs = tuple(Tensor(name, "BYTES", (1,), Inline(b"")) for name in ("y", "z"))
-    template = answer_template(Completion(1, version=1, outputs=outputs))
-    answer = known().answer(template, FormCompletion(1, 0, (b"1234", b"56")), view)
+    outputs = tuple(Tensor(name, "BYTES", (1,), b"") for name in ("y", "z"))
+    prepared = WholeAnswer(1, version=1, outputs=outputs).prepared
+    answer = known().answer(prepared, AnswerRecord(1, 0, (b"1234", b"56")), view)
     inline, leased = tuple(map(bytes, sizes)), tuple(Slice(0, 0, size) for size in sizes)
-    assert answer.whole("", FormCompletion(1, 0, (b"1234", b"56"))) is not None
-    assert answer.whole("", FormCompletion(1, 0, inline)) is None
-    assert answer.pieces("", FormCompletion(1, 0, leased, (0, 0, 1)), view) is None
-    assert answer.whole("", FormCompletion(1, 0, (b"6543", b"21"))) is not None
-    assert answer.pieces("", FormCompletion(1, 0, (Slice(0, 7, 4), b"21"), (0, 0, 1)), view) is not None
+    assert answer.whole("", AnswerRecord(1, 0, (b"1234", b"56"))) is not None
+    assert answer.whole("", AnswerRecord(1, 0, inline)) is None
+    assert answer.pieces("", AnswerRecord(1, 0, leased, (0, 0, 1)), view) is None
+    assert answer.whole("", AnswerRecord(1, 0, (b"6543", b"21"))) is not None
+    assert answer.pieces("", AnswerRecord(1, 0, (Slice(0, 7, 4), b"21"), (0, 0, 1)), view) is not None
 
 
 def test_answers_of_many_kinds_take_no_more_room() -> None:
-    form, forms = known(), Forms[Completion]()
-    own = FormCompletion(1, 0, (b"1",))
+    form, numbers = known(), Numbers[PreparedAnswer]()
+    own = AnswerRecord(1, 0, (b"1",))
     for version in range(100):
-        template = answer_template(Completion(1, version=version, outputs=(Tensor("y", "UINT8", (1,), Inline(b"")),)))
+        prepared = WholeAnswer(1, version=version, outputs=(Tensor("y", "UINT8", (1,), b""),)).prepared
         for _ in range(2):
-            whole = form.answer(forms.form(template).template, own, view).whole("", own)
+            whole = form.answer(numbers.number(prepared).prepared, own, view).whole("", own)
             assert whole is not None
             assert b'"model_version":"%d"' % version in whole
     assert len(form._answers) <= 16
 
 
 def test_a_long_text_is_not_remembered() -> None:
-    template = answer_template(Completion(1, version=1, outputs=(Tensor("y" * 2048, "UINT8", (1,), Inline(b"")),)))
+    prepared = WholeAnswer(1, version=1, outputs=(Tensor("y" * 2048, "UINT8", (1,), b""),)).prepared
     asked = DecodedRequest("", [], (), {}, True, {})
-    own = FormCompletion(1, 0, (b"1",))
-    answer = HttpForm(InferHead("echo", 0, 10, None, True), asked).answer(template, own, view)
+    own = AnswerRecord(1, 0, (b"1",))
+    answer = HttpForm(InferHead("echo", 0, 10, None, True), asked).answer(prepared, own, view)
     assert answer.whole("", own) is None
     assert answer.pieces("", own, view) is None

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tensord.shm.control_records import ModelGone
-from tensord.shm.messages import Inline, Slice, Submit, Tensor
+from tensord.shm.messages import Slice
 from tensord.shm.sequence_keys import SequenceKeys
 from tests.fakes import (
     INCARNATION,
@@ -27,6 +27,7 @@ from tests.fakes import (
     serving,
     until,
 )
+from tests.records import Tensor, WholeRequest
 
 # ------------------------------------------------------------------------------------------------- times and numbers
 
@@ -88,7 +89,7 @@ def test_a_client_that_takes_a_little_is_not() -> None:
         client.take(4 * MIB)
 
 
-def asked(front: FrontProcess, worker: EchoWorker) -> tuple[Client, Submit]:
+def asked(front: FrontProcess, worker: EchoWorker) -> tuple[Client, WholeRequest]:
     """A connection that waits for its answer, and what it asked."""
     client = front.client()
     client.send(json_request(b"\1"))
@@ -326,9 +327,9 @@ def test_errors_of_the_worker_are_passed_on() -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        Tensor("y", "FP7", (1,), Inline(b"a")),
-        Tensor("y", "FP32", (-1,), Inline(b"abcd")),
-        Tensor("y", "FP32", (2,), Inline(b"a")),
+        Tensor("y", "FP7", (1,), b"a"),
+        Tensor("y", "FP32", (-1,), b"abcd"),
+        Tensor("y", "FP32", (2,), b"a"),
         Tensor("y", "UINT8", (1,), Slice(7, 0, 1)),
         Tensor("y", "UINT8", (1,), Slice(0, 1 << 40, 1)),
     ],

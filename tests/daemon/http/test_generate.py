@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensord.shm.messages import Inline, Tensor
 from tests.fakes import MIB, Client, EchoWorker, FrontProcess, in_service, serving, until
+from tests.records import Tensor
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def asked(endpoint: str, body: bytes, *headers: str, version: str = "HTTP/1.1") 
 
 
 def one(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> None:
-    outputs = (Tensor("y", "UINT8", (len(content),), Inline(content)),) if content else ()
+    outputs = (Tensor("y", "UINT8", (len(content),), content),) if content else ()
     worker.complete(request_id, outputs=outputs, final=final, version=1 if outputs else 0)
 
 
@@ -197,7 +197,7 @@ def test_who_leaves_cancels(
         client.send(asked(endpoint, b'{"x":1}'))
         request = worker.next()
         if begun:
-            worker.complete(request.request_id, outputs=(Tensor("y", "UINT8", (1,), Inline(b"\1")),), final=False)
+            worker.complete(request.request_id, outputs=(Tensor("y", "UINT8", (1,), b"\1"),), final=False)
             if endpoint == "generate_stream":
                 assert client.answer().status == 200
     until(lambda: worker.idle(0.01) and request.request_id in worker.cancelled)

@@ -10,7 +10,8 @@ import pytest
 from tensord.daemon.http.generate_codec import decode, encode
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Completion, Inline, RegionSlice, Tensor
+from tensord.shm.messages import Content, PreparedAnswer, RegionSlice
+from tests.records import Tensor, WholeAnswer
 
 
 def described(**shapes: tuple[str, list[int]]) -> bytes:
@@ -110,20 +111,21 @@ def test_halves_are_refused_in_json() -> None:
         decode(b'{"x": 1}', "m", 0, described(x=("FP16", [1])))
 
 
-def response(*outputs: Tensor, **fields: Any) -> Completion:
-    return Completion(1, version=3, outputs=outputs, **fields)
+def response(*outputs: Tensor, **fields: Any) -> tuple[PreparedAnswer, tuple[Content, ...]]:
+    answer = WholeAnswer(1, version=3, outputs=outputs, **fields)
+    return answer.prepared, answer.contents
 
 
 def test_answers() -> None:
     answer = response(
-        Tensor("text", "BYTES", (1, 1), Inline(b"\2\0\0\0hi")),
-        Tensor("n", "UINT8", (3,), Inline(b"\1\2\3")),
-        Tensor("none", "UINT8", (0,), Inline(b"")),
-        Tensor("nan", "FP32", (1,), Inline(b"\0\0\xc0\x7f")),
+        Tensor("text", "BYTES", (1, 1), b"\2\0\0\0hi"),
+        Tensor("n", "UINT8", (3,), b"\1\2\3"),
+        Tensor("none", "UINT8", (0,), b""),
+        Tensor("nan", "FP32", (1,), b"\0\0\xc0\x7f"),
         Tensor("there", "UINT8", (1,), RegionSlice("r", 0, 1)),
         parameters={"tokens": 7},
     )
-    encoded = encode(answer, None, "m", "id")
+    encoded = encode(*answer, "m", "id")
     assert b'"nan":NaN' in encoded
     assert json.loads(encoded.replace(b"NaN", b"null")) == {
         "id": "id",
@@ -135,9 +137,9 @@ def test_answers() -> None:
         "none": [],
         "nan": None,
     }
-    assert "id" not in json.loads(encode(response(), None, "m", ""))
+    assert "id" not in json.loads(encode(*response(), "m", ""))
 
 
 def test_bytes_that_are_no_text() -> None:
     with pytest.raises(InvalidArgument, match="not UTF-8"):
-        encode(response(Tensor("y", "BYTES", (1,), Inline(b"\1\0\0\0\xff"))), None, "m", "")
+        encode(*response(Tensor("y", "BYTES", (1,), b"\1\0\0\0\xff")), "m", "")

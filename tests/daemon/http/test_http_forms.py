@@ -18,8 +18,8 @@ from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.request_head import Malformed
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import ServingError
-from tensord.shm.forms import Forms
-from tensord.shm.messages import RegionSlice, Submit
+from tensord.shm.messages import PreparedRequest, RegionSlice
+from tensord.shm.prepared import Numbers
 
 PLAIN: dict[str, Any] = {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": {"binary_data_size": 4}}
 REGION: dict[str, Any] = {
@@ -170,7 +170,7 @@ def outcome(read: Any) -> Any:
     except Malformed:
         return ""
     if isinstance(found, Request):
-        asked, model = found.form.asked, found.form.template
+        asked, model = found.form.asked, found.form.prepared
         return (found.id, found.scheduling, found.sources, model, asked.binary, asked.all_binary)
     return found
 
@@ -235,7 +235,7 @@ def test_requests_that_mean_the_same_are_one_form() -> None:
 
 def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> None:
     """They differ from one request to the next, and nothing is minted for that; in texts that came before as well."""
-    forms, lane = HttpForms(), Forms[Submit]()
+    forms, lane = HttpForms(), Numbers[PreparedRequest]()
     for _ in range(3):
         for number in range(100):
             parameters = {
@@ -252,7 +252,7 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> No
                 parameters[name] for name in ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end")
             ]
             assert list(request.scheduling) == wanted
-            assert request.form.template.parameters == {"x": 1}
+            assert request.form.prepared.parameters == {"x": 1}
     assert lane.minted == 1
 
 
@@ -283,7 +283,7 @@ def test_what_says_anything_else_is_another_form(
     ]
     form = forms.read(head(**meaning), text(*inputs, **fields), tail_size).form
     assert form not in known
-    assert form.template != known[0].template or form.tail_size != known[0].tail_size or fields
+    assert form.prepared != known[0].prepared or form.tail_size != known[0].tail_size or fields
 
 
 def test_a_form_says_all_that_the_request_does() -> None:
@@ -292,9 +292,8 @@ def test_a_form_says_all_that_the_request_does() -> None:
         "parameters": {"a": 1, "b": "of the body", "sequence_id": 7, "sequence_end": True, "priority": 3, "timeout": 9},
     }
     request = HttpForms().read(head(version=5, forwarded={"b": "of the head"}), text(PLAIN, REGION, **fields), 4)
-    whole = request.form.template
-    assert (request.id, whole.client_id) == ("me", "")
-    assert (whole.version, whole.priority, whole.timeout_us, whole.sequence_id) == (5, 0, 0, 0)
+    whole = request.form.prepared
+    assert (request.id, whole.version) == ("me", 5)
     assert request.scheduling == Scheduling(3, 9, 7, sequence_end=True)
     assert whole.parameters == {"a": 1, "b": "of the head"}
     assert request.sources == [Part(0, 4), RegionSlice("region", 0, 4)]
@@ -302,7 +301,7 @@ def test_a_form_says_all_that_the_request_does() -> None:
 
 def test_a_form_has_a_number_once_it_came_twice() -> None:
     """Shapes and parameters that never repeat are told with their requests, and take no number from those that do."""
-    forms, lane = HttpForms(), Forms[Submit]()
+    forms, lane = HttpForms(), Numbers[PreparedRequest]()
     repeated = forms.read(head(), text(PLAIN), 4).form
     assert repeated.on_lane(lane, 8) is None
     number = forms.read(head(), text(PLAIN, id="again"), 4).form.on_lane(lane, 8)
@@ -316,7 +315,7 @@ def test_a_form_has_a_number_once_it_came_twice() -> None:
 
 
 def test_sizes_of_strings_are_no_part_of_what_workers_are_told() -> None:
-    forms, lane = HttpForms(), Forms[Submit]()
+    forms, lane = HttpForms(), Numbers[PreparedRequest]()
     told = set()
     for size in range(4, 60):
         entry = {"name": "s", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": size}}
@@ -326,7 +325,7 @@ def test_sizes_of_strings_are_no_part_of_what_workers_are_told() -> None:
 
 
 def test_tensors_of_a_small_body_are_taken_out_of_it() -> None:
-    lane = Forms[Submit]()
+    lane = Numbers[PreparedRequest]()
 
     def form(*inputs: dict[str, Any], tail_size: int, inline: int = 8) -> HttpForm:
         made = HttpForms().read(head(), text(*inputs), tail_size).form

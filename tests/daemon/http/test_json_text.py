@@ -11,12 +11,12 @@ import pytest
 from tensord.daemon.http.json_text import PIECE_COUNT, pieces, whole
 from tensord.shm.arrays import DTYPES, array, byte_content
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Inline, Tensor
+from tensord.shm.messages import PreparedTensor
 
 
-def tensor(datatype: str, values: np.ndarray) -> tuple[Tensor, bytes]:
+def tensor(datatype: str, values: np.ndarray) -> tuple[PreparedTensor, bytes]:
     content = byte_content(values) if datatype == "BYTES" else values.astype(DTYPES[datatype]).tobytes()
-    return Tensor("y", datatype, values.shape, Inline(content)), content
+    return PreparedTensor("y", datatype, values.shape), content
 
 
 @pytest.mark.parametrize("datatype", [name for name in DTYPES if name not in ("FP16", "BF16", "BYTES")])

@@ -17,9 +17,9 @@ import pytest
 
 from tensord.daemon.tracing.trace_turn import TraceTurn
 from tensord.shm.control_records import TraceChanged
-from tensord.shm.messages import FormSubmit
 from tests.daemon.http.large_client import head_size, request
 from tests.fakes import MIB, PATIENCE_SECONDS, SMALL_BUFFER, Answer, Client, EchoWorker, FrontProcess, serving, until
+from tests.records import is_numbered
 
 
 def asked(fill: int, size: int = MIB) -> bytes:
@@ -43,13 +43,13 @@ def exchange(client: Client, worker: EchoWorker, fill: int, size: int = MIB) -> 
 def known(**options: Any) -> Iterator[tuple[FrontProcess, EchoWorker, Client]]:
     """A connection that has repeated itself."""
     with serving(**options) as (front, (worker, *_)), front.client() as client:
-        worker.formed = True
+        worker.numbered = True
         if len(front.workers) > 1:
             front.model(worker)
         for fill in range(3):
             answer = exchange(client, worker, fill)
             assert (answer.status, answer.parts) == (200, bytes([fill]) * MIB)
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         until(lambda: worker.leases == 0)
         yield front, worker, client
 
@@ -91,7 +91,7 @@ def test_a_client_that_leaves_while_the_worker_has_it() -> None:
         client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         send(client, asked(1))
         gone = worker.next()
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         client.sock.close()
         until(lambda: worker.poll() or worker.cancelled == [gone.request_id])
         worker.echo(gone)
@@ -115,17 +115,17 @@ def test_arenas_that_hold_one_request_serve_one_after_the_other() -> None:
             assert client.answer().parts == bytes([fill]) * MIB
             for _ in range(2):
                 assert exchange(client, worker, fill).parts == bytes([fill]) * MIB
-            assert isinstance(worker.record, FormSubmit)
+            assert is_numbered(worker.record)
 
 
 def test_a_client_that_does_not_take_its_answer_holds_the_lease() -> None:
     with serving(send_buffer=SMALL_BUFFER) as (front, (worker,)), front.client(SMALL_BUFFER) as client:
-        worker.formed = True
+        worker.numbered = True
         for fill in range(3):
             assert exchange(client, worker, fill).parts == bytes([fill]) * MIB
         send(client, asked(7))
         worker.echo(worker.next())
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         front.sync()
         assert worker.leases == 1
         assert client.answer().parts == bytes([7]) * MIB
@@ -145,10 +145,10 @@ def test_a_worker_that_dies_under_it() -> None:
         front.model(second)
         second.echo(second.next())
         assert client.answer().parts == bytes([6]) * MIB
-        second.formed = True
+        second.numbered = True
         for fill in range(3):
             assert exchange(client, second, fill).parts == bytes([fill]) * MIB
-        assert isinstance(second.record, FormSubmit)
+        assert is_numbered(second.record)
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -194,7 +194,7 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path) -> None:
         front.sync()
         for _ in range(2):
             ask(False)
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         until(lambda: len(stamps(file)) == 6)
         assert stamps(file) == [
             *("HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
-from tensord.shm.messages import Completion, FormSubmit, Inline, Slice, Submit, Tensor
+from tensord.shm.messages import Slice
 from tests.daemon.http.large_client import (
     SIZE,
     EchoingWorker,
@@ -25,6 +25,7 @@ from tests.daemon.http.large_client import (
     request,
     turns,
 )
+from tests.records import Tensor, WholeAnswer, WholeRequest, is_numbered
 from tests.work.connection import Bench, KeptTransport
 
 TIMES = 4
@@ -69,7 +70,7 @@ async def known(
     transport = bench.connect()
     for number in range(2):
         await exchange(worker, transport, at_head(asked(number)))
-    assert isinstance(worker.records[-1], FormSubmit)
+    assert is_numbered(worker.records[-1])
     return transport
 
 
@@ -107,10 +108,10 @@ def test_records_and_answers_are_those_of_a_new_connection(
             asked = request(content, *headers, sizes=sizes, **fields)
             expected = await exchange(worker, bench.connect(), at_head(asked))
             assert expected.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert isinstance(worker.records[-1], FormSubmit) == (number > 0)
+            assert is_numbered(worker.records[-1]) == (number > 0)
             assert await exchange(worker, same, at_head(asked)) == expected
             assert worker.said[-1] == worker.said[-2]
-            assert isinstance(worker.records[-1], FormSubmit)
+            assert is_numbered(worker.records[-1])
             assert worker.leases == 0
 
     on_a_bench(test)
@@ -123,7 +124,7 @@ def test_large_tensors_are_told_by_their_places() -> None:
         sizes = (SIZE, 4, None)
         await known(bench, worker, lambda number: request(tensor(number, SIZE + 4), sizes=sizes))
         record = worker.records[-1]
-        assert isinstance(record, FormSubmit)
+        assert is_numbered(record)
         place, small = record.contents
         assert isinstance(place, Slice)
         assert (place.byte_size, place.offset % 64) == (SIZE, 0)
@@ -147,7 +148,7 @@ def test_a_request_that_is_cut_anywhere(at: int) -> None:
         for _ in range(3):
             assert await exchange(worker, transport, cut(ASKED, at)) == expected
             assert worker.said[-1] == worker.said[2]
-        assert isinstance(worker.records[-1], FormSubmit)
+        assert is_numbered(worker.records[-1])
         assert await exchange(worker, transport, at_head(ASKED)) == expected
 
     on_a_bench(test)
@@ -191,7 +192,7 @@ def test_another_json_of_the_same_size() -> None:
             got = await exchange(worker, transport, at_head(request(tensor(3)).replace(b'"x0"', name)))
             assert name in got
             assert got.endswith(tensor(3))
-            kinds.append(isinstance(worker.records[-1], FormSubmit))
+            kinds.append(is_numbered(worker.records[-1]))
         # What came once in this front is known.
         assert kinds == [True, False, True, False, True, True]
 
@@ -251,23 +252,23 @@ def test_any_requests_in_any_pieces_are_answered_as_if_each_came_alone(
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-def small(whole: Submit) -> Completion:
-    return Completion(whole.request_id, version=1, outputs=(Tensor("y", "UINT8", (2,), Inline(b"ab")),))
+def small(whole: WholeRequest) -> WholeAnswer:
+    return WholeAnswer(whole.request_id, version=1, outputs=(Tensor("y", "UINT8", (2,), b"ab"),))
 
 
-def refused(whole: Submit) -> Completion:
-    return Completion(whole.request_id, code="INVALID_ARGUMENT", message="not that")
+def refused(whole: WholeRequest) -> WholeAnswer:
+    return WholeAnswer(whole.request_id, code="INVALID_ARGUMENT", message="not that")
 
 
 def test_answers_of_other_kinds() -> None:
     """Small ones, errors, ones of no form, ones of another size: as if none had been remembered."""
 
     async def test(bench: Bench, worker: EchoingWorker) -> None:
-        def half(whole: Submit) -> Completion:
+        def half(whole: WholeRequest) -> WholeAnswer:
             lease = bench.worker.loan(SIZE // 2)
             assert lease is not None
             lease.view[:] = tensor(5, SIZE // 2)
-            return Completion(
+            return WholeAnswer(
                 whole.request_id,
                 version=1,
                 outputs=(Tensor("x0", "UINT8", (SIZE,), lease.place),),
@@ -279,7 +280,7 @@ def test_answers_of_other_kinds() -> None:
             expected = await exchange(worker, bench.connect(), at_head(ASKED), complete)
             assert (b"not that" in expected) == (complete is refused)
             assert await exchange(worker, transport, at_head(ASKED), complete) == expected
-            assert isinstance(worker.records[-1], FormSubmit)
+            assert is_numbered(worker.records[-1])
             # As it came before the worker knew the form.
             transport.arrive(ASKED)
             await turns()
@@ -293,11 +294,11 @@ def test_answers_of_other_kinds() -> None:
 
 def test_an_answer_outside_the_arena_is_an_error_for_its_client_alone() -> None:
     async def test(bench: Bench, worker: EchoingWorker) -> None:
-        def outside(whole: Submit) -> Completion:
+        def outside(whole: WholeRequest) -> WholeAnswer:
             good = worker.echo(whole)
             (output,) = good.outputs
             place = Slice(output.place.segment, 1 << 40, SIZE)  # type: ignore[union-attr]
-            return Completion(
+            return WholeAnswer(
                 whole.request_id,
                 version=1,
                 outputs=(Tensor(output.name, "UINT8", output.shape, place),),
@@ -325,7 +326,7 @@ def test_the_lease_of_an_answer_stays_until_it_is_written() -> None:
 
         transport.writelines = paused  # type: ignore[method-assign]
         got = await exchange(worker, transport, at_head(ASKED))
-        assert isinstance(worker.records[-1], FormSubmit)
+        assert is_numbered(worker.records[-1])
         assert got.endswith(tensor(9))
         assert worker.leases == 1
         # What comes meanwhile is not taken for the known one.
@@ -354,7 +355,7 @@ def test_a_model_that_goes_and_comes_back() -> None:
         assert b" 404 " in missing
         bench.submitter.model_changed(ready)
         assert await exchange(worker, transport, at_head(ASKED)) == good
-        assert isinstance(worker.records[-1], FormSubmit)
+        assert is_numbered(worker.records[-1])
         transport.arrive(ASKED[:HEAD])
         bench.submitter.model_changed(ModelGone("identity", 1))
         assert await exchange(worker, transport, [ASKED[HEAD:]]) == missing
@@ -363,7 +364,7 @@ def test_a_model_that_goes_and_comes_back() -> None:
         assert await exchange(worker, transport, at_head(ASKED)) == good
         bench.submitter.model_changed(ModelState("other", 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
         assert await exchange(worker, transport, at_head(ASKED)) == good
-        assert isinstance(worker.records[-1], FormSubmit)
+        assert is_numbered(worker.records[-1])
 
     on_a_bench(test)
 
@@ -383,7 +384,7 @@ def test_no_room_in_the_arena() -> None:
         bench.submitter.give_back(held)
         assert await exchange(worker, transport, []) == good
         assert await exchange(worker, transport, at_head(ASKED)) == good
-        assert isinstance(worker.records[-1], FormSubmit)
+        assert is_numbered(worker.records[-1])
 
     on_a_bench(test)
 
@@ -441,6 +442,6 @@ def test_requests_that_come_before_the_answer() -> None:
         assert await exchange(worker, transport, []) == b"".join(expected)
         for _ in range(2):
             assert await exchange(worker, transport, at_head(ASKED)) == expected[0]
-        assert isinstance(worker.records[-1], FormSubmit)
+        assert is_numbered(worker.records[-1])
 
     on_a_bench(test)

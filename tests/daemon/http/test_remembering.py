@@ -14,7 +14,6 @@ import pytest
 
 from tensord.config.options import Requests
 from tensord.shm.control_records import ModelGone, ModelState
-from tensord.shm.messages import Submit
 from tests.daemon.http.large_client import SIZE, EchoingWorker, LargeBench, connection_of, exchange, head_size, turns
 from tests.daemon.http.large_client import request as plain_request
 from tests.work.connection import OPTIONS, KeptTransport
@@ -146,7 +145,7 @@ def test_the_same_requests_get_the_same_answers(seed: int) -> None:
                 assert fronts[0].worker.said[-1:] == fronts[1].worker.said[-1:]
             assert fronts[0].worker.said == fronts[1].worker.said
             remembered, not_remembered = [
-                sum(not isinstance(record, Submit) for record in front.worker.records) for front in fronts
+                sum(isinstance(record.prepared, int) for record in front.worker.records) for front in fronts
             ]
             assert remembered > len(fronts[0].worker.records) / 3
             assert not_remembered == 0
@@ -179,7 +178,7 @@ def test_the_last_answer_of_a_connection_is_the_same(size: int) -> None:
             assert answers[0].startswith(b"HTTP/1.1 200 OK\r\n")
             assert b"\r\nConnection: close\r\n" in answers[0]
             assert answers == answers[:1] * 4
-            assert not isinstance(front.worker.records[-1], Submit)
+            assert isinstance(front.worker.records[-1].prepared, int)
             assert front.worker.leases == 0
         finally:
             front.bench.close()

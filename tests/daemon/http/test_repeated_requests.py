@@ -16,9 +16,9 @@ import pytest
 
 from tensord.daemon.tracing.trace_turn import TraceTurn
 from tensord.shm.control_records import TraceChanged
-from tensord.shm.forms import answer_template
-from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor
+from tensord.shm.messages import AnswerRecord, RegionSlice
 from tests.fakes import PATIENCE_SECONDS, Answer, Client, EchoWorker, front_process, serving, until
+from tests.records import Tensor, WholeAnswer, is_numbered
 
 TIMES = 5
 REGION = {"shared_memory_region": "region", "shared_memory_offset": 8, "shared_memory_byte_size": 4}
@@ -38,9 +38,9 @@ def asked(body: bytes, *headers: str, inputs: Any = None, **fields: Any) -> byte
 
 def y_of(content: bytes) -> tuple[Tensor, ...]:
     return (
-        Tensor("y", "UINT8", (len(content),), Inline(content)),
+        Tensor("y", "UINT8", (len(content),), content),
         Tensor("z", "UINT8", (4,), RegionSlice("region", 0, 4)),
-        Tensor("w", "BYTES", (1,), Inline(b"\3\0\0\0abc")),
+        Tensor("w", "BYTES", (1,), b"\3\0\0\0abc"),
     )
 
 
@@ -74,7 +74,7 @@ BINARY = {"parameters": {"binary_data_output": True}}
 def test_answers_are_those_of_a_new_connection(formed: bool, headers: tuple[str, ...], fields: dict[str, Any]) -> None:
     http = {"port": 0, "header_forward_pattern": "X-Fwd-.*", "response_compression": "low"}
     with serving(http=http) as (front, (worker,)), front.client() as same:
-        worker.formed = formed
+        worker.numbered = formed
         for number in range(TIMES):
             request, content = asked(b"%04d" % number, *headers, **fields), b"%d%d" % (number, number)
             with front.client() as fresh:
@@ -83,7 +83,7 @@ def test_answers_are_those_of_a_new_connection(formed: bool, headers: tuple[str,
             assert exchange(same, worker, request, content) == expected
             assert expected[0][2].get("X-Fwd-A") == ("1" if headers == ("X-Fwd-A: 1",) else None)
         if headers in ((), ("X-Fwd-A: 1",)):
-            assert isinstance(worker.record, FormSubmit)
+            assert is_numbered(worker.record)
             assert len(worker.requests.told) == 1
 
 
@@ -93,7 +93,7 @@ def test_who_accepts_compressed_answers_and_gets_none_is_known() -> None:
             request = asked(b"%04d" % number, "Accept-Encoding: gzip, deflate", **BINARY)
             _, answer = exchange(same, worker, request, b"ab")
             assert (answer.status, "content-encoding" in answer.headers) == (200, False)
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
 
 
 @pytest.mark.parametrize("formed", [False, True])
@@ -103,7 +103,7 @@ def test_tensors_in_regions_and_beside_them(formed: bool) -> None:
         {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": PART},
     ]
     with serving() as (front, (worker,)), front.client() as same:
-        worker.formed = formed
+        worker.numbered = formed
         for some, body in ((inputs, b"%04d"), (inputs[:1], b"")):
             for number in range(TIMES):
                 request = asked(body % number if body else body, inputs=some, **BINARY)
@@ -111,7 +111,7 @@ def test_tensors_in_regions_and_beside_them(formed: bool) -> None:
                     expected = exchange(fresh, worker, request, b"ab")
                 assert exchange(same, worker, request, b"ab") == expected
                 assert expected[0][0][0].place == RegionSlice("region", 8, 4)
-            assert isinstance(worker.record, FormSubmit)
+            assert is_numbered(worker.record)
             assert worker.record.contents == ((b"%04d" % (TIMES - 1),) if body else ())
 
 
@@ -120,7 +120,7 @@ def test_a_header_that_changes_on_a_connection() -> None:
     with front_process(http={"header_forward_pattern": "x-fwd-.*"}) as front:
         front.model(front.worker())
         (worker,) = front.workers
-        worker.formed = True
+        worker.numbered = True
         with front.client() as client:
             for value in ("1", "1", "1", "2", "2", "2", None, None, None, "1", "1"):
                 headers = () if value is None else (f"x-fwd-a: {value}",)
@@ -134,14 +134,14 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, formed: bool) -
     """A traced request says so to its worker; its trace is whole; those before and after it have none."""
     file = tmp_path / "trace.json"
     with serving() as (front, (worker,)), front.client() as client:
-        worker.formed = formed
+        worker.numbered = formed
 
         def ask(number: int, traced: bool) -> None:
             client.send(asked(b"%04d" % number, id="me", **BINARY))
             submit = worker.next()
             assert submit.trace == int(traced)
-            assert submit.inputs[0].place == Inline(b"%04d" % number)
-            assert (submit.client_id, isinstance(worker.record, FormSubmit)) == ("me", number > 0)
+            assert submit.inputs[0].place == b"%04d" % number
+            assert (submit.client_id, is_numbered(worker.record)) == ("me", number > 0)
             worker.complete(submit.request_id, outputs=y_of(b"%02d" % number))
             assert client.answer().parts[:2] == b"%02d" % number
 
@@ -178,13 +178,13 @@ def stamps(file: Path) -> list[tuple[str, str, list[str]]]:
 def test_the_last_answer_of_a_connection_says_so(formed: bool) -> None:
     """The front stops while a known request is with its worker."""
     with serving() as (front, (worker,)), front.client() as client, front.client() as idle:
-        worker.formed = formed
+        worker.numbered = formed
         for number in range(3):
             answer = exchange(client, worker, asked(b"%04d" % number, **BINARY), b"ab")[1]
             assert "connection" not in answer.headers
         client.send(asked(b"last", **BINARY))
         submit = worker.next()
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         front.stop(PATIENCE_SECONDS)
         # Closed after those that wait for an answer have been told that it is their last.
         assert idle.ends()
@@ -197,7 +197,7 @@ def test_the_last_answer_of_a_connection_says_so(formed: bool) -> None:
 @pytest.mark.parametrize("formed", [False, True])
 def test_errors_do_not_change_what_is_known(formed: bool) -> None:
     with serving() as (front, (worker,)), front.client() as client:
-        worker.formed = formed
+        worker.numbered = formed
         request = asked(b"abcd", **BINARY)
         good = [exchange(client, worker, request, b"ab")[1] for _ in range(3)]
         client.send(request)
@@ -209,7 +209,7 @@ def test_errors_do_not_change_what_is_known(formed: bool) -> None:
 
 def test_a_client_that_leaves_with_a_known_request_under_way() -> None:
     with serving() as (front, (worker,)):
-        worker.formed = True
+        worker.numbered = True
         with front.client() as client:
             for _ in range(3):
                 exchange(client, worker, asked(b"abcd", **BINARY), b"ab")
@@ -226,7 +226,7 @@ def test_a_client_that_leaves_with_a_known_request_under_way() -> None:
 def test_a_worker_whose_answer_is_not_like_its_form() -> None:
     """It is trusted no more, and its client is told; another worker answers the next one."""
     with serving(workers=2) as (front, (first, second)):
-        first.formed = second.formed = True
+        first.numbered = second.numbered = True
         front.model(first)
         with front.client() as client:
             for _ in range(3):
@@ -243,8 +243,8 @@ def garble(worker: EchoWorker) -> None:
     """Answers the next request with a tensor more than its form has."""
 
     request = worker.next()
-    form = worker.lane.answer_form(answer_template(Completion(0, version=1, outputs=y_of(b"ab"))))
-    worker.lane.complete_formed(form, FormCompletion(request.request_id, form.number, (b"ab", b"abc", b"cd")))
+    form = worker.lane.number(WholeAnswer(0, version=1, outputs=y_of(b"ab")).prepared)
+    worker.lane.complete(AnswerRecord(request.request_id, form.number, (b"ab", b"abc", b"cd")), form)
     until(worker.lane.flush)
 
 
@@ -254,12 +254,12 @@ def test_half_a_head_behind_a_known_request() -> None:
         serving(http={"port": 0, "keep_alive_timeout": 1.0, "head_timeout": 3.0}) as (front, (worker,)),
         front.client() as client,
     ):
-        worker.formed = True
+        worker.numbered = True
         for _ in range(3):
             exchange(client, worker, asked(b"abcd", **BINARY), b"ab")
         client.send(asked(b"abcd", **BINARY))
         submit = worker.next()
-        assert isinstance(worker.record, FormSubmit)
+        assert is_numbered(worker.record)
         client.send(b"POST /v2/models/echo/inf")
         # What it sent is read before the front looks at its lane again.
         assert worker.idle()
@@ -272,11 +272,11 @@ def test_strings_of_other_lengths() -> None:
     """Two outputs are as long together as they were, each by itself is not: the head of the answer says so."""
     fields: dict[str, Any] = {"parameters": {"binary_data_output": True}}
     with serving() as (front, (worker,)), front.client() as client:
-        worker.formed = True
+        worker.numbered = True
         for first, second in ((b"ab", b"c"), (b"de", b"f"), (b"g", b"hi"), (b"jk", b"l")):
             client.send(asked(b"abcd", **fields))
             tensors = tuple(
-                Tensor(name, "BYTES", (1,), Inline(len(content).to_bytes(4, "little") + content))
+                Tensor(name, "BYTES", (1,), len(content).to_bytes(4, "little") + content)
                 for name, content in (("y", first), ("z", second))
             )
             worker.complete(worker.next().request_id, outputs=tensors)
@@ -290,7 +290,7 @@ def test_requests_behind_a_known_one_are_answered_in_their_order() -> None:
     with serving(workers=2) as (front, workers), front.client() as client:
         (worker, _) = workers
         front.model(worker)
-        worker.formed = True
+        worker.numbered = True
         for _ in range(3):
             exchange(client, worker, asked(b"abcd", **BINARY), b"ab")
         client.send(asked(b"1234", **BINARY))
@@ -299,7 +299,7 @@ def test_requests_behind_a_known_one_are_answered_in_their_order() -> None:
         worker.complete(first.request_id, outputs=y_of(b"12"))
         assert client.answer().parts[:2] == b"12"
         second = worker.next()
-        assert second.inputs[0].place == Inline(b"5678")
+        assert second.inputs[0].place == b"5678"
         worker.complete(second.request_id, outputs=y_of(b"56"))
         assert client.answer().parts[:2] == b"56"
         assert client.answer().status == 200
@@ -309,7 +309,7 @@ def test_requests_behind_a_known_one_are_answered_in_their_order() -> None:
 def test_a_known_request_goes_where_its_model_is_now() -> None:
     """Which worker has it is remembered, until that changes."""
     with serving(workers=2) as (front, (first, second)), front.client() as client:
-        first.formed = second.formed = True
+        first.numbered = second.numbered = True
         for worker in (first, second, first):
             front.model(worker)
             for _ in range(3):

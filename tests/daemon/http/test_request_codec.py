@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from tensord.daemon.http.decoded_request import Part
 from tensord.shm.arrays import DTYPES
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.messages import RegionSlice, Submit, Tensor
+from tensord.shm.messages import RegionSlice
 from tensord.shm.record import encoder
 from tests.daemon.http.heads import decode, request_of, tensor
+from tests.records import Tensor, WholeRequest
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def only_refuses(head: bytes, tail_size: int) -> None:
         return
     inputs = tuple(Tensor(name, datatype, shape, RegionSlice("r", 0, 0)) for name, datatype, shape, _ in decoded.inputs)
     encoder.encode(
-        Submit(
+        WholeRequest(
             1,
             "m",
             0,
@@ -135,7 +136,7 @@ def only_refuses(head: bytes, tail_size: int) -> None:
             0,
             0,
             *decoded.scheduling,
-        )
+        ).record
     )
 
 

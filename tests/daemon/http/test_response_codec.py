@@ -16,7 +16,8 @@ from tensord.daemon.http.request_codec import decode
 from tensord.daemon.http.response_codec import CLOSE, encode, error_response, response_head
 from tensord.shm.arrays import DTYPES, array, byte_content
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
+from tensord.shm.messages import RegionSlice, Slice
+from tests.records import Tensor, WholeAnswer
 
 
 def no_view(place: Slice) -> memoryview:
@@ -27,15 +28,19 @@ def output(datatype: str, values: list[Any], name: str = "y", shape: tuple[int, 
     elements = np.empty(len(values), DTYPES[datatype])
     elements[:] = values
     content = byte_content(elements) if datatype == "BYTES" else elements.tobytes()
-    return Tensor(name, datatype, (len(values),) if shape is None else shape, Inline(content))
+    return Tensor(name, datatype, (len(values),) if shape is None else shape, content)
 
 
-def answer_of(*outputs: Tensor, **fields: Any) -> Completion:
-    return Completion(1, version=3, outputs=outputs, **fields)
+def answer_of(*outputs: Tensor, **fields: Any) -> WholeAnswer:
+    return WholeAnswer(1, version=3, outputs=outputs, **fields)
+
+
+def encoded(answer: WholeAnswer, *how: Any) -> tuple[bytes, list[Any]]:
+    return encode(answer.prepared, answer.contents, *how)
 
 
 def json_of(*outputs: Tensor, **fields: Any) -> bytes:
-    head, parts = encode(answer_of(*outputs, **fields), "m", "", {}, False, no_view)
+    head, parts = encoded(answer_of(*outputs, **fields), "m", "", {}, False, no_view)
     assert not parts
     return head
 
@@ -64,7 +69,7 @@ def test_json_answers(tensor: Tensor, entry: bytes) -> None:
 
 def test_the_order_of_keys_and_the_id() -> None:
     completion = answer_of(output("UINT8", [1]), parameters={"a": 1, "b": "x"})
-    head, _ = encode(completion, "m", "my id", {}, False, no_view)
+    head, _ = encoded(completion, "m", "my id", {}, False, no_view)
     assert head == (
         b'{"id":"my id","model_name":"m","model_version":"3","parameters":{"a":1,"b":"x"},'
         b'"outputs":[{"name":"y","datatype":"UINT8","shape":[1],"data":[1]}]}'
@@ -79,7 +84,7 @@ def test_half_floats_only_in_binary(datatype: str) -> None:
             match=f"sending {datatype} data via JSON is not supported. Please use the binary data format for output",
         ):
             json_of(output(datatype, values))
-    _, parts = encode(answer_of(output(datatype, [1.0])), "m", "", {"y": True}, False, no_view)
+    _, parts = encoded(answer_of(output(datatype, [1.0])), "m", "", {"y": True}, False, no_view)
     assert [len(part) for part in parts] == [2]
 
 
@@ -92,11 +97,11 @@ def test_parts_in_the_order_of_outputs() -> None:
     content = memoryview(b"0123456789")
     outputs = (
         Tensor("a", "UINT8", (2,), Slice(0, 4, 2)),
-        Tensor("b", "UINT8", (1,), Inline(b"\x05")),
+        Tensor("b", "UINT8", (1,), b"\x05"),
         Tensor("c", "UINT8", (4,), RegionSlice("r", 0, 4)),
         Tensor("d", "UINT8", (3,), Slice(0, 7, 3)),
     )
-    head, parts = encode(
+    head, parts = encoded(
         answer_of(*outputs),
         "m",
         "",
@@ -115,8 +120,8 @@ def test_parts_in_the_order_of_outputs() -> None:
 
 def test_what_single_outputs_say_beats_the_whole() -> None:
     outputs = (output("UINT8", [1], "a"), output("UINT8", [2], "b"))
-    assert len(encode(answer_of(*outputs), "m", "", {"a": True}, False, no_view)[1]) == 1
-    assert len(encode(answer_of(*outputs), "m", "", {"a": False}, True, no_view)[1]) == 1
+    assert len(encoded(answer_of(*outputs), "m", "", {"a": True}, False, no_view)[1]) == 1
+    assert len(encoded(answer_of(*outputs), "m", "", {"a": False}, True, no_view)[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -197,5 +202,5 @@ def test_an_answer_sent_back_as_a_request_has_the_same_values(given_values: tupl
     request = json.dumps({"inputs": [entry]}).encode()
     ((_, _, shape, source),) = decode(request, 0, "m").inputs
     assert isinstance(source, bytes)
-    assert isinstance(sent.place, Inline)
-    np.testing.assert_array_equal(array(source, datatype, shape), array(sent.place.content, datatype, sent.shape))
+    assert isinstance(sent.place, bytes)
+    np.testing.assert_array_equal(array(source, datatype, shape), array(sent.place, datatype, sent.shape))

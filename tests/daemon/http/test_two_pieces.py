@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tensord.shm.messages import Completion, FormSubmit, Inline, Submit, Tensor
 from tests.fakes import Client, EchoWorker, FrontProcess, binary_request, in_service, serving
+from tests.records import Tensor, WholeAnswer, WholeRequest, is_numbered
 from tests.work.connection import Bench, KeptTransport
 from tests.work.counter import Work
 
@@ -19,10 +19,10 @@ REQUEST = binary_request(CONTENT, model="addsub")
 HEAD = REQUEST.index(b"\r\n\r\n") + 4
 
 
-def echo(_: object, record: Submit) -> Completion:
+def echo(_: object, record: WholeRequest) -> WholeAnswer:
     place = record.inputs[0].place
-    assert isinstance(place, Inline)
-    return Completion(record.request_id, version=1, outputs=(Tensor("y", "UINT8", (len(place.content),), place),))
+    assert isinstance(place, bytes)
+    return WholeAnswer(record.request_id, version=1, outputs=(Tensor("y", "UINT8", (len(place),), place),))
 
 
 async def known(bench: Bench) -> KeptTransport:
@@ -49,10 +49,10 @@ def test_what_comes_in_two_pieces_goes_the_short_way(cut: int) -> None:
                 transport.arrive(request[cut:])
                 await asyncio.sleep(0)
                 (record,) = bench.worker.receive() or ()
-                assert isinstance(record, FormSubmit)
+                assert is_numbered(record)
                 assert record.contents == (content,)
-                tensor = Tensor("y", "UINT8", (64,), Inline(content))
-                bench.worker.complete(Completion(record.request_id, version=1, outputs=(tensor,)))
+                tensor = Tensor("y", "UINT8", (64,), content)
+                bench.worker.complete(WholeAnswer(record.request_id, version=1, outputs=(tensor,)).record)
                 bench.worker.flush()
                 while not transport.writes:
                     await asyncio.sleep(0)
@@ -78,7 +78,7 @@ def test_what_goes_on_differently_is_read_anew(cut: int) -> None:
                     await asyncio.sleep(0)
                     for record in filter(None, map(bench._whole.read, bench.worker.receive() or ())):
                         found.append(record.inputs[0].name)
-                        bench.worker.complete(echo(None, record))
+                        bench.worker.complete(echo(None, record).record)
                         bench.worker.flush()
                     while len(transport.writes) < len(found):
                         await asyncio.sleep(0)

@@ -12,27 +12,28 @@ from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.pending import Calling, Pending, Worker
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
 from tensord.shm.errors import NotFound, Unavailable
-from tensord.shm.forms import MAX_FORMS, Form
-from tensord.shm.messages import FormSubmit, Inline, RegionSlice, Submit, Tensor
+from tensord.shm.messages import RegionSlice, RequestRecord
+from tensord.shm.prepared import MAX_NUMBERS, Numbered
 from tensord.shm.sequence_keys import SequenceKeys
 from tensord.shm.sequence_page import SequencePage
+from tests.records import Tensor, WholeRequest
 
 
 def worker_of(incarnation: int, device: str = "cpu:0") -> Worker:
     return Worker(incarnation, device, *cast(Any, (None, None, None)))
 
 
-def asks(regions: tuple[str, ...] = (), model: str = "m") -> Submit:
+def asks(regions: tuple[str, ...] = (), model: str = "m") -> WholeRequest:
     inputs = tuple(Tensor(f"x{name}", "UINT8", (1,), RegionSlice(name, 0, 1)) for name in regions)
-    return Submit(1, model, 0, (*inputs, Tensor("y", "UINT8", (1,), Inline(b"1"))))
+    return WholeRequest(1, model, 0, (*inputs, Tensor("y", "UINT8", (1,), b"1")))
 
 
-def plain(submit: Submit) -> Pending:
-    return Calling(lambda completion, lane: None, record=submit)
+def plain(request: WholeRequest) -> Pending:
+    return Calling(lambda *_: None, record=request.record)
 
 
-def formed(submit: Submit) -> Pending:
-    return Calling(lambda completion, lane: None, record=FormSubmit(1, 0, (b"1",)), form=Form(0, submit))
+def numbered(request: WholeRequest) -> Pending:
+    return Calling(lambda *_: None, record=request.of(0), numbered=Numbered(0, request.prepared))
 
 
 def choice_of(*workers: Worker, row: int = 0) -> Choice:
@@ -64,7 +65,7 @@ def test_regions_of_one_device_or_none() -> None:
     choice.region_placed(RegionPlace("a", "cuda:0"))
     choice.region_placed(RegionPlace("b", "cuda:1"))
     assert choice.find(plain(asks(("b",)))) is second
-    assert (choice.gpu_of(asks(("b",))), choice.gpu_of(asks())) == ("cuda:1", "")
+    assert (choice.gpu_of(asks(("b",)).prepared), choice.gpu_of(asks().prepared)) == ("cuda:1", "")
     assert choice.find(plain(asks(("a", "b", "a")))) is first
     # It is being replaced, and copies between GPUs are for models that are not to be there.
     choice.close(second)
@@ -82,30 +83,30 @@ def test_a_model_that_is_not_where_the_regions_are() -> None:
     choice.model_changed(state)
     workers[1].in_flight[1] = workers[1].in_flight[2] = workers[2].in_flight[3] = plain(asks())
     assert choice.find(plain(asks(("a",)))) is workers[3]
-    assert choice.gpu_of(asks(("a",))) == ""
+    assert choice.gpu_of(asks(("a",)).prepared) == ""
     assert choice.find(plain(asks(("b",)))) is workers[2]
-    assert choice.gpu_of(asks(("b",))) == "cuda:1"
+    assert choice.gpu_of(asks(("b",)).prepared) == "cuda:1"
 
 
 def test_models_that_are_not_there() -> None:
     choice = choice_of(worker_of(1))
     with pytest.raises(NotFound):
         choice.find(plain(asks(model="other")))
-    assert choice.state_of(asks(model="other")) is None
+    assert choice.state_of(asks(model="other").prepared) is None
     state = ModelState("m", 1, "READY", workers=(1,), repeatable=False)
     choice.model_changed(state)
-    assert choice.state_of(asks()) == state
+    assert choice.state_of(asks().prepared) == state
 
 
 # ------------------------------------------------------------------------------------------------------------ sequences
 
 
 def of_sequence(sequence: int | str) -> Pending:
-    form = Form(0, asks())
-    return Calling(lambda completion, lane: None, record=FormSubmit(1, 0, (b"1",), sequence_id=sequence), form=form)
+    kind = Numbered(0, asks().prepared)
+    return Calling(lambda *_: None, record=RequestRecord(1, 0, (b"1",), sequence_id=sequence), numbered=kind)
 
 
-def test_a_request_of_a_sequence_is_routed_and_nothing_is_remembered_of_its_form() -> None:
+def test_a_request_of_a_sequence_is_routed_and_nothing_is_remembered_of_its_kind() -> None:
     first, second = (
         Worker(number, f"cpu:{number}", *cast(Any, (None, None)), SequencePage.create(4)) for number in (1, 2)
     )
@@ -149,22 +150,22 @@ def test_a_request_of_a_sequence_is_routed_and_nothing_is_remembered_of_its_form
 def test_every_change_ends_what_is_remembered(change: Callable[[Choice], None]) -> None:
     first, second = worker_of(1, "cuda:0"), worker_of(2, "cuda:1")
     choice = choice_of(first, second)
-    pending = formed(asks(("a",)))
+    pending = numbered(asks(("a",)))
     assert choice.find(pending) is first
-    assert choice.remembered == {pending.form: (first, second)}
+    assert choice.remembered == {pending.numbered: (first, second)}
     change(choice)
     assert not choice.remembered
 
 
-def test_only_forms_with_a_worker_are_remembered_and_not_too_many() -> None:
+def test_only_kinds_with_a_worker_are_remembered_and_not_too_many() -> None:
     choice = choice_of(worker_of(1))
     choice.find(plain(asks()))
     assert not choice.remembered
     choice.close(choice.workers[1])
-    assert choice.find(formed(asks())) is None
+    assert choice.find(numbered(asks())) is None
     assert not choice.remembered
     choice.add(worker_of(1))
-    for _ in range(MAX_FORMS + 1):
-        choice.find(formed(asks()))
-        assert 0 < len(choice.remembered) <= MAX_FORMS
+    for _ in range(MAX_NUMBERS + 1):
+        choice.find(numbered(asks()))
+        assert 0 < len(choice.remembered) <= MAX_NUMBERS
     assert "1 workers" in repr(choice)

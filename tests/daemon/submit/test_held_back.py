@@ -10,9 +10,10 @@ from tensord.config.options import Arenas
 from tensord.daemon.submit.accounts import Account
 from tensord.shm.control_records import ModelState, WorkerFenced
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Cancel, Completion, Inline, Submit, Tensor
+from tensord.shm.messages import AnswerRecord, Cancel, PreparedAnswer
 from tests.daemon.submit.test_submitter import Setting
 from tests.fakes import EchoWorker
+from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer
 
 MIB = 1 << 20
 
@@ -23,19 +24,19 @@ class Asker:
     def __init__(self, setting: Setting, host: str = "10.0.0.1") -> None:
         self.setting = setting
         self.account: Account = setting.submitter.accounts.open(f"tcp {host}")
-        self.answers: list[Completion] = []
+        self.answers: list[WholeAnswer] = []
         self.held: list[tuple[SubmitterLane, tuple[int, int, int]]] = []
 
     def ask(self, model: str = "m") -> int:
-        record = Submit(self.setting.submitter.next_id(), model, 0, (Tensor("x", "UINT8", (1,), Inline(b"1")),))
+        record = WholeRequest(self.setting.submitter.next_id(), model, 0, (Tensor("x", "UINT8", (1,), b"1"),)).record
         self.setting.submitter.submit(record, (), self.completed, self.account)
         return record.request_id
 
-    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
-        self.answers.append(completion)
-        if completion.lease is not None:
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        self.answers.append(whole_answer(prepared, own))
+        if own.lease is not None:
             assert lane is not None
-            self.held.append((lane, completion.lease))
+            self.held.append((lane, own.lease))
 
     def take(self, count: int = 1) -> None:
         for _ in range(count):

@@ -16,8 +16,9 @@ from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
 from tensord.shm.errors import Internal, InvalidArgument, Unavailable
-from tensord.shm.messages import Completion, Inline, RegionSlice, Slice, Submit
+from tensord.shm.messages import AnswerRecord, RegionSlice, Slice
 from tests.fakes import INCARNATION, EchoWorker
+from tests.records import WholeRequest
 
 MIB = 1 << 20
 
@@ -33,7 +34,7 @@ class Setting:
         self.submitter.open_lane(LaneOpened(1, "cpu:0"), [theirs.detach(), *pages])
         self.submitter.model_changed(ModelState("m", 1, "READY", workers=(1,)))
 
-    async def next(self) -> Submit:
+    async def next(self) -> WholeRequest:
         """The next request at the worker; the loop turns meanwhile."""
         while self.worker.idle(0):
             await asyncio.sleep(0.001)
@@ -68,11 +69,11 @@ async def test_small_tensors_travel_inside_and_large_ones_in_the_arena(setting: 
     async with answers(setting.submitter, request(b"s", bytes(5000), region, b"l" * 7000)) as each:
         sent = await setting.next()
         places = [tensor.place for tensor in sent.inputs]
-        assert [type(place) for place in places] == [Inline, Slice, RegionSlice, Slice]
+        assert [type(place) for place in places] == [bytes, Slice, RegionSlice, Slice]
         assert setting.worker.content(sent, 3) == b"l" * 7000
         assert all(place.offset % 64 == 0 for place in places if isinstance(place, Slice))
         setting.worker.echo(sent)
-        got = [answer.content(answer.completion.outputs[0]) async for answer in each]
+        got = [answer.content(answer.contents[0]) async for answer in each]
     assert got == [b"s"]
     assert setting.on_loan == 0
 
@@ -81,7 +82,7 @@ async def test_an_answer_in_the_arena_is_given_back_after_its_turn(setting: Sett
     async with answers(setting.submitter, request(bytes(3))) as each:
         setting.worker.answer(await setting.next(), b"a" * 9000)
         async for answer in each:
-            assert bytes(answer.content(answer.completion.outputs[0])) == b"a" * 9000
+            assert bytes(answer.content(answer.contents[0])) == b"a" * 9000
             assert setting.worker.lane.arena.statistics()["leased_byte_size"]
     while setting.worker.lane.arena.statistics()["leased_byte_size"]:
         setting.worker.poll()
@@ -113,10 +114,10 @@ async def test_waiting_for_room(setting: Setting) -> None:
     2. The first is answered.
     Result: the second is sent, the third never, nothing stays on loan.
     """
-    told: list[Completion] = []
-    begin(setting.submitter, request(bytes(900_000)), lambda completion, _: told.append(completion))
-    begin(setting.submitter, request(b"2" * 900_000), lambda completion, _: told.append(completion))
-    third = begin(setting.submitter, request(b"3" * 900_000), lambda completion, _: told.append(completion))
+    told: list[AnswerRecord] = []
+    begin(setting.submitter, request(bytes(900_000)), lambda _, own, __: told.append(own))
+    begin(setting.submitter, request(b"2" * 900_000), lambda _, own, __: told.append(own))
+    third = begin(setting.submitter, request(b"3" * 900_000), lambda _, own, __: told.append(own))
     third.cancel()
     first = await setting.next()
     setting.worker.complete(first.request_id)

@@ -1,44 +1,45 @@
-"""Requests in flight: with and without a form, and what becomes of an answer that nobody could take."""
+"""Requests in flight: with and without a number, and what becomes of an answer that nobody could take."""
 
 from __future__ import annotations
 
-from typing import Any, cast
-
+import msgspec
 import pytest
 
-from tensord.daemon.submit.pending import Calling, Pending, Worker
-from tensord.shm.forms import Form
+from tensord.daemon.submit.pending import Calling, Pending
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Inline, Submit, Tensor
+from tensord.shm.messages import LAST, AnswerRecord, PreparedAnswer, PreparedRequest, RequestRecord
+from tensord.shm.prepared import Numbered
+from tests.records import Tensor, WholeRequest
 
-TEMPLATE = Submit(0, "m", 0, (Tensor("x", "UINT8", (2,), Inline(b"")),))
-ANSWERS = Completion(0, version=1, outputs=(Tensor("y", "UINT8", (2,), Inline(b"")),))
-OWN = FormCompletion(7, 0, (b"ab",))
-WHOLE = Completion(7, version=1, outputs=(Tensor("y", "UINT8", (2,), Inline(b"ab")),))
-
-
-def test_one_of_a_form_can_be_made_whole() -> None:
-    pending = Calling(lambda completion, lane: None, record=FormSubmit(7, 0, (b"ab",), "me"), form=Form(0, TEMPLATE))
-    assert pending.submit is TEMPLATE
-    whole = Submit(7, "m", 0, (Tensor("x", "UINT8", (2,), Inline(b"ab")),), client_id="me")
-    assert pending.unform() == whole
-    assert (pending.form, pending.submit, pending.unform()) == (None, whole, whole)
+REQUEST = WholeRequest(7, "m", 0, (Tensor("x", "UINT8", (2,), b"ab"),), client_id="me")
 
 
-def test_an_answer_of_a_form_comes_whole_to_who_knows_no_other() -> None:
-    lane = cast(SubmitterLane, object())
-    got: list[Any] = []
-    plain = Calling(lambda completion, lane: got.append((completion, lane)), record=Submit(7, "m", 0, ()))
-    plain.worker = Worker(1, "cpu:0", lane, *cast(Any, (None, None)))
-    plain.formed(ANSWERS, OWN)
-    assert got == [(WHOLE, lane)]
+def test_what_is_asked_is_known_with_and_without_a_number() -> None:
+    numbered = Numbered(0, REQUEST.prepared)
+    assert Calling(lambda *_: None, record=REQUEST.of(0), numbered=numbered).prepared is numbered.prepared
+    assert Calling(lambda *_: None, record=REQUEST.record).prepared == REQUEST.prepared
+
+
+@pytest.mark.parametrize("numbered", [Numbered(3, REQUEST.prepared), None])
+def test_a_strike_is_the_requests_own(numbered: Numbered[PreparedRequest] | None) -> None:
+    """Whoever runs it next is told of it in the same record, whatever of the request has a number."""
+    record = REQUEST.record if numbered is None else REQUEST.of(3)
+    pending = Calling(lambda *_: None, record=record, numbered=numbered)
+    assert pending.orphaned(False, None) is None
+    assert pending.record == record
+    assert pending.orphaned(True, None) is None
+    assert pending.record == msgspec.structs.replace(record, strikes=1)
+    assert pending.numbered is numbered
+    error = pending.orphaned(True, None)
+    assert error is not None
+    assert error.message == "the request was given up: 2 worker processes died while they executed it"
 
 
 def test_a_defect_of_the_owner_is_the_owners(caplog: pytest.LogCaptureFixture) -> None:
-    def broken(completion: Completion, lane: SubmitterLane | None) -> None:
+    def broken(prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         raise ValueError("no")
 
-    Calling(broken).tell(WHOLE, None)
+    assert not Calling(broken).deliver(LAST, AnswerRecord(7, LAST), None)
     # It is told of that, which meets the same defect.
     assert [record.message for record in caplog.records] == [
         "an answer could not be delivered",
@@ -52,7 +53,7 @@ def test_each_is_itself() -> None:
 
 
 def test_its_tensors_are_in_no_log() -> None:
-    pending = Calling(lambda completion, lane: None, record=FormSubmit(7, 0, (b"secret",)))
+    pending = Calling(lambda *_: None, record=RequestRecord(7, 0, (b"secret",)))
     assert repr(pending) == "<Calling 7>"
     pending.cancelled = True
     assert repr(pending) == "<Calling 7, cancelled>"

@@ -19,13 +19,14 @@ from tensord.daemon.submit.pending import Calling, Pending, Worker
 from tensord.daemon.submit.routing import Routing, lost
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import Unavailable
-from tensord.shm.forms import Form
-from tensord.shm.messages import FormSubmit, Inline, Submit, Tensor
+from tensord.shm.messages import RequestRecord
+from tensord.shm.prepared import Numbered
 from tensord.shm.sequence_keys import Key, SequenceKeys
 from tensord.shm.sequence_page import SequencePage, SequenceState
+from tests.records import Tensor, WholeRequest
 from tests.work.counter import Work
 
-FORM = Form(0, Submit(0, "m", 0, (Tensor("x", "UINT8", (1,), Inline(b"1")),)))
+KIND = Numbered(0, WholeRequest(0, "m", 0, (Tensor("x", "UINT8", (1,), b"1"),)).prepared)
 KEYS = SequenceKeys("m", 1)
 IDLE = 5
 
@@ -77,8 +78,8 @@ class Front:
 
     def make(self, who: int | str, flags: str = "") -> Pending:
         number = next(self.fleet.numbers)
-        own = FormSubmit(number, 0, (b"1",), sequence_id=who, sequence_start="S" in flags, sequence_end="E" in flags)
-        pending = self.in_flight[number] = Calling(lambda completion, lane: None, record=own, form=FORM)
+        own = RequestRecord(number, 0, (b"1",), sequence_id=who, sequence_start="S" in flags, sequence_end="E" in flags)
+        pending = self.in_flight[number] = Calling(lambda *_: None, record=own, numbered=KIND)
         return pending
 
     def find(self, pending: Pending, gpu: str = "") -> int | None:

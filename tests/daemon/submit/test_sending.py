@@ -9,10 +9,10 @@ import pytest
 
 from tensord.daemon.submit.pending import Calling, Pending, Worker
 from tensord.daemon.submit.sending import Sending
-from tensord.shm.forms import Form
-from tensord.shm.messages import FormSubmit, Submit
+from tensord.shm.messages import PreparedRequest, RequestRecord
+from tensord.shm.prepared import Numbered
 
-FORM = Form(0, Submit(0, "m", 0, ()))
+KIND = Numbered(0, PreparedRequest("m"))
 
 
 class Lane:
@@ -28,13 +28,12 @@ class Lane:
     def ready(self, timeout: int) -> bool:
         raise AssertionError("whoever looks asks")
 
-    def submit(self, record: Submit) -> None:
+    def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None) -> None:
+        assert numbered is (None if record.prepared == KIND.prepared else KIND)
         self.told.append(f"submit {record.request_id}")
 
-    def submit_formed(self, form: Form[Submit], record: FormSubmit) -> None:
-        self.told.append(f"formed {record.request_id}")
-
-    def submit_formed_at_once(self, form: Form[Submit], record: FormSubmit) -> bool:
+    def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None) -> bool:
+        assert numbered is (None if record.prepared == KIND.prepared else KIND)
         self.told.append(f"at once {record.request_id}")
         return self.open
 
@@ -84,13 +83,13 @@ class Setting:
         self.sending = Sending(cast(Any, self.loop), cast(Any, self.poll), self.pending, self.received.append)
         self.worker = Worker(1, "cpu:0", cast(Any, self.lane), *cast(Any, (None, None)))
 
-    def send(self, formed: bool) -> Pending:
+    def send(self, numbered: bool) -> Pending:
         number = len(self.pending) + 1
         pending: Pending
-        if formed:
-            pending = Calling(lambda completion, lane: None, record=FormSubmit(number, 0, ()), form=FORM)
+        if numbered:
+            pending = Calling(lambda *_: None, record=RequestRecord(number, 0, ()), numbered=KIND)
         else:
-            pending = Calling(lambda completion, lane: None, record=Submit(number, "m", 0, ()))
+            pending = Calling(lambda *_: None, record=RequestRecord(number, KIND.prepared))
         self.pending[number] = pending
         self.sending.send(self.worker, pending)
         assert pending.worker is self.worker
@@ -109,27 +108,26 @@ def setting() -> Setting:
     return Setting()
 
 
-@pytest.mark.parametrize("formed", [False, True])
-def test_an_idle_worker_gets_one_at_once_and_the_others_with_the_turn(setting: Setting, formed: bool) -> None:
+@pytest.mark.parametrize("numbered", [False, True])
+def test_an_idle_worker_gets_one_at_once_and_the_others_with_the_turn(setting: Setting, numbered: bool) -> None:
     for _ in range(3):
-        setting.send(formed)
-    first = ["at once 1"] if formed else ["submit 1", "flush"]
-    others = ["formed 2", "formed 3"] if formed else ["submit 2", "submit 3"]
-    assert setting.lane.told == first + others
+        setting.send(numbered)
+    told = ["at once 1", "submit 2", "submit 3"]
+    assert setting.lane.told == told
     setting.turn()
-    assert setting.lane.told == [*first, *others, "flush"]
+    assert setting.lane.told == [*told, "flush"]
     assert setting.poll.flushes == 1
     setting.turn()
-    assert setting.lane.told[-2:] == [others[-1], "flush"]
+    assert setting.lane.told[-2:] == ["submit 3", "flush"]
 
 
-@pytest.mark.parametrize("formed", [False, True])
-def test_only_the_only_request_is_looked_for(setting: Setting, formed: bool) -> None:
-    setting.send(formed)
+@pytest.mark.parametrize("numbered", [False, True])
+def test_only_the_only_request_is_looked_for(setting: Setting, numbered: bool) -> None:
+    setting.send(numbered)
     setting.turn()
     assert setting.poll.looked == setting.received == [setting.worker]
     assert setting.poll.flushes == 0
-    setting.send(formed)
+    setting.send(numbered)
     setting.turn()
     assert len(setting.poll.looked) == setting.poll.flushes == 1
 
@@ -147,16 +145,16 @@ def test_nothing_is_looked_for_where_nothing_can_come(setting: Setting) -> None:
     assert "flush" not in setting.lane.told
 
 
-@pytest.mark.parametrize("formed", [False, True])
-def test_what_the_socket_refuses_goes_when_it_can(setting: Setting, formed: bool) -> None:
+@pytest.mark.parametrize("numbered", [False, True])
+def test_what_the_socket_refuses_goes_when_it_can(setting: Setting, numbered: bool) -> None:
     setting.lane.open = False
-    setting.send(formed)
+    setting.send(numbered)
     (write,) = setting.loop.writers.values()
     # The next one waits behind it, though there is only that one.
     setting.pending.clear()
     setting.worker.in_flight.clear()
-    setting.send(formed)
-    assert setting.lane.told[-1] in ("formed 1", "submit 1")
+    setting.send(numbered)
+    assert setting.lane.told[-1] == "submit 1"
     setting.turn()
     setting.lane.open = True
     write()

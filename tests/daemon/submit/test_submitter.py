@@ -25,23 +25,22 @@ from tensord.shm.arena import Lease
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
-from tensord.shm.forms import MAX_FORMS, Form, Forms, answer_template, request_template, whole_answer
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import (
-    AnswerForm,
+    AnswerRecord,
     Cancel,
-    Completion,
-    FormCompletion,
-    FormSubmit,
-    Inline,
     Parameter,
+    PrepareAnswer,
+    PreparedAnswer,
+    PreparedRequest,
     RegionSlice,
+    RequestRecord,
     Slice,
-    Submit,
-    Tensor,
 )
+from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 from tensord.shm.sequence_keys import SequenceKeys
 from tests.fakes import INCARNATION, EchoWorker
+from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
 
 MIB = 1 << 20
 
@@ -62,7 +61,7 @@ class Asked:
         self.request_id = request_id
         self.size = size
         self.lease = lease
-        self.finals: list[Completion] = []
+        self.finals: list[WholeAnswer] = []
         self.cancelled = False
         #: How often a worker died with it on its desk.
         self.strikes = 0
@@ -103,25 +102,25 @@ class Setting:
         incarnations = tuple(worker.incarnation for worker in workers)
         self.submitter.model_changed(ModelState("m", 1, "READY", workers=incarnations, **kind))
 
-    def ask(self, size: int = 5000, **own: Any) -> Asked:
-        """``own``: fields of its record."""
+    def ask(self, size: int = 5000, **said: Any) -> Asked:
+        """``said``: fields of its record."""
         lease = self.submitter.loan(size)
         assert lease is not None
         lease.view[:] = bytes([size % 251]) * size
         asked = Asked(self.submitter.next_id(), size, lease)
 
-        def completed(completion: Completion, lane: SubmitterLane | None) -> None:
+        def completed(prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
             assert not asked.cancelled, "nobody waits for it"
-            asked.finals.append(completion)
-            if completion.lease is not None:
+            asked.finals.append(whole_answer(prepared, own))
+            if own.lease is not None:
                 assert lane is not None
-                place = completion.outputs[0].place
+                (place,) = own.contents
                 assert isinstance(place, Slice)
                 assert bytes(lane.view(place)) == bytes([size % 251]) * size
-                self.submitter.release(lane, completion.lease)
+                self.submitter.release(lane, own.lease)
 
         inputs = (Tensor("x", "UINT8", (size,), lease.place),)
-        self.submitter.submit(Submit(asked.request_id, "m", 0, inputs, **own), [lease], completed)
+        self.submitter.submit(WholeRequest(asked.request_id, "m", 0, inputs, **said).record, [lease], completed)
         assert not asked.finals, "never from within submit"
         return asked
 
@@ -146,7 +145,7 @@ class Histories(RuleBasedStateMachine):
         self.setting = Setting(arenas=Arenas(byte_size=MIB, max_byte_size=64 * MIB))
         self.asked: dict[int, Asked] = {}
         #: At each worker: what it has taken and not answered.
-        self.taken: dict[int, dict[int, Submit]] = {}
+        self.taken: dict[int, dict[int, WholeRequest]] = {}
         self.dead: set[int] = set()
         self.fenced: set[int] = set()
         self.new_worker()
@@ -233,7 +232,7 @@ class Histories(RuleBasedStateMachine):
     def turn(self, count: int) -> None:
         self.setting.turn(count)
 
-    def take(self, worker: EchoWorker) -> dict[int, Submit]:
+    def take(self, worker: EchoWorker) -> dict[int, WholeRequest]:
         """What has arrived at a worker, checked."""
         taken = self.taken[worker.incarnation]
         while (records := worker.lane.receive()) is not None:
@@ -241,15 +240,17 @@ class Histories(RuleBasedStateMachine):
                 if isinstance(record, Cancel):
                     assert self.asked[record.request_id].cancelled
                     continue
-                assert isinstance(record, Submit)
+                assert isinstance(record, RequestRecord)
+                assert isinstance(record.prepared, PreparedRequest)
+                whole = whole_request(record.prepared, record)
                 asked = self.asked[record.request_id]
                 assert not asked.finals, "it is answered already"
-                assert worker.content(record) == self.content_of(record.request_id)
+                assert worker.content(whole) == self.content_of(record.request_id)
                 # A strike counts once its worker is fenced, and this record came after.
                 assert record.strikes == asked.strikes < 2
                 for other, theirs in self.taken.items():
                     assert other in self.fenced or record.request_id not in theirs, "two workers have it"
-                taken[record.request_id] = record
+                taken[record.request_id] = whole
         return taken
 
     @invariant()
@@ -335,12 +336,12 @@ def test_a_region_of_one_gpu_decides_where_a_request_goes(setting: Setting) -> N
     setting.ready(first, second)
     setting.submitter.region_placed(RegionPlace("g", "cuda:1"))
     setting.submitter.region_placed(RegionPlace("h", "cuda:0"))
-    answers: list[Completion] = []
+    answers: list[WholeAnswer] = []
 
     def ask(*names: str) -> None:
         inputs = tuple(Tensor(f"x{i}", "UINT8", (1,), RegionSlice(name, 0, 1)) for i, name in enumerate(names))
-        record = Submit(setting.submitter.next_id(), "m", 0, inputs)
-        setting.submitter.submit(record, [], lambda completion, lane: answers.append(completion))
+        record = WholeRequest(setting.submitter.next_id(), "m", 0, inputs).record
+        setting.submitter.submit(record, [], lambda prepared, own, _: answers.append(whole_answer(prepared, own)))
 
     for _ in range(2):
         ask("g")
@@ -361,9 +362,11 @@ def test_a_region_of_one_gpu_decides_where_a_request_goes(setting: Setting) -> N
 def test_nobody_has_the_gpu_of_a_region(setting: Setting) -> None:
     setting.ready(setting.open_worker("cuda:0"))
     setting.submitter.region_placed(RegionPlace("g", "cuda:1"))
-    answers: list[Completion] = []
-    record = Submit(setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (1,), RegionSlice("g", 0, 1)),))
-    setting.submitter.submit(record, [], lambda completion, lane: answers.append(completion))
+    answers: list[WholeAnswer] = []
+    record = WholeRequest(
+        setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (1,), RegionSlice("g", 0, 1)),)
+    ).record
+    setting.submitter.submit(record, [], lambda prepared, own, _: answers.append(whole_answer(prepared, own)))
     while not answers:
         setting.sleep(0.05)
     assert "no worker was ready for model 'm' on GPU 1, where its regions are, within" in answers[0].message
@@ -375,7 +378,7 @@ def test_too_many_give_the_lease_back(setting: Setting) -> None:
     lease = setting.submitter.loan(5000)
     assert lease is not None
     with pytest.raises(Unavailable, match="4 requests are in flight, at most 4"):
-        setting.submitter.submit(Submit(99, "m", 0, ()), [lease], lambda completion, lane: None)
+        setting.submitter.submit(WholeRequest(99, "m", 0, ()).record, [lease], lambda *_: None)
     assert setting.submitter.statistics()["leases"] == 4
 
 
@@ -577,10 +580,10 @@ def test_responses_are_taken_by_and_by(setting: Setting) -> None:
     asked = setting.ask()
     setting.turn()
     for number in range(12):
-        output = Tensor("y", "UINT8", (100_000,), Inline(bytes(100_000)))
+        output = Tensor("y", "UINT8", (100_000,), bytes(100_000))
         worker.complete(asked.request_id, final=False, version=1, outputs=(output,))
         setting.turn()
-        setting.submitter.taken(setting.submitter._choice.workers[worker.incarnation].lane, asked.finals[number])
+        setting.submitter.taken(setting.submitter._choice.workers[worker.incarnation].lane, asked.finals[number].record)
         setting.turn()
     worker.poll()
     assert worker.taken == [(asked.request_id, 3 * 100_256)] * 4
@@ -593,7 +596,7 @@ def test_a_lane_that_takes_no_more_is_written_to_later(setting: Setting) -> None
     submitter = setting.submitter
     big: dict[str, Parameter] = {"p": "x" * 60_000}
     for number in range(4):
-        submitter.submit(Submit(1000 + number, "m", 0, (), parameters=big), [], lambda completion, lane: None)
+        submitter.submit(WholeRequest(1000 + number, "m", 0, (), parameters=big).record, [], lambda *_: None)
         setting.turn()
     for number in range(4):
         submitter.cancel(1000 + number)
@@ -623,21 +626,21 @@ def test_a_forgotten_lease_is_told_at_the_end(caplog: pytest.LogCaptureFixture) 
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------- forms
+# -------------------------------------------------------------------------------------------------------------- numbers
 
 
-class Formed(Pending):
-    """A request of a form. Its tensor is its number."""
+class Repeated(Pending):
+    """A request whose kind has a number. Its tensor is its own number."""
 
     number: int
-    #: Answers of a form, whole; and the others.
-    answers: list[Completion] = msgspec.field(default_factory=list)
-    finals: list[Completion] = msgspec.field(default_factory=list)
+    #: Answers with a number; and the others.
+    answers: list[WholeAnswer] = msgspec.field(default_factory=list)
+    finals: list[WholeAnswer] = msgspec.field(default_factory=list)
 
     @staticmethod
-    def ask(setting: Setting, form: Form[Submit], number: int = 0) -> Formed:
-        record = FormSubmit(setting.submitter.next_id(), form.number, (b"%04d" % number,), f"id{number}", 5, 6, 2)
-        asked = Formed(record=record, form=form, number=number)
+    def ask(setting: Setting, kind: Numbered[PreparedRequest], number: int = 0) -> Repeated:
+        record = RequestRecord(setting.submitter.next_id(), kind.number, (b"%04d" % number,), f"id{number}", 5, 6, 2)
+        asked = Repeated(record=record, numbered=kind, number=number)
         setting.submitter.send(asked)
         assert not asked.answers + asked.finals, "never from within send"
         return asked
@@ -646,19 +649,16 @@ class Formed(Pending):
     def request_id(self) -> int:
         return self.record.request_id
 
-    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
-        self.finals.append(completion)
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        (self.answers if isinstance(own.prepared, int) else self.finals).append(whole_answer(prepared, own))
 
-    def formed(self, template: Completion, own: FormCompletion) -> None:
-        self.answers.append(whole_answer(template, own))
-
-    def came_whole(self, submit: Submit, strikes: int = 0, name: str = "m") -> bool:
-        """Whether that is the request, whole."""
+    def came_whole(self, request: WholeRequest, strikes: int = 0, name: str = "m") -> bool:
+        """Whether that is the request."""
         tensors = (
-            Tensor("x", "UINT8", (4,), Inline(b"%04d" % self.number)),
+            Tensor("x", "UINT8", (4,), b"%04d" % self.number),
             Tensor("r", "UINT8", (1,), RegionSlice("r", 0, 1)),
         )
-        wanted = Submit(
+        wanted = WholeRequest(
             self.request_id,
             name,
             0,
@@ -670,94 +670,94 @@ class Formed(Pending):
             priority=2,
             strikes=strikes,
         )
-        return submit == wanted
+        return request == wanted
 
 
-def form_of(setting: Setting, name: str = "m") -> Form[Submit]:
-    tensors = (Tensor("x", "UINT8", (4,), Inline(b"")), Tensor("r", "UINT8", (1,), RegionSlice("r", 0, 1)))
-    template = request_template(Submit(0, name, 0, tensors, parameters={"p": 1}, priority=2))
-    return setting.submitter.forms.form(template)
+def kind_of(setting: Setting, name: str = "m") -> Numbered[PreparedRequest]:
+    tensors = (Tensor("x", "UINT8", (4,), b""), Tensor("r", "UINT8", (1,), RegionSlice("r", 0, 1)))
+    prepared = WholeRequest(0, name, 0, tensors, parameters={"p": 1}, priority=2).prepared
+    return setting.submitter.numbers.number(prepared)
 
 
 def y_of(content: bytes) -> tuple[Tensor, ...]:
-    return (Tensor("y", "UINT8", (len(content),), Inline(content)),)
+    return (Tensor("y", "UINT8", (len(content),), content),)
 
 
-def test_requests_of_a_form_and_both_kinds_of_answers(setting: Setting) -> None:
+def test_requests_of_a_kind_and_both_kinds_of_answers(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
-    form = form_of(setting)
-    asked = [Formed.ask(setting, form, number) for number in range(4)]
+    kind = kind_of(setting)
+    asked = [Repeated.ask(setting, kind, number) for number in range(4)]
     setting.turn()
     for one in asked:
         assert one.came_whole(worker.next())
-        assert isinstance(worker.record, FormSubmit)
+        assert isinstance(worker.record, RequestRecord)
     assert len(worker.requests.told) == 1
-    worker.formed = True
+    worker.numbered = True
     worker.complete(asked[0].request_id, version=3, outputs=y_of(b"ab"))
     worker.complete(asked[1].request_id, version=3, outputs=y_of(b"cd"))
-    worker.formed = False
+    worker.numbered = False
     worker.complete(asked[2].request_id, version=3, outputs=y_of(b"ef"))
     worker.complete(asked[3].request_id, code="INTERNAL", message="no")
     while setting.submitter.in_flight():
         setting.turn()
     assert [one.answers for one in asked[:2]] == [
-        [Completion(one.request_id, version=3, outputs=y_of(content))]
+        [WholeAnswer(one.request_id, version=3, outputs=y_of(content))]
         for one, content in zip(asked, (b"ab", b"cd"), strict=False)
     ]
     assert [one.finals for one in asked[:2]] == [[], []]
-    assert asked[2].finals == [Completion(asked[2].request_id, version=3, outputs=y_of(b"ef"))]
+    assert asked[2].finals == [WholeAnswer(asked[2].request_id, version=3, outputs=y_of(b"ef"))]
     assert [final.message for final in asked[3].finals] == ["no"]
     assert asked[2].answers == asked[3].answers == []
 
 
-def test_an_answer_of_a_form_to_a_request_without_one(setting: Setting) -> None:
+def test_an_answer_of_a_kind_to_a_request_without_one(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
     asked = setting.ask()
     setting.turn()
-    worker.formed = True
+    worker.numbered = True
     worker.complete(worker.next().request_id, outputs=y_of(b"ab"))
     while setting.submitter.in_flight():
         setting.turn()
-    assert asked.finals == [Completion(asked.request_id, version=1, outputs=y_of(b"ab"))]
+    assert asked.finals == [WholeAnswer(asked.request_id, version=1, outputs=y_of(b"ab"))]
 
 
-def test_answers_of_two_forms_with_one_number_that_come_together(setting: Setting) -> None:
+def test_answers_of_two_kinds_with_one_number_that_come_together(setting: Setting) -> None:
     """A worker has numbered more kinds than there are numbers, and answers an old and a new one in the same turn."""
     worker = setting.open_worker()
     setting.ready(worker)
-    form = form_of(setting)
-    asked = [Formed.ask(setting, form, number) for number in range(3)]
+    kind = kind_of(setting)
+    asked = [Repeated.ask(setting, kind, number) for number in range(3)]
     setting.turn()
     contents = (b"a", b"bb", b"c")
-    templates = [answer_template(Completion(0, version=1, outputs=y_of(content))) for content in contents[:2]]
-    # Two senders' first forms have the number that one sender's first and ``MAX_FORMS``-th next have.
-    kinds = [Forms[Completion]().form(template) for template in templates]
-    for one, content, kind in zip(asked, contents, (kinds[0], kinds[1], kinds[0]), strict=True):
-        worker.lane.complete_formed(kind, FormCompletion(one.request_id, kind.number, (content,)))
+    alike = [WholeAnswer(0, version=1, outputs=y_of(content)).prepared for content in contents[:2]]
+    # Two senders' first kinds have the number that one sender's first and ``MAX_NUMBERS``-th next have.
+    sent = [Numbers[PreparedAnswer]().number(each) for each in alike]
+    for one, content, kind in zip(asked, contents, (sent[0], sent[1], sent[0]), strict=True):
+        worker.lane.complete(AnswerRecord(one.request_id, kind.number, (content,)), kind)
     assert worker.lane.flush()
     while setting.submitter.in_flight():
         setting.turn()
     assert [[answer.outputs for answer in one.answers] for one in asked] == [[y_of(content)] for content in contents]
 
 
-def test_more_forms_than_numbers(setting: Setting) -> None:
+def test_more_kinds_than_numbers(setting: Setting) -> None:
     """Each is told again when its number stood for another one; all that are in flight mean what they meant."""
     setting = Setting(requests=Requests(max_in_flight=10_000))
     worker = setting.open_worker()
-    names = [f"m{number}" for number in range(MAX_FORMS + 20)]
+    names = [f"m{number}" for number in range(MAX_NUMBERS + 20)]
     for name in names:
         setting.submitter.model_changed(ModelState(name, 1, "READY", workers=(worker.incarnation,)))
-    forms = {name: form_of(setting, name) for name in names}
-    order = [*names, *names[:20], *names[MAX_FORMS:], *names[30:40]]
-    asked = [(name, Formed.ask(setting, forms[name], number)) for number, name in enumerate(order)]
+    kinds = {name: kind_of(setting, name) for name in names}
+    order = [*names, *names[:20], *names[MAX_NUMBERS:], *names[30:40]]
+    asked = [(name, Repeated.ask(setting, kinds[name], number)) for number, name in enumerate(order)]
     for name, one in asked:
         while worker.idle(0):
             setting.turn()
         assert one.came_whole(worker.next(), name=name)
     assert len(worker.requests.told) == len(names) + 20 + 20
-    worker.formed = True
+    worker.numbered = True
     for _, one in asked:
         worker.complete(one.request_id, outputs=y_of(b"%d" % one.number))
         setting.turn()
@@ -768,12 +768,12 @@ def test_more_forms_than_numbers(setting: Setting) -> None:
     setting.close()
 
 
-def test_a_worker_dies_under_requests_of_a_form(setting: Setting) -> None:
-    """1. two workers die with requests, one executing; 2. the next one is told the form; 3. a second strike ends the request."""
-    form = form_of(setting)
+def test_a_worker_dies_under_requests_of_a_kind(setting: Setting) -> None:
+    """1. two workers die with requests, one executing; 2. the next one is told the kind; 3. a second strike ends the request."""
+    kind = kind_of(setting)
     first = setting.open_worker()
     setting.ready(first)
-    executing, queued = Formed.ask(setting, form, 1), Formed.ask(setting, form, 2)
+    executing, queued = Repeated.ask(setting, kind, 1), Repeated.ask(setting, kind, 2)
     setting.turn()
     assert executing.came_whole(first.next())
     first.page.begin(0, [(INCARNATION, executing.request_id)], 1, 1)
@@ -793,7 +793,7 @@ def test_a_worker_dies_under_requests_of_a_form(setting: Setting) -> None:
     setting.turn()
     assert queued.came_whole(third.next())
     assert third.idle(0.01)
-    third.formed = True
+    third.numbered = True
     third.complete(queued.request_id, outputs=y_of(b"ab"))
     while setting.submitter.in_flight():
         setting.turn()
@@ -802,13 +802,13 @@ def test_a_worker_dies_under_requests_of_a_form(setting: Setting) -> None:
     assert [answer.outputs for answer in queued.answers] == [y_of(b"ab")]
 
 
-def test_a_struck_request_of_a_form_is_answered(setting: Setting) -> None:
+def test_a_struck_request_of_a_kind_is_answered(setting: Setting) -> None:
     """By whichever kind of answer."""
-    form = form_of(setting)
+    kind = kind_of(setting)
     for formed in (False, True):
         first = setting.open_worker()
         setting.ready(first)
-        asked = Formed.ask(setting, form)
+        asked = Repeated.ask(setting, kind)
         setting.turn()
         first.next()
         first.page.begin(0, [(INCARNATION, asked.request_id)], 1, 1)
@@ -818,20 +818,20 @@ def test_a_struck_request_of_a_form_is_answered(setting: Setting) -> None:
         setting.submitter.fence(WorkerFenced(first.incarnation))
         setting.turn()
         assert asked.came_whole(second.next(), strikes=1)
-        second.formed = formed
+        second.numbered = formed
         second.complete(asked.request_id, outputs=y_of(b"ab"))
         while setting.submitter.in_flight():
             setting.turn()
         assert [answer.outputs for answer in (*asked.answers, *asked.finals)] == [y_of(b"ab")]
 
 
-def test_what_a_dead_worker_answered_in_forms_counts(setting: Setting) -> None:
+def test_what_a_dead_worker_answered_in_kinds_counts(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
-    asked = Formed.ask(setting, form_of(setting))
+    asked = Repeated.ask(setting, kind_of(setting))
     setting.turn()
     worker.next()
-    worker.formed = True
+    worker.numbered = True
     worker.complete(asked.request_id, outputs=y_of(b"ab"))
     worker.die()
     setting.submitter.fence(WorkerFenced(worker.incarnation))
@@ -839,11 +839,15 @@ def test_what_a_dead_worker_answered_in_forms_counts(setting: Setting) -> None:
     assert setting.submitter.in_flight() == 0
 
 
-def test_a_cancelled_request_of_a_form(setting: Setting) -> None:
+def test_a_cancelled_request_of_a_kind(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
-    form = form_of(setting)
-    cancelled, unsent, other = Formed.ask(setting, form, 1), Formed.ask(setting, form, 2), Formed.ask(setting, form, 3)
+    kind = kind_of(setting)
+    cancelled, unsent, other = (
+        Repeated.ask(setting, kind, 1),
+        Repeated.ask(setting, kind, 2),
+        Repeated.ask(setting, kind, 3),
+    )
     setting.submitter.cancel(unsent.request_id)
     setting.turn()
     for _ in range(3):
@@ -852,7 +856,7 @@ def test_a_cancelled_request_of_a_form(setting: Setting) -> None:
     setting.turn()
     worker.poll()
     assert worker.cancelled == [unsent.request_id, cancelled.request_id]
-    worker.formed = True
+    worker.numbered = True
     for one in (cancelled, unsent, other):
         worker.complete(one.request_id, outputs=y_of(b"ab"))
     # Once more: late, to be ignored.
@@ -863,10 +867,10 @@ def test_a_cancelled_request_of_a_form(setting: Setting) -> None:
     assert [len(one.answers) + len(one.finals) for one in (cancelled, unsent, other)] == [0, 0, 1]
 
 
-def test_a_cancelled_request_of_a_form_is_not_run_again(setting: Setting) -> None:
+def test_a_cancelled_request_of_a_kind_is_not_run_again(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
-    asked = Formed.ask(setting, form_of(setting))
+    asked = Repeated.ask(setting, kind_of(setting))
     setting.turn()
     setting.submitter.cancel(asked.request_id)
     worker.die()
@@ -879,16 +883,16 @@ def test_a_cancelled_request_of_a_form_is_not_run_again(setting: Setting) -> Non
     assert not asked.answers + asked.finals
 
 
-def test_refusals_of_requests_of_a_form(setting: Setting) -> None:
+def test_refusals_of_requests_of_a_kind(setting: Setting) -> None:
     """No such model, no worker in time, too many."""
-    form = form_of(setting)
-    asked = Formed.ask(setting, form)
+    kind = kind_of(setting)
+    asked = Repeated.ask(setting, kind)
     setting.turn()
     assert [final.code for final in asked.finals] == ["NOT_FOUND"]
     setting.ready()
-    late = [Formed.ask(setting, form) for _ in range(4)]
+    late = [Repeated.ask(setting, kind) for _ in range(4)]
     with pytest.raises(Unavailable, match="4 requests are in flight, at most 4"):
-        Formed.ask(setting, form)
+        Repeated.ask(setting, kind)
     while setting.submitter.in_flight():
         setting.sleep(0.05)
     assert {final.message for one in late for final in one.finals} == {
@@ -896,29 +900,29 @@ def test_refusals_of_requests_of_a_form(setting: Setting) -> None:
     }
 
 
-def test_a_region_of_a_gpu_decides_where_a_request_of_a_form_goes(setting: Setting) -> None:
+def test_a_region_of_a_gpu_decides_where_a_request_of_a_kind_goes(setting: Setting) -> None:
     first, second = setting.open_worker("cuda:0"), setting.open_worker("cuda:1")
     setting.ready(first, second)
     setting.submitter.region_placed(RegionPlace("r", "cuda:1"))
-    form = form_of(setting)
-    asked = [Formed.ask(setting, form, number) for number in range(3)]
+    kind = kind_of(setting)
+    asked = [Repeated.ask(setting, kind, number) for number in range(3)]
     setting.turn()
     for one in asked:
         assert one.came_whole(second.next())
     assert first.idle(0)
 
 
-@pytest.mark.parametrize("told", [None, MAX_FORMS, -1])
-def test_a_worker_that_answers_with_a_form_it_never_told(setting: Setting, told: int | None) -> None:
+@pytest.mark.parametrize("told", [None, MAX_NUMBERS, -1])
+def test_a_worker_that_answers_with_a_kind_it_never_told(setting: Setting, told: int | None) -> None:
     """Its lane is closed, and whatever is in flight there is answered."""
     worker = setting.open_worker()
     setting.ready(worker)
-    formed, whole = Formed.ask(setting, form_of(setting)), setting.ask()
+    formed, whole = Repeated.ask(setting, kind_of(setting)), setting.ask()
     setting.turn()
     if told is None:
-        worker.lane._channel.put(FormCompletion(formed.request_id, 3, (b"ab",)))  # our own end would tell it first
+        worker.lane._channel.put(AnswerRecord(formed.request_id, 3, (b"ab",)))  # our own end would tell it first
     else:
-        worker.lane._channel.put(AnswerForm(told, Completion(0, outputs=y_of(b""))))
+        worker.lane._channel.put(PrepareAnswer(told, PreparedAnswer()))
     assert worker.lane.flush()
     while not (formed.finals and whole.finals):
         setting.turn()

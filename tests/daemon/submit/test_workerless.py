@@ -6,14 +6,14 @@ from tensord.daemon.submit.choice import Choice
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.pending import Calling, Pending
 from tensord.daemon.submit.workerless import Workerless
-from tensord.shm.messages import Submit
+from tests.records import WholeRequest
 
 
 def made(count: int) -> tuple[Workerless, dict[int, Pending]]:
     in_flight: dict[int, Pending] = {}
     waiting = Workerless(in_flight, Choice(ModelTable(), 0, in_flight, 1), 10.0)
     for number in range(1, count + 1):
-        in_flight[number] = Calling(lambda completion, lane: None, record=Submit(number, "m", 0, ()))
+        in_flight[number] = Calling(lambda *_: None, record=WholeRequest(number, "m", 0, ()).record)
         waiting.add(in_flight[number], float(number))
     return waiting, in_flight
 
@@ -46,4 +46,4 @@ def test_those_that_ended_are_passed_over() -> None:
 
 def test_the_refusal() -> None:
     waiting, in_flight = made(1)
-    assert waiting.refusal(in_flight[1].submit).message == "no worker was ready for model 'm' within 10 s"
+    assert waiting.refusal(in_flight[1].prepared).message == "no worker was ready for model 'm' within 10 s"

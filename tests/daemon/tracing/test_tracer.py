@@ -10,7 +10,7 @@ from tensord.daemon.tracing.trace_budget import TraceBudget
 from tensord.daemon.tracing.trace_turn import TraceTurn
 from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm.control_records import TraceChanged, TraceCleared
-from tensord.shm.messages import Completion, Timeline
+from tensord.shm.messages import Timeline
 
 
 def test_rate_count_and_inheritance(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None
     assert first is not None
     assert second is not None
     first.stamp("HTTP_RECV_START")
-    first.completed(Completion(1, version=4, trace=Timeline((("QUEUE_START", 5),))))
+    first.completed(4, Timeline((("QUEUE_START", 5),)))
     first.end()
     tracer.changed(TraceChanged("", 0, 1, 0, str(path)), [])
     second.end()

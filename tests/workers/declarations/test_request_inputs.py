@@ -10,8 +10,9 @@ import pytest
 
 from tensord.config.model_config import empty
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Parameter, Submit
+from tensord.shm.messages import Parameter
 from tensord.workers.declarations.request_inputs import RequestInputs, request_inputs
+from tests.records import WholeRequest
 
 
 def of_module(declared: object, host: bool = False, batches: bool = True) -> RequestInputs | None:
@@ -28,10 +29,10 @@ def asked(declared: object, host: bool = False, batches: bool = True) -> Request
 
 
 def told(inputs: RequestInputs, rows: int = 1, **parameters: Parameter) -> dict[str, Any]:
-    submit = Submit(
+    request = WholeRequest(
         1, "m", 0, (), parameters=parameters, client_id="mine", priority=3, sequence_id="a", sequence_start=True
     )
-    return inputs.arrays(submit, submit, rows)
+    return inputs.arrays(request.prepared, request.record, rows)
 
 
 def test_an_element_for_each_row() -> None:

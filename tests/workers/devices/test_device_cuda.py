@@ -19,7 +19,7 @@ from tensord.config.options import Workers
 from tensord.shm.arena import Arena
 from tensord.shm.cuda_regions import CudaRegion, Driver
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Inline, RegionSlice, RequestedOutput, Slice
+from tensord.shm.messages import PreparedAnswer, RegionSlice, RequestedOutput, Slice, placed
 from tensord.workers.devices import device_cuda
 from tensord.workers.devices.cuda_tensor import CudaTensor
 from tensord.workers.devices.device_cuda import CudaDevice
@@ -336,12 +336,13 @@ def test_outputs_go_where_they_are_wanted(device: CudaDevice, region: CudaRegion
     completion = complete(request, result, model._signature, 1, 4096)
     assert completion is not None
     assert np.array_equal(cuda_owner.get("g", np.float32, values.shape, 64), 2 * values)
-    places = {tensor.name: tensor.place for tensor in completion.outputs}
+    assert isinstance(completion.prepared, PreparedAnswer)
+    places = {tensor.name: place for tensor, place in placed(completion.prepared.outputs, completion.contents)}
     assert isinstance(places["b"], Slice)
     view = arena.segment(places["b"].segment).view[places["b"].offset :][: values.nbytes]
     assert np.array_equal(np.frombuffer(view, np.float32), 3 * values)
-    assert isinstance(places["c"], Inline)
-    assert places["c"].content == values[:2].tobytes()
+    assert isinstance(places["c"], bytes)
+    assert places["c"] == values[:2].tobytes()
     del view
     arena.close()
 

@@ -18,14 +18,15 @@ from tensord.shm.arena import Arena
 from tensord.shm.arrays import array
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Internal, InvalidArgument
-from tensord.shm.forms import Forms, answer_template, whole_answer
-from tensord.shm.messages import Completion, FormCompletion, Inline, RegionSlice, RequestedOutput, Slice
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, RequestedOutput, Slice
+from tensord.shm.prepared import Numbers
 from tensord.shm.regions import Region
 from tensord.workers.dispatch.answers import complete, complete_planned, complete_small, plan_answer
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.batch_outputs import BatchOutputs, layout_of, layout_of_rows, uncut
 from tensord.workers.tensors.packing import Packing
 from tensord.workers.tensors.signature import Signature, signature
+from tests.records import WholeAnswer, whole_answer
 from tests.workers.made_requests import ALane, request_of
 
 SIGNATURE: Signature = signature(
@@ -49,13 +50,19 @@ def lane() -> Iterator[ALane]:
 
 def answer(
     lane: ALane, result: dict[str, Any], *outputs: RequestedOutput, regions: list[Region] | None = None
-) -> Completion | None:
+) -> WholeAnswer | None:
     request: Request = request_of({}, outputs={output.name: output for output in outputs}, submitter=lane)
     request.regions = regions or []
-    return complete(request, result, SIGNATURE, 5, 64)
+    made = complete(request, result, SIGNATURE, 5, 64)
+    return None if made is None else whole_of(made)
 
 
-def read(lane: ALane, completion: Completion) -> dict[str, list[Any]]:
+def whole_of(made: AnswerRecord) -> WholeAnswer:
+    assert isinstance(made.prepared, PreparedAnswer)
+    return whole_answer(made.prepared, made)
+
+
+def read(lane: ALane, completion: WholeAnswer) -> dict[str, list[Any]]:
     found = {}
     for tensor in completion.outputs:
         place = tensor.place
@@ -64,7 +71,7 @@ def read(lane: ALane, completion: Completion) -> dict[str, list[Any]]:
             content = lane.arena.segment(place.segment).view[place.offset : place.offset + place.byte_size]
             assert place.offset % 64 == 0
         else:
-            content = memoryview(place.content)
+            content = memoryview(place)
         found[tensor.name] = array(content, tensor.datatype, tensor.shape).tolist()
     return found
 
@@ -89,7 +96,7 @@ def test_whatever_the_sizes_the_bytes_arrive(sizes: list[int], words: list[bytes
 def test_small_and_large(lane: ALane) -> None:
     completion = answer(lane, {"y": np.zeros(16, np.float32), "z": np.array([b"x" * 61], np.object_)})
     assert completion is not None
-    assert [type(tensor.place) for tensor in completion.outputs] == [Inline, Slice]
+    assert [type(tensor.place) for tensor in completion.outputs] == [bytes, Slice]
     assert completion.version == 5
 
 
@@ -231,22 +238,23 @@ def test_a_planned_answer_is_the_small_one(
         return fresh
 
     first = request()
-    completion = complete_small(first, made[0], 0, 5, 1 << 20)
-    assert completion is not None
-    plan = plan_answer(Forms[Completion]().form(answer_template(completion)), first, made[0].layout)
+    small = complete_small(first, made[0], 0, 5, 1 << 20)
+    assert small is not None
+    plan = plan_answer(Numbers[PreparedAnswer]().number(whole_of(small).prepared), first, made[0].layout)
     for run_ in made:
         row = data.draw(st.integers(0, total - rows))
         whole, planned = request(), request()
         region.view(0, SHM)[:] = bytes(SHM)
-        expected = complete_small(whole, run_, row, 5, 1 << 20)
-        assert expected is not None
+        made_small = complete_small(whole, run_, row, 5, 1 << 20)
+        assert made_small is not None
+        expected = whole_of(made_small)
         written = bytes(region.view(0, SHM))
         region.view(0, SHM)[:] = bytes(SHM)
         formed = complete_planned(planned, plan, run_, row)
         assert formed is not None
-        assert formed.form == plan.form.number
+        assert formed.prepared == plan.numbered.number
         assert formed.request_id == planned.request_id
-        given_ = whole_answer(plan.form.template, formed)
+        given_ = whole_answer(plan.numbered.prepared, formed)
         assert (given_.version, given_.outputs, given_.lease) == (expected.version, expected.outputs, None)
         assert bytes(region.view(0, SHM)) == written
         assert planned.copied_byte_size == whole.copied_byte_size
@@ -255,15 +263,14 @@ def test_a_planned_answer_is_the_small_one(
 IDS = st.integers(1, 99)
 
 
-def planned_into(place: RegionSlice, *regions: Any) -> tuple[Request, FormCompletion | None]:
+def planned_into(place: RegionSlice, *regions: Any) -> tuple[Request, AnswerRecord | None]:
     """A planned answer whose output goes to that place, of a request that uses those regions."""
     y = np.arange(4, dtype=np.float32).reshape(1, 4)
     made = uncut(layout_of(PLAIN, {"y": y}, True), [y])
     assert made is not None
     request = request_of({}, 1, outputs={"y": RequestedOutput("y", place)})
     request.regions = list(regions)
-    template = answer_template(Completion(1, version=5))
-    plan = plan_answer(Forms[Completion]().form(template), request, made.layout)
+    plan = plan_answer(Numbers[PreparedAnswer]().number(PreparedAnswer(5)), request, made.layout)
     return request, complete_planned(request, plan, made, 0)
 
 
@@ -278,7 +285,7 @@ def test_a_region_that_is_a_gpu_s_now_is_not_written_by_a_plan(region: Region) -
         assert request.copied_byte_size == 0
         assert bytes(region.view(0, SHM)) == bytes(SHM)
     request, formed = planned_into(RegionSlice("r", 8, 16), region)
-    assert formed == FormCompletion(1, 0, ())
+    assert formed == AnswerRecord(1, 0, ())
     assert np.frombuffer(region.view(8, 16), np.float32).tolist() == [0, 1, 2, 3]
     assert request.copied_byte_size == 16
 

@@ -17,7 +17,6 @@ from tensord.shm.arena import Arena
 from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Completion, Inline, Submit, Tensor
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.dispatcher import Dispatcher
 from tensord.workers.loading.loader import Loader
@@ -31,6 +30,7 @@ from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
+from tests.records import Tensor, WholeAnswer, WholeRequest, noting
 from tests.repositories import scale_model, write_model
 
 OPTIONS = Options(
@@ -44,8 +44,8 @@ class ALane:
 
     def __init__(self) -> None:
         self.arena = Arena(1 << 20, 1 << 20, 0)
-        self.sent: list[Completion] = []
-        self.complete = self.sent.append
+        self.sent: list[WholeAnswer] = []
+        self.complete = noting(self.sent)
         self.loan = self.arena.loan
 
 
@@ -93,10 +93,10 @@ class Bench:
 
     def submit(self, model: str, *values: float, **fields: Any) -> int:
         self._number += 1
-        content = Inline(np.array(values, np.float32).tobytes())
+        content = np.array(values, np.float32).tobytes()
         shape = (1, 4) if model.startswith("scale") else (len(values),)
-        record = Submit(self._number, model, 0, (Tensor("x", "FP32", shape, content),), **fields)
-        self.dispatcher.submit(self.submitter, record, time.monotonic_ns())
+        request = WholeRequest(self._number, model, 0, (Tensor("x", "FP32", shape, content),), **fields)
+        self.dispatcher.submit(self.submitter, request.record, time.monotonic_ns())
         return self._number
 
     def turn(self) -> int | None:
@@ -184,7 +184,7 @@ def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready
         pass
     bench.compiler.work()
     bench.turn()
-    given = {answer.request_id: cast(Inline, answer.outputs[0].place).content for answer in bench.lane.sent}
+    given = {answer.request_id: cast(bytes, answer.outputs[0].place) for answer in bench.lane.sent}
     assert [np.frombuffer(given[n], np.float32).tolist() for n in numbers] == [[2 * i, 20 * i] for i in range(7)]
     assert list(given)[:7] == numbers
     stacked = [program._arguments[0].tolist() for program in programs]
@@ -205,7 +205,7 @@ def test_whatever_programs_are_ready_each_request_gets_its_own_answer(bench: Ben
         numbers = [bench.submit("any", i, 10 * i) for i in range(count)]
         while bench.turn() is not None:
             pass
-        given = {answer.request_id: cast(Inline, answer.outputs[0].place).content for answer in bench.lane.sent}
+        given = {answer.request_id: cast(bytes, answer.outputs[0].place) for answer in bench.lane.sent}
         assert [np.frombuffer(given[n], np.float32).tolist() for n in numbers] == [
             [2 * i, 20 * i] for i in range(count)
         ]

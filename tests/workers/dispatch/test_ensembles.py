@@ -12,9 +12,10 @@ import pytest
 
 from tensord.config.model_config import parse_pbtxt
 from tensord.shm.control_records import Load, Loaded
-from tensord.shm.messages import Completion, Inline, RequestedOutput, Tensor
+from tensord.shm.messages import RequestedOutput
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
+from tests.records import Tensor, WholeAnswer
 from tests.repositories import ensemble, scale_model, write_model
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
@@ -64,17 +65,17 @@ def submit(loop: WorkerLoop, values: Sequence[float], *outputs: str, model: str 
     for value in values:
         array = np.full((1, 4), value, np.float32)
         wanted = tuple([RequestedOutput(name) for name in outputs])
-        loop.submit(model, [Tensor("x", "FP32", array.shape, Inline(array.tobytes()))], wanted, **more)
+        loop.submit(model, [Tensor("x", "FP32", array.shape, array.tobytes())], wanted, **more)
 
 
-def read(answers: Sequence[Completion]) -> dict[str, list[float]]:
+def read(answers: Sequence[WholeAnswer]) -> dict[str, list[float]]:
     """The first element of each output."""
     found: dict[str, list[float]] = {}
     for answer in answers:
         assert answer.code == "", answer.message
         for tensor in answer.outputs:
-            assert isinstance(tensor.place, Inline)
-            array = np.frombuffer(tensor.place.content, np.float32).reshape(tensor.shape)
+            assert isinstance(tensor.place, bytes)
+            array = np.frombuffer(tensor.place, np.float32).reshape(tensor.shape)
             assert array.shape == (1, 4)
             found.setdefault(tensor.name, []).append(float(array[0, 0]))
     return found

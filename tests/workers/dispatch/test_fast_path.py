@@ -22,27 +22,26 @@ from hypothesis import strategies as st
 from tensord.shm.channel import Channel, ChannelClosed, pair
 from tensord.shm.control_records import Call, Reply
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.forms import Forms
 from tensord.shm.messages import (
+    AnswerRecord,
     Cancel,
-    Completion,
-    FormCompletion,
-    FormSubmit,
-    Inline,
+    PreparedRequest,
     RegionSlice,
     Release,
     RequestedOutput,
+    RequestRecord,
     Slice,
-    Tensor,
     ToSubmitter,
     ToWorker,
 )
 from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
+from tensord.shm.prepared import Numbers
 from tensord.shm.record import decoder, encoder
 from tensord.shm.spin import Spin
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
 from tests.daemon_process import ROOT
+from tests.records import Tensor, WholeAnswer
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
@@ -114,7 +113,7 @@ class Native:
         self.front.send(datagram)
         return datagram
 
-    def answers(self) -> list[FormCompletion]:
+    def answers(self) -> list[AnswerRecord]:
         channel = Channel(self.front.dup(), decoder(ToSubmitter))
         found = []
         while (received := channel.receive()) is not None:
@@ -136,8 +135,8 @@ def native() -> Iterator[Native]:
     made.close()
 
 
-def request(number: int, content: bytes = b"12345678", form: int = 3, **more: Any) -> FormSubmit:
-    return FormSubmit(number, form, (content,), **more)
+def request(number: int, content: bytes = b"12345678", form: int = 3, **more: Any) -> RequestRecord:
+    return RequestRecord(number, form, (content,), **more)
 
 
 def turned(content: bytes) -> bytes:
@@ -149,7 +148,7 @@ def test_requests_that_came_together_share_runs(native: Native) -> None:
     contents = [bytes([n] * 8) for n in range(6)]
     native.send(*[request(n + 1, content) for n, content in enumerate(contents)])
     assert native.fast.wait(0, True) == ([], [], [])
-    assert native.answers() == [FormCompletion(n + 1, 9, (turned(content),)) for n, content in enumerate(contents)]
+    assert native.answers() == [AnswerRecord(n + 1, 9, (turned(content),)) for n, content in enumerate(contents)]
     # Four rows at once, then two and what nobody fills is zero.
     assert native.runs == [b"".join(contents[:4]), b"".join(contents[4:]) + bytes(16)]
 
@@ -189,14 +188,16 @@ def test_figures(native: Native) -> None:
     [
         request(2, form=4),
         request(2, b"1234567"),
-        FormSubmit(2, 3, ()),
-        FormSubmit(2, 3, (b"12345678", b"")),
+        RequestRecord(2, 3, ()),
+        RequestRecord(2, 3, (b"12345678", b"")),
         request(2, deadline_ns=1),
         request(1),
         request(44),
         Cancel(1),
-        FormSubmit(2, 3, tuple([b"12345678"] * 17)),
+        RequestRecord(2, 3, tuple([b"12345678"] * 17)),
         request(2, trace=1),
+        request(2, strikes=1),
+        RequestRecord(2, PreparedRequest("m"), (b"12345678",)),
         request(2, sequence_id="s" * 129),
         request(2, sequence_id=-1),
         request(2, priority=-1),
@@ -212,6 +213,8 @@ def test_figures(native: Native) -> None:
         "cancel",
         "many",
         "traced",
+        "struck",
+        "inline",
         "long",
         "id",
         "priority",
@@ -318,7 +321,7 @@ def test_nothing_is_served_while_others_wait_or_after_it_is_forgotten(native: Na
     native.learn()
     native.send(request(1))
     assert native.fast.wait(0, False) == ([(native.lane.fileno(), select.EPOLLIN)], [], [])
-    native.fast.forget_form(native.lane.fileno(), 3)
+    native.fast.forget_number(native.lane.fileno(), 3)
     assert [fd for fd, _ in native.fast.wait(0, True)[1]] == [native.lane.fileno()]
     native.learn()
     native.fast.forget()
@@ -409,7 +412,7 @@ def test_of_sequences_as_many_run_as_the_planner_says(native: Native) -> None:
     ]
     native.send(*[request(n + 1, bytes([n] * 8), **each) for n, each in enumerate(own)])
     assert native.fast.wait(0, True) == ([], [], [])
-    assert native.answers() == [FormCompletion(n + 1, 9, (turned(bytes([n] * 8)),)) for n in range(4)]
+    assert native.answers() == [AnswerRecord(n + 1, 9, (turned(bytes([n] * 8)),)) for n in range(4)]
     asked = [(5, True, False), ((1 << 64) - 1, False, False), ("é" * 64, False, True), (0, False, False)]
     assert seats.asked == [asked, asked[2:], asked[3:]]
     assert [run[:8] for run in native.runs] == [bytes([n] * 8) for n in (0, 2, 3)]
@@ -457,12 +460,12 @@ def test_what_regions_lost_makes_the_answers_void(native: Native) -> None:
             raise InvalidArgument("gone")
 
     native.learn(inputs=((0, 8, address),), outputs=((0, 0, 8, 8, address + 16),), intact=intact)
-    native.send(FormSubmit(1, 3, ()))
+    native.send(RequestRecord(1, 3, ()))
     assert native.fast.wait(0, True) == ([], [], [])
-    assert native.answers() == [FormCompletion(1, 9, ())]
+    assert native.answers() == [AnswerRecord(1, 9, ())]
     assert region.tolist() == [*range(16), *[255 - n for n in range(8)], *range(24, 32)]
     lost = True
-    datagram = native.send(FormSubmit(2, 3, ()))
+    datagram = native.send(RequestRecord(2, 3, ()))
     assert native.fast.wait(0, True)[1] == [(native.lane.fileno(), (datagram, [], False))]
     assert native.answers() == []
 
@@ -474,7 +477,7 @@ def test_a_region_that_is_lost_costs_its_own_form_and_no_other(native: Native) -
     region = np.zeros(8, np.uint8)
     native.learn(form=3)
     native.learn(form=4, inputs=((0, 8, region.__array_interface__["data"][0]),), intact=gone)
-    lost = FormSubmit(2, 4, ())
+    lost = RequestRecord(2, 4, ())
     datagram = native.send(request(1), lost)
     assert native.fast.wait(0, True)[1] == [(native.lane.fileno(), (datagram, [], False))]
     assert native.answers() == []
@@ -482,7 +485,7 @@ def test_a_region_that_is_lost_costs_its_own_form_and_no_other(native: Native) -
     assert native.fast.wait(0, True) == ([], [], [])
     assert [answer.request_id for answer in native.answers()] == [3]
     runs = len(native.runs)
-    datagram = native.send(FormSubmit(4, 4, ()))
+    datagram = native.send(RequestRecord(4, 4, ()))
     assert native.fast.wait(0, True)[1] == [(native.lane.fileno(), (datagram, [], False))]
     assert len(native.runs) == runs
 
@@ -571,7 +574,7 @@ def learn_places(native: Native) -> None:
 NUMBERS = st.integers(0, (1 << 64) - 1)
 records = st.one_of(
     st.builds(
-        FormSubmit,
+        RequestRecord,
         st.integers(1, 1 << 63),
         st.integers(0, 1030),
         st.lists(st.binary(max_size=9), max_size=3).map(tuple),
@@ -591,7 +594,7 @@ records = st.one_of(
         trace=st.sampled_from([0, 0, 0, 1]),
     ),
     st.builds(
-        FormSubmit,
+        RequestRecord,
         st.integers(1, 1 << 63),
         st.integers(3, 4),
         st.lists(st.builds(Slice, NUMBERS, NUMBERS, st.sampled_from([8, 9, 1 << 40])), max_size=2).map(tuple),
@@ -602,8 +605,8 @@ records = st.one_of(
 
 
 @given(st.lists(records, max_size=8), st.binary(max_size=6), st.integers(0, 60), st.booleans())
-@example([FormSubmit(1, 4, (Slice(0, 0, 8),))], b"", 0, False)
-@example([FormSubmit(1, 4, (b"12345678",))], b"", 0, False)
+@example([RequestRecord(1, 4, (Slice(0, 0, 8),))], b"", 0, False)
+@example([RequestRecord(1, 4, (b"12345678",))], b"", 0, False)
 def test_whatever_comes_is_answered_or_given_back_as_it_came(
     wanted: list[Any], junk: bytes, cut: int, broken: bool
 ) -> None:
@@ -631,13 +634,13 @@ def test_whatever_comes_is_answered_or_given_back_as_it_came(
             assert not answers
         else:
             read = decoder(ToWorker).decode(datagram[1:])
-            submitted = [record for record in read if isinstance(record, FormSubmit)]
+            submitted = [record for record in read if isinstance(record, RequestRecord)]
             assert [answer.request_id for answer in answers] == [record.request_id for record in submitted]
             returned = [record for each in native.returned for record in decoder(ToWorker).decode(each[1:])]
             assert returned == [record for record in read if isinstance(record, Release)]
             for answer, record in zip(answers, submitted, strict=True):
                 (content,) = record.contents
-                if record.form == 3:
+                if record.prepared == 3:
                     assert answer.contents == (turned(content),)
                 else:
                     place = content if isinstance(content, bytes) else (content.segment, content.offset)
@@ -652,10 +655,10 @@ def test_whatever_comes_is_answered_or_given_back_as_it_came(
 
 def vector(name: str, values: Any) -> Tensor:
     array = np.asarray(values, np.float32).reshape(1, -1)
-    return Tensor(name, "FP32", array.shape, Inline(array.tobytes()))
+    return Tensor(name, "FP32", array.shape, array.tobytes())
 
 
-def ask(loop: WorkerLoop, *values: float, together: int = 1, **more: Any) -> list[Completion]:
+def ask(loop: WorkerLoop, *values: float, together: int = 1, **more: Any) -> list[WholeAnswer]:
     """Of addsub: sixteen times each value and 1."""
     for value in values:
         for _ in range(together):
@@ -663,11 +666,11 @@ def ask(loop: WorkerLoop, *values: float, together: int = 1, **more: Any) -> lis
     return loop.answers(len(values) * together)
 
 
-def firsts(answers: list[Completion]) -> list[tuple[float, float]]:
+def firsts(answers: list[WholeAnswer]) -> list[tuple[float, float]]:
     found = []
     for answer in answers:
         assert answer.code == "", answer.message
-        contents = [tensor.place.content for tensor in answer.outputs if isinstance(tensor.place, Inline)]
+        contents = [tensor.place for tensor in answer.outputs if isinstance(tensor.place, bytes)]
         (a, b) = [float(np.frombuffer(content, np.float32)[0]) for content in contents]
         found.append((a, b))
     return found
@@ -707,24 +710,24 @@ def test_answers_are_those_of_python(loop: WorkerLoop, together: int) -> None:
     assert (served(loop), version(loop).statistics.success_count) == (before, counted + together)
 
 
-def test_requests_that_differ_in_scheduling_alone_are_of_one_form(loop: WorkerLoop) -> None:
+def test_requests_that_differ_in_scheduling_alone_have_one_number(loop: WorkerLoop) -> None:
     """And answered in C, as long as the model has one line and no sequences; one that is traced is Python's."""
     loop.load(MODELS / "addsub")
     known(loop, lambda: ask(loop, 1.0))
-    before, minted = served(loop), loop.forms.minted
+    before, minted = served(loop), loop.numbers.minted
     for number in range(20):
         own = {"priority": number, "timeout_us": 7 * number, "sequence_id": f"s{number}", "sequence_start": True}
         assert firsts(ask(loop, float(number), own=own)) == [(number + 1, number - 1)]
     # A slow moment of the machine has a program chosen anew, which is Python's.
     assert served(loop) - before <= 5
-    assert loop.forms.minted == minted
+    assert loop.numbers.minted == minted
     before = served(loop)
     (traced,) = ask(loop, 2.0, own={"trace": 1})
     assert firsts([traced]) == [(3.0, 1.0)]
     assert traced.trace is not None
     assert [name for name, _ in traced.trace.moments][:2] == ["QUEUE_START", "COMPUTE_START"]
     assert 1 <= served(loop) - before <= 2
-    assert loop.forms.minted == minted
+    assert loop.numbers.minted == minted
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -770,7 +773,7 @@ def test_a_batch_is_one_execution(loop: WorkerLoop) -> None:
     loop.load(MODELS / "mlp")
     (mlp,) = list(loop.worker._models)
 
-    def twice() -> list[Completion]:
+    def twice() -> list[WholeAnswer]:
         for _ in range(2):
             loop.submit("mlp", [vector("x", np.linspace(0, 1, 784))])
         return loop.answers(2)
@@ -817,7 +820,7 @@ def region() -> Iterator[tuple[str, mmap.mmap, int]]:
         posix_ipc.unlink_shared_memory(key)
 
 
-def in_region(loop: WorkerLoop) -> list[Completion]:
+def in_region(loop: WorkerLoop) -> list[WholeAnswer]:
     inputs = [Tensor("INPUT0", "FP32", (1, 16), RegionSlice("r", 64, 64)), vector("INPUT1", [1] * 16)]
     outputs = (RequestedOutput("OUTPUT0", RegionSlice("r", 128, 100)), RequestedOutput("OUTPUT1"))
     loop.submit("addsub", inputs, outputs)
@@ -845,7 +848,7 @@ def test_regions(loop: WorkerLoop, region: tuple[str, mmap.mmap, int]) -> None:
     assert mapping[192:256] == bytes(64)
     whole, own = answer.outputs
     assert whole.place == RegionSlice("r", 128, 100)
-    assert np.frombuffer(own.place.content, np.float32).tolist() == list(range(9, 25))  # type: ignore[union-attr]
+    assert np.frombuffer(own.place, np.float32).tolist() == list(range(9, 25))  # type: ignore[union-attr]
 
     # Its owner takes the memory away: that is found, said, and no reason to end.
     os.ftruncate(fd, 0)
@@ -902,7 +905,7 @@ def test_two_fronts_and_one_that_goes(loop: WorkerLoop) -> None:
 def test_a_form_whose_number_means_another_one(loop: WorkerLoop) -> None:
     loop.load(MODELS / "addsub")
     known(loop, lambda: ask(loop, 1.0))
-    loop.forms = Forms()  # it numbers from the beginning
+    loop.numbers = Numbers()  # it numbers from the beginning
     outputs = (RequestedOutput("OUTPUT1"),)
     loop.submit("addsub", [vector("INPUT0", [4] * 16), vector("INPUT1", [1] * 16)], outputs)
     (answer,) = loop.answers(1)

@@ -15,10 +15,11 @@ from tensord.config.options import Arenas, Executables, Lanes, Options
 from tensord.shm.arena import Lease
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Inline, Release, RequestedOutput, Slice, Tensor
+from tensord.shm.messages import AnswerRecord, Release, RequestedOutput, RequestRecord, Slice
 from tensord.shm.record import encoder
 from tensord.workers.native import output_memory
 from tensord.workers.native.extensions import available
+from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
 from tests.workers.dispatch.test_fast_path import Native, native, request
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
@@ -59,8 +60,8 @@ class Alone:
         return self.makes()
 
 
-def large(number: int, *contents: Any) -> FormSubmit:
-    return FormSubmit(number, 4, contents or (PLACE,))
+def large(number: int, *contents: Any) -> RequestRecord:
+    return RequestRecord(number, 4, contents or (PLACE,))
 
 
 def python_s(native: Native, *datagrams: bytes) -> tuple[Any, ...]:
@@ -85,7 +86,7 @@ def test_a_large_request_is_told_where_its_tensors_lie(native: Native) -> None:
     assert alone.asked == [((3, 640),)]
     assert alone.running == [[1, 7, 8]]
     assert native.page[512] == 0
-    assert native.answers() == [FormCompletion(8, 9, (Slice(5, 4160, 1000),), (5, 4096, 77))]
+    assert native.answers() == [AnswerRecord(8, 9, (Slice(5, 4160, 1000),), (5, 4096, 77))]
 
 
 def test_small_tensors_are_in_the_records(native: Native) -> None:
@@ -96,20 +97,20 @@ def test_small_tensors_are_in_the_records(native: Native) -> None:
     assert native.fast.wait(0, True) == ([], [], [])
     assert alone.asked == [(b"xyz", (1 << 40, 1 << 50))]
     contents = (np.array([1, 2], np.int32).tobytes(), Slice((1 << 63) - 1, 1 << 62, 1 << 40), b"ab")
-    assert native.answers() == [FormCompletion(1, 9, contents, ((1 << 63) - 1, 1 << 62, 1 << 61))]
+    assert native.answers() == [AnswerRecord(1, 9, contents, ((1 << 63) - 1, 1 << 62, 1 << 61))]
 
 
 def test_without_large_outputs_there_is_no_lease(native: Native) -> None:
     Alone(native, outputs=((0, 0, 2),)).makes = lambda: (-1, 0, 0, [b"ab"])
     native.send(large(1))
     native.fast.wait(0, True)
-    assert native.answers() == [FormCompletion(1, 9, (b"ab",))]
+    assert native.answers() == [AnswerRecord(1, 9, (b"ab",))]
 
 
 def test_figures(native: Native) -> None:
     alone = Alone(native, outputs=((-1, 64, 1000), (0, 0, 2)), rows=3, most=3)
     alone.makes = lambda: (5, 4096, 77, [b"ab"])
-    native.send(FormSubmit(1, 4, (PLACE,), received_ns=1))
+    native.send(RequestRecord(1, 4, (PLACE,), received_ns=1))
     native.fast.wait(0, True)
     ((owner, answered, rows, runs, _, _, copied, _, sizes),) = native.fast.figures()
     assert (owner, answered, rows, runs, copied) == (alone, 1, 3, 1, 2)
@@ -122,12 +123,12 @@ def test_figures(native: Native) -> None:
         large(2, Slice(3, 640, (1 << 20) - 1)),
         large(2, b"12345678"),
         large(2, PLACE, PLACE),
-        FormSubmit(2, 4, ()),
+        RequestRecord(2, 4, ()),
         request(2, Slice(0, 0, 8)),  # type: ignore[arg-type]
     ],
     ids=["size", "bytes", "two", "none", "gathered"],
 )
-def test_what_is_not_as_it_was_is_python_s_affair(native: Native, odd: FormSubmit) -> None:
+def test_what_is_not_as_it_was_is_python_s_affair(native: Native, odd: RequestRecord) -> None:
     native.learn()
     alone = Alone(native)
     datagram = native.send(large(1), odd)
@@ -332,7 +333,7 @@ class Asker:
         assert lease is not None
         lease.view[self.skip :] = x.tobytes()
         place = Slice(lease.place.segment, lease.place.offset + self.skip, x.nbytes)
-        where = place if x.nbytes > 4096 else Inline(x.tobytes())
+        where = place if x.nbytes > 4096 else x.tobytes()
         tensor = Tensor("x", "FP32", (*self.rows, len(x)), where)
         self.loop.submit(self.model, [tensor], self.outputs, leases=[lease])
         return lease
@@ -343,7 +344,7 @@ class Asker:
         lease.release()
         return self.read(answer)
 
-    def read(self, answer: Completion) -> list[Array]:
+    def read(self, answer: WholeAnswer) -> list[Array]:
         """The outputs, whose lease is given back."""
         assert answer.code == "", answer.message
         made = [self.content(tensor) for tensor in answer.outputs]
@@ -353,7 +354,7 @@ class Asker:
 
     def content(self, tensor: Tensor) -> Array:
         place = tensor.place
-        content = place.content if isinstance(place, Inline) else bytes(self.loop.front.view(place))  # type: ignore[arg-type]
+        content = place if isinstance(place, bytes) else bytes(self.loop.front.view(place))  # type: ignore[arg-type]
         return np.frombuffer(content, DTYPES[tensor.datatype]).reshape(tensor.shape[len(self.rows) :])
 
     def next_x(self) -> Array:
@@ -514,7 +515,7 @@ def test_where_the_answers_are_not_taken_they_wait(models: Path, leaves_nothing:
         asker = Asker(loop, models, "double", 1 << 18)
         asker.known()
         xs = [asker.next_x() for _ in range(6)]
-        waiting: list[tuple[Array, Completion]] = []
+        waiting: list[tuple[Array, WholeAnswer]] = []
         for x in xs[:4]:
             lease = asker.submit(x)
             (answer,) = loop.answers(1)

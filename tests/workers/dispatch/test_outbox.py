@@ -12,7 +12,6 @@ from tensord.config.model_config import parse_pbtxt
 from tensord.config.options import Arenas
 from tensord.shm.arena import Arena
 from tensord.shm.errors import Cancelled, Internal, Unavailable
-from tensord.shm.messages import Completion
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.statistics import Failure, ModelStatistics
@@ -20,6 +19,7 @@ from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.tensors.signature import signature
+from tests.records import WholeAnswer, noting
 from tests.workers.made_requests import request_of
 
 
@@ -45,8 +45,8 @@ class ALane:
 
     def __init__(self) -> None:
         self.arena = Arena(MEBIBYTE, MEBIBYTE, 0)
-        self.sent: list[Completion] = []
-        self.complete = self.sent.append
+        self.sent: list[WholeAnswer] = []
+        self.complete = noting(self.sent)
         self.loan = self.arena.loan
 
     def take(self) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tensord.shm.messages import Inline, Tensor
 from tensord.workers.dispatch.poller import Poller
 from tensord.workers.native import extensions
 from tests.daemon_process import ROOT
+from tests.records import Tensor
 from tests.workers.worker_loop import WorkerLoop
 
 
@@ -51,10 +51,10 @@ def test_a_worker_answers_without_the_c_part(monkeypatch: pytest.MonkeyPatch) ->
         loop.load(ROOT / "bench" / "models" / "addsub")
         content = np.full((1, 16), 3, np.float32).tobytes()
         for _ in range(5):
-            loop.submit("addsub", [Tensor(name, "FP32", (1, 16), Inline(content)) for name in ("INPUT0", "INPUT1")])
+            loop.submit("addsub", [Tensor(name, "FP32", (1, 16), content) for name in ("INPUT0", "INPUT1")])
             (answer,) = loop.answers(1)
             place = answer.outputs[0].place
-            assert isinstance(place, Inline)
-            assert np.frombuffer(place.content, np.float32).tolist() == [6.0] * 16
+            assert isinstance(place, bytes)
+            assert np.frombuffer(place, np.float32).tolist() == [6.0] * 16
     finally:
         loop.close()

@@ -15,7 +15,6 @@ from tensord.shm.arena import Arena
 from tensord.shm.channel import pair
 from tensord.shm.errors import Internal
 from tensord.shm.lane import SubmitterLane, WorkerLane
-from tensord.shm.messages import Completion, Inline
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.execution import Execution
@@ -27,6 +26,7 @@ from tensord.workers.requests.submitter import Submitter
 from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.tensors.signature import signature
 from tests.fakes import whole_answers
+from tests.records import WholeAnswer
 from tests.workers.dispatch.test_outbox import MEBIBYTE, ALane, Version
 from tests.workers.made_requests import request_of
 
@@ -148,7 +148,7 @@ def test_one_wake_up_for_all_that_came(bench: Bench) -> None:
     sender.send(None, final=True)
     assert len(bench.posted) == 1
     bench.turn()
-    assert bench.lane.sent[-1].is_mark
+    assert bench.lane.sent[-1] == WholeAnswer(bench.lane.sent[-1].request_id)
 
 
 def test_nobody_waits_any_more(bench: Bench) -> None:
@@ -208,9 +208,9 @@ class SmallBench(Bench):
         self.turn()
         assert [answer.final for answer in self.answers()] == [False, True]
 
-    def answers(self) -> list[Completion]:
+    def answers(self) -> list[WholeAnswer]:
         assert self.worker.flush()
-        answers: list[Completion] = []
+        answers: list[WholeAnswer] = []
         while (received := self.front.receive()) is not None:
             answers += whole_answers(received)
         return answers
@@ -229,9 +229,9 @@ def small_bench() -> Iterator[SmallBench]:
     made.close()
 
 
-def content(answer: Completion) -> bytes:
+def content(answer: WholeAnswer) -> bytes:
     place = answer.outputs[0].place
-    return place.content if isinstance(place, Inline) else b""
+    return place if isinstance(place, bytes) else b""
 
 
 def test_small_ones_are_as_they_were_when_they_were_sent(small_bench: SmallBench) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.shm.messages import Completion, Inline, Tensor
 from tensord.shm.sequence_keys import SequenceKeys
 from tensord.shm.sequence_page import SequenceState
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
+from tests.records import Tensor, WholeAnswer
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
@@ -88,7 +88,7 @@ class Sums:
         """Queues a request: S START, E END."""
         content = np.full((1, 1), x, np.float32).tobytes()
         own = {"sequence_id": correlation_id, "sequence_start": "S" in flags, "sequence_end": "E" in flags}
-        return self.loop.submit("sums", [Tensor("x", "FP32", (1, 1), Inline(content))], own=own)
+        return self.loop.submit("sums", [Tensor("x", "FP32", (1, 1), content)], own=own)
 
     def heard(self, count: int = 1) -> list[float | str]:
         """So many answers, in the order of their requests: a sum, or what went wrong."""
@@ -120,10 +120,10 @@ class Sums:
         return None if found is None else found[0]
 
 
-def value(answer: Completion) -> float:
+def value(answer: WholeAnswer) -> float:
     (tensor,) = answer.outputs
-    assert isinstance(tensor.place, Inline)
-    return float(np.frombuffer(tensor.place.content, np.float32)[0])
+    assert isinstance(tensor.place, bytes)
+    return float(np.frombuffer(tensor.place, np.float32)[0])
 
 
 @pytest.fixture(params=["oldest { max_candidate_sequences: 6 }", "direct { }"], ids=["oldest", "direct"])

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from tensord.config.options import Lanes, Options, Responses
-from tensord.shm.messages import Completion, Inline, RequestedOutput, Tensor
+from tensord.shm.messages import RequestedOutput
 from tensord.workers.dispatch.step_rows import MANY
 from tensord.workers.models.model_version import ModelVersion
+from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
 
@@ -56,7 +57,7 @@ def counting(leaves_nothing: None, tmp_path: Path) -> Iterator[WorkerLoop]:
 
 
 def begin(loop: WorkerLoop, start: int, lane: Any = None, outputs: tuple[RequestedOutput, ...] = ()) -> int:
-    inputs = [Tensor("start", "INT32", (1,), Inline(np.array([start], np.int32).tobytes()))]
+    inputs = [Tensor("start", "INT32", (1,), np.array([start], np.int32).tobytes())]
     return loop.submit("counts", inputs, outputs, lane=lane)
 
 
@@ -67,15 +68,15 @@ class Heard:
         self.values: dict[int, list[int]] = {}
         self.ends: dict[int, int] = {}
 
-    def add(self, answers: list[Completion]) -> None:
+    def add(self, answers: list[WholeAnswer]) -> None:
         for answer in answers:
             self.ends[answer.request_id] = self.ends.get(answer.request_id, 0) + answer.final
             found = {tensor.name: tensor.place for tensor in answer.outputs}
-            if isinstance(place := found.get("y"), Inline):
-                (value,) = np.frombuffer(place.content, np.int32).tolist()
+            if isinstance(place := found.get("y"), bytes):
+                (value,) = np.frombuffer(place, np.int32).tolist()
                 self.values.setdefault(answer.request_id, []).append(value)
-                if isinstance(half := found.get("half"), Inline):
-                    assert np.frombuffer(half.content, np.float32).tolist() == [value / 2] * 2
+                if isinstance(half := found.get("half"), bytes):
+                    assert np.frombuffer(half, np.float32).tolist() == [value / 2] * 2
 
 
 def until_ended(loop: WorkerLoop, heard: Heard, numbers: list[int], lane: Any = None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.shm.messages import Completion, Inline, Tensor
 from tensord.workers.models.stepped_model import Run, SteppedModel
+from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
 from tests.workers.worker_loop import WorkerLoop
 
@@ -49,10 +49,10 @@ def stepped(loop: WorkerLoop) -> SteppedModel:
 
 
 def begin(loop: WorkerLoop, start: int) -> int:
-    return loop.submit("counts", [Tensor("start", "INT32", (1,), Inline(np.array([start], np.int32).tobytes()))])
+    return loop.submit("counts", [Tensor("start", "INT32", (1,), np.array([start], np.int32).tobytes())])
 
 
-def read(answers: list[Completion], number: int) -> list[Any]:
+def read(answers: list[WholeAnswer], number: int) -> list[Any]:
     """The numbers that a request got, and the error that it ended with."""
     found: list[Any] = []
     for answer in answers:
@@ -60,11 +60,11 @@ def read(answers: list[Completion], number: int) -> list[Any]:
             found.append(answer.message)
         elif answer.request_id == number:
             places = [tensor.place for tensor in answer.outputs]
-            found += [int(np.frombuffer(place.content, np.int32)[0]) for place in places if isinstance(place, Inline)]
+            found += [int(np.frombuffer(place, np.int32)[0]) for place in places if isinstance(place, bytes)]
     return found
 
 
-def until(loop: WorkerLoop, answers: list[Completion], *numbers: int) -> None:
+def until(loop: WorkerLoop, answers: list[WholeAnswer], *numbers: int) -> None:
     """Those requests have come to their end."""
     while not {answer.request_id for answer in answers if answer.final}.issuperset(numbers):
         answers += loop.answers(1)

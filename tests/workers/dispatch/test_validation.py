@@ -12,14 +12,13 @@ import posix_ipc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from tensord.config.model_config import parse_pbtxt
 from tensord.config.options import Regions
 from tensord.shm.arena import Arena, ArenaMap
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.messages import RegionSlice, RequestedOutput, Slice
 from tensord.shm.operations import RegisterSystemRegion
 from tensord.workers.dispatch.validation import validate
 from tensord.workers.models.host_model import shapes_key
@@ -30,6 +29,7 @@ from tensord.workers.requests.familiar import Familiar
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.tensors.signature import signature
+from tests.records import Tensor, WholeRequest
 
 
 def version_of(text: str) -> ModelVersion:
@@ -76,14 +76,15 @@ def submitter() -> Iterator[Submitter]:
 
 
 def check(submitter: Submitter, version: ModelVersion, regions: RegionTable, *inputs: Tensor, **fields: Any) -> Request:
-    return validate(Submit(1, "m", 0, inputs, **fields), submitter, version, regions, 50)
+    request = WholeRequest(1, "m", 0, inputs, **fields)
+    return validate(request.record, request.prepared, submitter, version, regions, 50)
 
 
-X = Tensor("x", "FP32", (2, 2), Inline(np.arange(4, dtype=np.float32).tobytes()))
+X = Tensor("x", "FP32", (2, 2), np.arange(4, dtype=np.float32).tobytes())
 
 numbers = st.one_of(st.integers(-2, 5), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 32, 4090, 65536]))
 places = st.one_of(
-    st.binary(max_size=40).map(Inline),
+    st.binary(max_size=40),
     st.builds(Slice, st.integers(-1, 1), numbers, numbers),
     st.builds(RegionSlice, st.sampled_from(["r", "s", ""]), numbers, numbers),
 )
@@ -135,7 +136,7 @@ def test_an_enemy(
 
 
 def test_a_good_request(submitter: Submitter, regions: RegionTable) -> None:
-    words = Tensor("w", "BYTES", (2, 1), Inline(b"\x01\0\0\0a\x02\0\0\0bc"))
+    words = Tensor("w", "BYTES", (2, 1), b"\x01\0\0\0a\x02\0\0\0bc")
     request = check(submitter, BATCHED, regions, X, words, received_ns=7, timeout_us=3, deadline_ns=90, priority=2)
     assert (request.rows, request.arrived_ns, request.timeout_ns, request.deadline_ns, request.priority) == (
         2,
@@ -178,34 +179,34 @@ def test_views_are_of_the_arena_and_the_region(submitter: Submitter, regions: Re
             "[request id: me] expected number of inputs between 1 and 2 but got 0 inputs for model 'm'. "
             "Got input(s) [], but missing required input(s) ['x']. Please provide all required input(s).",
         ),
-        ((Tensor("w", "BYTES", (1, 0), Inline(b"")),), "missing required input(s) ['x']"),
-        ((Tensor("q", "BYTES", (1, 0), Inline(b"")),), "unexpected inference input 'q' for model 'm'"),
-        ((X, Tensor("w", "BYTES", (1, 0), Inline(b""))), "input 'x' batch size does not match other inputs for 'm'"),
+        ((Tensor("w", "BYTES", (1, 0), b""),), "missing required input(s) ['x']"),
+        ((Tensor("q", "BYTES", (1, 0), b""),), "unexpected inference input 'q' for model 'm'"),
+        ((X, Tensor("w", "BYTES", (1, 0), b"")), "input 'x' batch size does not match other inputs for 'm'"),
         ((X, X), "[request id: me] input 'x' already exists in request"),
         (
-            (X, *(Tensor(name, "BYTES", (2, 0), Inline(b"")) for name in "wq")),
+            (X, *(Tensor(name, "BYTES", (2, 0), b"") for name in "wq")),
             "between 1 and 2 but got 3 inputs for model 'm'. Got input(s) ['q','w','x'], but missing required input(s) [].",
         ),
-        ((Tensor("x", "FP32", (), Inline(b"")),), "input 'x' has no shape but model requires batch dimension for 'm'"),
+        ((Tensor("x", "FP32", (), b""),), "input 'x' has no shape but model requires batch dimension for 'm'"),
         (
-            (Tensor("x", "FP32", (5, 2), Inline(b"")),),
+            (Tensor("x", "FP32", (5, 2), b""),),
             "[request id: me] inference request batch-size must be <= 4 for 'm'",
         ),
         (
-            (Tensor("x", "FP32", (0, 2), Inline(b"")),),
+            (Tensor("x", "FP32", (0, 2), b""),),
             "[request id: me] inference request batch-size must be at least 1",
         ),
         (
             # Both are wrong; the last one is told.
-            (Tensor("x", "INT8", (1, 2), Inline(b"")), Tensor("w", "FP32", (1, 2), Inline(b""))),
+            (Tensor("x", "INT8", (1, 2), b""), Tensor("w", "FP32", (1, 2), b"")),
             "[request id: me] inference input 'w' data-type is 'FP32', but model 'm' expects 'BYTES'",
         ),
         (
-            (X, Tensor("w", "BYTES", (2, 1), Inline(b"\0" * 4))),
+            (X, Tensor("w", "BYTES", (2, 1), b"\0" * 4)),
             "[request id: me] expected 2 string elements for inference input 'w' for model 'm', got 1",
         ),
         (
-            (X, Tensor("w", "BYTES", (2, 1), Inline(b"\0" * 4 + b"\x09\0\0\0abc"))),
+            (X, Tensor("w", "BYTES", (2, 1), b"\0" * 4 + b"\x09\0\0\0abc")),
             "incomplete string data for inference input 'w', expecting string of length 9 but only 3 bytes available",
         ),
         (
@@ -213,7 +214,7 @@ def test_views_are_of_the_arena_and_the_region(submitter: Submitter, regions: Re
             "Invalid offset + byte size for shared memory region: 'r'",
         ),
         (
-            (Tensor("x", "FP32", (2, 3), Inline(b"")),),
+            (Tensor("x", "FP32", (2, 3), b""),),
             "[request id: me] unexpected shape for input 'x' for model 'm'. Expected [-1,2], got [2,3]. NOTE: Setting a",
         ),
     ],
@@ -229,13 +230,13 @@ def test_region_and_classification_exclude_each_other(submitter: Submitter, regi
         check(submitter, BATCHED, regions, X, outputs=(RequestedOutput("y", RegionSlice("r", 0, 16), 1),))
 
 
-@pytest.mark.parametrize("tensors", [[X], [X, Tensor("w", "BYTES", (-1, 1), Inline(b"\1\0\0\0a\0\0\0\0"))]])
+@pytest.mark.parametrize("tensors", [[X], [X, Tensor("w", "BYTES", (-1, 1), b"\1\0\0\0a\0\0\0\0")]])
 def test_a_dimension_is_found_from_the_bytes(submitter: Submitter, regions: RegionTable, tensors: list[Tensor]) -> None:
-    tensors = [replace(X, shape=(-1, 2)), *tensors[1:]]
+    tensors = [X._replace(shape=(-1, 2)), *tensors[1:]]
     for _ in range(3):
         request = check(submitter, BATCHED, regions, *tensors)
         assert (request.rows, request.arrays["x"].shape) == (2, (2, 2))
-        assert all(tensor.shape[0] == 2 for tensor in request.submit.inputs)
+        assert all(tensor.shape[0] == 2 for tensor in request.prepared.inputs)
     region = Tensor("x", "FP32", (2, -1), RegionSlice("r", 0, 16))
     request = check(submitter, BATCHED, regions, region)
     assert request.arrays["x"].shape == (2, 2)
@@ -256,7 +257,7 @@ def test_a_dimension_that_cannot_be_found(
     submitter: Submitter, regions: RegionTable, shape: tuple[int, ...], words: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        check(submitter, BATCHED, regions, replace(X, shape=shape), client_id="me")
+        check(submitter, BATCHED, regions, X._replace(shape=shape), client_id="me")
     assert words in caught.value.message
 
 

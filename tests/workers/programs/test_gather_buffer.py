@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tensord.shm.arena import ALIGNMENT
-from tensord.shm.messages import Inline, Submit, Tensor
 from tensord.workers.programs.gather_buffer import GatherBuffer, aligned
 from tensord.workers.requests.request import Request
+from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of
 
 FP32 = np.dtype(np.float32)
@@ -18,8 +18,21 @@ def as_bytes(values: np.ndarray, rows: int) -> Request:
     """As validation makes a request it has seen the like of before."""
     content = values.tobytes()
     made = request_of({}, rows)
-    submit = Submit(1, "m", 0, (Tensor("x", "FP32", values.shape, Inline(content)),))
-    return Request(made.version, made.submitter, submit, None, rows, None, {}, [], 1, 0, {"x": memoryview(content)})
+    own = WholeRequest(1, "m", 0, (Tensor("x", "FP32", values.shape, content),))
+    return Request(
+        made.version,
+        made.submitter,
+        own.prepared,
+        own.record,
+        None,
+        rows,
+        None,
+        {},
+        [],
+        1,
+        0,
+        {"x": memoryview(content)},
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, np.complex64])

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tensord.shm.arrays import DTYPES, Array
-from tensord.shm.messages import Inline, Submit, Tensor
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.programs.placement import Placement
 from tensord.workers.programs.series import LENGTHS
 from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted
 from tensord.workers.requests.request import Request
+from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of
 from tests.workers.programs.test_executables import model_of, run
 
@@ -97,10 +97,10 @@ def in_record(arrays: dict[str, Array], key: object) -> Request:
     """As validation makes a request it has seen the like of before."""
     made = request_of({}, key=None)
     names = {dtype: name for name, dtype in DTYPES.items()}
-    tensors = [Tensor(n, names[a.dtype], a.shape, Inline(a.tobytes())) for n, a in arrays.items()]
+    tensors = [Tensor(n, names[a.dtype], a.shape, a.tobytes()) for n, a in arrays.items()]
     contents = {name: array.tobytes() for name, array in arrays.items()}
-    submit = Submit(1, "m", 0, tuple(tensors))
-    return Request(made.version, made.submitter, submit, key, 1, None, {}, [], 1, 0, contents)  # type: ignore[arg-type]
+    own = WholeRequest(1, "m", 0, tuple(tensors))
+    return Request(made.version, made.submitter, own.prepared, own.record, key, 1, None, {}, [], 1, 0, contents)
 
 
 def program_of(model: JaxModel, length: int) -> SeriesProgram:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tensord.shm.messages import FormCompletion, ToSubmitter
+from tensord.shm.messages import AnswerRecord, ToSubmitter
 from tensord.shm.record import decoder
 from tensord.workers.requests.answer_rows import AnswerPieces, AnswerRows
 
@@ -21,7 +21,7 @@ def test_each_record_is_read_as_its_own(form: int, sizes: tuple[int, ...]) -> No
     records = rows.records(contents)
     for row, record, request_id in zip(contents, records, ids, strict=True):
         cut = np.split(row, np.cumsum(sizes)[:-1]) if sizes else []
-        expected = FormCompletion(request_id, form, tuple(part.tobytes() for part in cut))
+        expected = AnswerRecord(request_id, form, tuple(part.tobytes() for part in cut))
         assert decoder(ToSubmitter).decode(b"\x91" + record) == [expected]
 
 
@@ -33,4 +33,4 @@ def test_pieces_around_outputs(form: int, sizes: tuple[int, ...], request_id: in
     record, behind = AnswerPieces(form, sizes).of(request_id)
     for content, follows in zip(contents, behind, strict=True):
         record += content + follows
-    assert decoder(ToSubmitter).decode(b"\x91" + record) == [FormCompletion(request_id, form, contents)]
+    assert decoder(ToSubmitter).decode(b"\x91" + record) == [AnswerRecord(request_id, form, contents)]

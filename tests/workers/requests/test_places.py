@@ -19,7 +19,7 @@ from tensord.config.model_config import parse_pbtxt
 from tensord.shm.arena import ALIGNMENT, Arena, Lease
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Internal, InvalidArgument
-from tensord.shm.messages import RegionSlice, RequestedOutput, Submit, Tensor
+from tensord.shm.messages import RegionSlice, RequestedOutput
 from tensord.shm.regions import Region, open_object
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.native import output_memory
@@ -31,6 +31,7 @@ from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature, signature
+from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of
 from tests.workers.native.test_output_memory import Lying
 from tests.workers.worker_loop import DEVICE
@@ -118,7 +119,7 @@ def request_for(
     wanted = {name: RequestedOutput(name, region) for name, region in (outputs or {}).items()}
     request = request_of({}, outputs=wanted, submitter=lane)
     tensors = [Tensor(f"x{number}", "UINT8", (place.byte_size,), place) for number, place in enumerate(inputs)]
-    request.submit = Submit(1, "m", 0, tuple(tensors))
+    request.prepared = WholeRequest(1, "m", 0, tuple(tensors)).prepared
     used = [*inputs, *[place for place in (outputs or {}).values() if place is not None]]
     request.regions = [(regions or {})[place.region] for place in used]
     return request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tensord.shm.errors import Internal, InvalidArgument
-from tensord.shm.messages import Completion
+from tensord.shm.messages import LAST, AnswerRecord
 from tensord.workers.requests.timeline import TENSORS, TIMESTAMPS, RequestTimeline
 
 
@@ -17,7 +17,7 @@ def test_times_and_tensors_as_text() -> None:
         "n": np.zeros((2, 10_000), np.int8),
     }
     timeline.executed((7, 7, 7), inputs, {"y": np.array([[1.5, -2]], np.float32)})
-    trace = timeline.attach(Completion(1)).trace
+    trace = timeline.attach(AnswerRecord(1, LAST)).trace
     assert trace is not None
     assert [name for name, _ in trace.moments] == [
         "QUEUE_START",
@@ -35,10 +35,10 @@ def test_times_and_tensors_as_text() -> None:
 def test_only_what_was_asked_for() -> None:
     timeline = RequestTimeline(TENSORS, 5)
     timeline.executed((7, 7, 7), {"x": np.zeros(1, np.int8)}, Internal("no"))
-    trace = timeline.attach(Completion(1)).trace
+    trace = timeline.attach(AnswerRecord(1, LAST)).trace
     assert trace is not None
     assert (trace.moments, [tensor.name for tensor in trace.tensors]) == ((), ["x"])
-    never_run = RequestTimeline(TIMESTAMPS, 5).attach(Completion(1)).trace
+    never_run = RequestTimeline(TIMESTAMPS, 5).attach(AnswerRecord(1, LAST)).trace
     assert never_run is not None
     assert never_run.moments == (("QUEUE_START", 5),)
 
@@ -55,7 +55,7 @@ def test_requests_that_were_made_for_it_are_told_with_it_up_to_a_bound() -> None
         child = RequestTimeline(TIMESTAMPS | TENSORS, 9)
         child.executed((9, 9, 9), large if _ < 20 else {}, {})
         timeline.add("many", 1, child)
-    trace = timeline.attach(Completion(1)).trace
+    trace = timeline.attach(AnswerRecord(1, LAST)).trace
     assert trace is not None
     first, *many = trace.children
     assert (first.model, first.version) == ("first", 1)
@@ -89,7 +89,7 @@ def test_tensors_that_lie_elsewhere() -> None:
     """They are read for it; one that cannot be takes only its own line along."""
     timeline = RequestTimeline(TENSORS, 1)
     timeline.executed((2, 3, 4), {"there": Elsewhere([1, 2, 3]), "gone": Elsewhere(None)}, {})  # type: ignore[dict-item]
-    told = timeline.attach(Completion(1, True)).trace
+    told = timeline.attach(AnswerRecord(1, LAST)).trace
     assert told is not None
     assert [(one.name, one.shape, one.content, one.truncated) for one in told.tensors] == [
         ("there", (3,), "1.0,2.0,3.0", False),

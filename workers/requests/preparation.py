@@ -1,6 +1,6 @@
-"""A form of requests as its worker knows it: what was found when the first one was validated, and what their answers look like.
+"""A prepared request as its worker knows it: what was found when the first one was validated, and what their answers look like.
 
-It holds for one load of a model version. Where the form's model means another one by now, everything is found out again.
+It holds for one load of a model version. Where its model means another one by now, everything is found out again.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tensord.shm.forms import Form
-from tensord.shm.messages import Completion, Inline, RegionSlice, RequestedOutput, Submit
+from tensord.shm.messages import PreparedAnswer, PreparedRequest, RegionSlice, RequestedOutput
+from tensord.shm.prepared import Numbered
 from tensord.workers.requests.familiar import Familiar, Known
 from tensord.workers.tensors.batch_outputs import OutputLayout
 
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 class AnswerPlan(NamedTuple):
     """An answer but for its bytes."""
 
-    form: Form[Completion]
+    numbered: Numbered[PreparedAnswer]
     #: In the order of the answer's outputs.
     parts: list[Part]
     #: Of all parts together, for one row.
@@ -40,32 +40,29 @@ class AnswerPlan(NamedTuple):
     inside: bool
 
 
-class KnownForm:
-    """One form of one submitter."""
+class Preparation:
+    """Belongs to one submitter and one number."""
 
-    __slots__ = ("elsewhere", "familiar", "known", "large", "names", "number", "outputs", "plans", "sizes", "submit")
+    __slots__ = ("familiar", "known", "large", "names", "number", "outputs", "plans", "prepared", "sizes")
 
-    def __init__(self, number: int, submit: Submit) -> None:
+    def __init__(self, number: int, prepared: PreparedRequest) -> None:
         self.number = number
-        #: The template.
-        self.submit = submit
-        inline = [type(tensor.place) is Inline for tensor in submit.inputs]
-        #: The names of its inputs, if all of them travel in the record.
-        self.names = tuple([tensor.name for tensor in submit.inputs]) if inline and all(inline) else None
-        #: Whether none of them does: then the template says everything of them.
-        self.elsewhere = not any(inline)
+        self.prepared = prepared
+        own = [tensor.region is None for tensor in prepared.inputs]
+        #: The names of its inputs, if none of them lies in a region.
+        self.names = tuple([tensor.name for tensor in prepared.inputs]) if own and all(own) else None
         #: Stands for the load whose requests they are, without keeping the model; None: none was validated so far.
         self.familiar: Familiar | None = None
         #: What they come to; None: they must be looked at each time.
         self.known: Known | None = None
-        #: The byte sizes of inputs that travel in the record.
+        #: The byte sizes of its inputs.
         self.sizes: list[int] = []
         #: What they ask for, by name; None: that names regions, which must be looked at each time.
         self.outputs: Mapping[str, RequestedOutput] | None = None
         #: By how a run's outputs lie: what becomes of them.
         self.plans: dict[OutputLayout, AnswerPlan] = {}
-        #: The form of the last answer with large outputs.
-        self.large: Form[Completion] | None = None
+        #: The number of the last answer with large outputs.
+        self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, familiar: Familiar, known: Known | None, outputs: Mapping[str, RequestedOutput]) -> None:
         """One of them was found right."""
@@ -82,4 +79,4 @@ class KnownForm:
         self.plans[layout] = plan
 
     def __repr__(self) -> str:
-        return f"<KnownForm for {self.submit.model!r}, {len(self.plans)} plans>"
+        return f"<Preparation for {self.prepared.model!r}, {len(self.plans)} plans>"
