@@ -70,7 +70,7 @@ class Submitter(Generic[R]):
         self._response_kinds: dict[tuple[int, bool, Described], ResponseKind] = {}
         #: Answers were queued since the last flush.
         self.unflushed = False
-        #: How often a number of a form had come to stand for another one when this was last looked at.
+        #: How often a number of answers had come to stand for another one when this was last looked at.
         self.renumbered = 0
         self.closed = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.shm import channel, forms, messages, status_page
+from tensord.shm import channel, messages, prepared, status_page
 from tensord.workers.native.extensions import available
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
@@ -16,7 +16,7 @@ def test_constants_of_records() -> None:
     assert _native.MAX_DATAGRAM == channel.MAX_DATAGRAM
     assert _native.MAX_FDS == channel.MAX_FDS
     assert bytes([_native.INLINE_KIND]) == channel._WHOLE
-    assert _native.MAX_FORMS == forms.MAX_FORMS
+    assert _native.MAX_NUMBERS == prepared.MAX_NUMBERS
     assert _native.MAX_SEQUENCE_ID == messages.MAX_SEQUENCE_ID
 
 
