@@ -14,8 +14,6 @@ import socket
 from collections.abc import Callable, Sequence, Sized
 
 from tensord.daemon.control.tally import Seat
-from tensord.daemon.front.crowd import Crowd
-from tensord.daemon.front.listening_socket import ListeningSocket
 from tensord.daemon.front.peer import owner_of
 
 _log = logging.getLogger(__name__)
@@ -30,6 +28,9 @@ _OPENING_POLL_SECONDS = 0.005
 #: Taken at the end at most: no more can have waited (``tensord.daemon.processes.listening``), and a flood must not put the end
 #: off.
 _MAX_WAITING = 1024
+#: Taken in one turn of the loop at most: a crowd of new connections must not starve the old.
+_MAX_ROOM = 64
+_MAX_ALONE = 15
 
 
 class Acceptor:
@@ -148,3 +149,66 @@ class Acceptor:
         self._complained = False
         self._open(connection, owner_of(connection, address))
         return True
+
+
+class Crowd:
+    """Decides how many connections are taken in one turn of the loop; pure.
+
+    After one that came alone a second one is tried for ever more seldom, as long as there is none; of a crowd more are taken with
+    each turn.
+
+        alone:   1 | 1, 2? | 1 1 1, 2? | 1 x 7, 2? | ...
+        a crowd: 2 | 4 | 8 | ... | 64
+    """
+
+    __slots__ = ("_alone", "_skips", "room")
+
+    def __init__(self) -> None:
+        #: How many may be taken in this turn.
+        self.room = 1
+        #: After how many that came alone a second one is tried for, and how many of these are still to come.
+        self._alone = self._skips = 0
+
+    def took(self, taken: int, room: int) -> None:
+        """So many were there, of as many as were tried for."""
+        if taken < room:
+            self.room = 1
+            self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0
+            self._skips = self._alone
+        elif self._skips:
+            self._skips -= 1
+        else:
+            self.room = min(2 * room, _MAX_ROOM)
+            if taken > 1:
+                self._alone = 0
+
+    def __repr__(self) -> str:
+        return f"<Crowd, {self.room} are taken>"
+
+
+class ListeningSocket:
+    """Owns a socket that listens, whose ``accept`` does not block, and does not ask anew what is the same for all.
+
+    ``socket.accept`` makes a ``socket.socket``, and whoever is handed one looks up family and kind five times in tables of
+    constants, which costs as much as the kernel's part of taking a connection. What it is made of, ``socket.SocketType``, knows
+    them as numbers.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._family, self._kind, self._proto = int(listener.family), int(listener.type), listener.proto
+        listener.setblocking(False)
+
+    def accept(self) -> tuple[socket.SocketType, object]:
+        """A connection, blocking or not, and the address of its client. Raises OSError as ``socket.accept``."""
+        fd, address = self._listener._accept()  # type: ignore[attr-defined]
+        return socket.SocketType(self._family, self._kind, self._proto, fd), address
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def __repr__(self) -> str:
+        return f"<ListeningSocket {self._listener!r}>"

@@ -19,7 +19,6 @@ from tensord.daemon.http.answering import Answering
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.deadlines import Deadlines
 from tensord.daemon.http.exchange import Exchange
-from tensord.daemon.http.flow import Flow
 from tensord.daemon.http.generate import Generation
 from tensord.daemon.http.response_codec import CLOSE, Buffer, error_response
 from tensord.daemon.http.serving import Serving
@@ -280,3 +279,52 @@ class AnswerOrder:
             self._unwritten.clear()
         self.receiving = self.reader = self._ends_with = None
         self.flow.resume_writing()
+
+
+class Flow:
+    """Whether a client is read, and whether it takes what is written to it."""
+
+    __slots__ = ("_writable", "read_paused", "resting", "transport", "write_paused")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.read_paused = False
+        #: Not read either way, because what came before waits for the next turn of the loop.
+        self.resting = False
+        #: Something that was written is still in the transport's buffer.
+        self.write_paused = False
+        self._writable: asyncio.Event | None = None
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._steer()
+
+    def rest(self, resting: bool) -> None:
+        """Begins or ends a rest."""
+        self.resting = resting
+        self._steer()
+
+    def _steer(self) -> None:
+        if self.read_paused or self.resting:
+            self.transport.pause_reading()
+        elif not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def resume_writing(self) -> None:
+        """All that was written has left, or never will."""
+        self.write_paused = False
+        if self._writable is not None:
+            self._writable.set()
+            self._writable = None
+
+    async def drain(self) -> None:
+        """Returns when ``write_paused`` has ended."""
+        if self.write_paused:
+            self._writable = self._writable or asyncio.Event()
+            await self._writable.wait()

@@ -10,27 +10,32 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from tensord.daemon.control.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
 from tensord.daemon.front.access import Access, Rule
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.peer import end_of, peer_of
 from tensord.daemon.front.status import http_status
-from tensord.daemon.http import control_fields, json_body
-from tensord.daemon.http.cuda_registration import cuda_registration
-from tensord.daemon.http.settings_routes import SettingsRoutes
-from tensord.daemon.http.whole_body import read_body
+from tensord.daemon.http import control_fields
 from tensord.daemon.submit.model_table import parse_version
-from tensord.shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unsupported
+from tensord.daemon.tracing import trace_settings
+from tensord.shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
+from tensord.shm.settings import ChangeLog, ChangeTrace
 
 Handler = Callable[[Request], Awaitable[Response]]
 Endpoint = tuple[str, str, Handler, str]
 #: The calls whose paths answer HEAD as well.
 _HEALTH = ("ServerLive", "ServerReady", "ModelReady")
+#: What a control request may bring.
+MAX_BODY = 1 << 20
+#: Settings a trace request may name; others are ignored.
+TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency")
 
 
 class Routes:
@@ -44,7 +49,6 @@ class Routes:
         """Method, path, handler, and the call it is in ``tensord.daemon.front.access``."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         repository = "/v2/repository"
-        settings = SettingsRoutes(self._endpoints)
         table: list[Endpoint] = [
             ("GET", "/v2/health/live", self.live, "ServerLive"),
             ("GET", "/v2/health/ready", self.ready, "ServerReady"),
@@ -53,13 +57,13 @@ class Routes:
             ("POST", f"{repository}/index", self.index, "RepositoryIndex"),
             ("POST", f"{repository}/models/{{model}}/load", self.load, "RepositoryModelLoad"),
             ("POST", f"{repository}/models/{{model}}/unload", self.unload, "RepositoryModelUnload"),
-            ("GET", "/v2/logging", settings.log_settings, "LogSettings"),
-            ("POST", "/v2/logging", settings.change_log_settings, "LogSettings"),
+            ("GET", "/v2/logging", self.log_settings, "LogSettings"),
+            ("POST", "/v2/logging", self.change_log_settings, "LogSettings"),
         ]
         for prefix in ("/v2", model):
             table += [
-                ("GET", f"{prefix}/trace/setting", settings.trace_settings, "TraceSetting"),
-                ("POST", f"{prefix}/trace/setting", settings.change_trace_settings, "TraceSetting"),
+                ("GET", f"{prefix}/trace/setting", self.trace_settings, "TraceSetting"),
+                ("POST", f"{prefix}/trace/setting", self.change_trace_settings, "TraceSetting"),
             ]
         for prefix in (model, version):
             table += [
@@ -119,17 +123,17 @@ class Routes:
 
     async def live(self, request: Request) -> Response:
         """KServe's client reads the body; Triton's looks at the status alone."""
-        return json_body.answer({"live": True})
+        return _answer({"live": True})
 
     async def ready(self, request: Request) -> Response:
         if reason := await self._endpoints.unreadiness():
-            return json_body.answer({"ready": False, "error": reason}, 400)
-        return json_body.answer({"ready": True})
+            return _answer({"ready": False, "error": reason}, 400)
+        return _answer({"ready": True})
 
     # ------------------------------------------------------------------------------------------------ models
 
     async def server_metadata(self, request: Request) -> Response:
-        return json_body.answer(self._endpoints.server_metadata())
+        return _answer(self._endpoints.server_metadata())
 
     async def model_ready(self, request: Request) -> Response:
         _check_version_text(request)
@@ -138,14 +142,14 @@ class Routes:
         except NotFound:
             ready = False
         if ready:
-            return json_body.answer({"name": request.path_params["model"], "ready": True})
-        return json_body.answer({"error": "Model version not ready"}, 400)
+            return _answer({"name": request.path_params["model"], "ready": True})
+        return _answer({"error": "Model version not ready"}, 400)
 
     async def metadata(self, request: Request) -> Response:
-        return json_body.answer(await self._endpoints.model_metadata(*_target(request)))
+        return _answer(await self._endpoints.model_metadata(*_target(request)))
 
     async def config(self, request: Request) -> Response:
-        return json_body.answer(await self._endpoints.model_config(*_target(request)))
+        return _answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
         """Keeps the place of inference in the table: a connection answers such requests itself."""
@@ -153,17 +157,17 @@ class Routes:
 
     async def statistics(self, request: Request) -> Response:
         model, version = _target(request) if "model" in request.path_params else ("", 0)
-        return json_body.answer(await self._endpoints.statistics(model, version))
+        return _answer(await self._endpoints.statistics(model, version))
 
     # -------------------------------------------------------------------------------------------- repository
 
     async def index(self, request: Request) -> Response:
-        ready = control_fields.boolean((await json_body.fields(request)).get("ready", False))
-        return json_body.answer(await self._endpoints.index(ready))
+        ready = control_fields.boolean((await _fields(request)).get("ready", False))
+        return _answer(await self._endpoints.index(ready))
 
     async def load(self, request: Request) -> Response:
         # The one control request that carries files.
-        body = await read_body(request, self._endpoints.max_body_byte_size)
+        body = await _read_body(request, self._endpoints.max_body_byte_size)
         parameters = _parameters(control_fields.read(body))
         for key, value in parameters.items():
             if key.startswith("file:"):
@@ -172,16 +176,63 @@ class Routes:
         return Response()
 
     async def unload(self, request: Request) -> Response:
-        await self._endpoints.unload(request.path_params["model"], _parameters(await json_body.fields(request)))
+        await self._endpoints.unload(request.path_params["model"], _parameters(await _fields(request)))
         return Response()
 
     async def named_repository(self, request: Request) -> Response:
         raise Unsupported("'repository_name' specification is not supported")
 
+    # ---------------------------------------------------------------------------------------------- settings
+    #
+    # Types are strict, and wrong ones are refused in Triton's sentences. Unknown keys are ignored; null changes nothing
+    # (logging), or clears a value (tracing).
+    # Source: Triton docs/protocol/extension_logging.md, extension_trace.md; answers as recorded.
+
+    async def log_settings(self, request: Request) -> Response:
+        return _answer(await self._endpoints.log_settings(ChangeLog()))
+
+    async def change_log_settings(self, request: Request) -> Response:
+        body = control_fields.settings(await _read_body(request, MAX_BODY))
+        given = {name: value for name, value in body.items() if value is not None}
+        if "log_file" in given:
+            raise Unsupported(FILE_REFUSED)
+        info, warning, error = (
+            control_fields.boolean(given[name]) if name in given else None
+            for name in ("log_info", "log_warning", "log_error")
+        )
+        verbose = control_fields.unsigned(given["log_verbose_level"]) if "log_verbose_level" in given else None
+        if verbose is not None and verbose > MAX_VERBOSE:
+            raise InvalidArgument(f"'log_verbose_level' is {verbose}, at most {MAX_VERBOSE} is allowed")
+        form = control_fields.text(given["log_format"]) if "log_format" in given else None
+        if form is not None and form not in FORMATS:
+            raise Unavailable(f"invalid argument for --log_format, got: {form}")
+        return _answer(await self._endpoints.log_settings(ChangeLog(info, warning, error, verbose, form)))
+
+    async def trace_settings(self, request: Request) -> Response:
+        return _answer(await self._endpoints.trace_settings(ChangeTrace(_traced(request))))
+
+    async def change_trace_settings(self, request: Request) -> Response:
+        body = await _read_body(request, MAX_BODY)
+        await self._endpoints.check_traced(_traced(request))
+        wanted: dict[str, list[str]] = {}
+        for name, value in control_fields.settings(body).items():
+            if name not in TRACE_SETTINGS:
+                continue
+            if value is None:
+                wanted[name] = []
+            elif name == "trace_level":
+                # No level at all is no change: it is null that clears.
+                wanted |= {name: levels} if (levels := control_fields.texts(value)) else {}
+            elif name == "trace_file":
+                raise Unsupported(trace_settings.FILE_REFUSED)
+            else:
+                wanted[name] = [control_fields.text(value)]
+        return _answer(await self._endpoints.trace_settings(trace_settings.parse(_traced(request), wanted)))
+
     # ----------------------------------------------------------------------------------------------- regions
 
     async def register(self, request: Request) -> Response:
-        fields = await json_body.fields(request, required=True)
+        fields = await _fields(request, required=True)
         if "key" not in fields:
             raise InvalidArgument("Shared memory register request has no 'key' field")
         key, offset = control_fields.text(fields["key"]), control_fields.unsigned(fields.get("offset", 0))
@@ -197,7 +248,7 @@ class Routes:
         raise InvalidArgument(f"'region name' is necessary to register {_kind(request)} shared memory region")
 
     async def register_cuda(self, request: Request) -> Response:
-        registration = cuda_registration(await json_body.fields(request))
+        registration = control_fields.cuda_registration(await _fields(request))
         name, fd = request.path_params["region"], _fd(request)
         with end_of(fd, request.scope["tensord.end"], self._endpoints.reclaim) as end:
             await self._endpoints.register_cuda(name, *registration, peer_of(fd), end)
@@ -208,9 +259,36 @@ class Routes:
         return Response()
 
     async def region_status(self, request: Request) -> Response:
-        return json_body.answer(
-            await self._endpoints.region_status(_kind(request), request.path_params.get("region", ""))
-        )
+        return _answer(await self._endpoints.region_status(_kind(request), request.path_params.get("region", "")))
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """Raises HTTPException 413: more than ``limit`` bytes; no more of it is kept."""
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > limit:
+            raise HTTPException(413, f"the request body has more than {limit} bytes, at most {limit} are allowed")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
+    """The fields of a control request, as ``control_fields.read`` has them. Raises InvalidArgument."""
+    return control_fields.read(await _read_body(request, MAX_BODY), required)
+
+
+def _answer(value: Any, status: int = 200) -> Response:
+    """A JSON answer: bytes as they are, anything else encoded."""
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return Response(body, status, media_type="application/json")
+
+
+def _traced(request: Request) -> str:
+    """The model whose trace settings are meant; "": all models."""
+    name: str = request.path_params.get("model", "")
+    return name
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
@@ -260,12 +338,12 @@ def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return json_body.answer({"error": error.message}, http_status(error))
+    return _answer({"error": error.message}, http_status(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = json_body.answer({"error": error.detail}, error.status_code)
+    answer = _answer({"error": error.detail}, error.status_code)
     if error.status_code == 405:
         answer.headers["Allow"] = ", ".join(_allowed(request))
     return answer
@@ -288,4 +366,4 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return json_body.answer({"error": DEFECT}, 500)
+    return _answer({"error": DEFECT}, 500)

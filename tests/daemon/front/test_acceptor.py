@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tensord.daemon.control.tally import Seat, Tally
-from tensord.daemon.front.acceptor import Acceptor
+from tensord.daemon.front.acceptor import Acceptor, Crowd, ListeningSocket
 from tensord.daemon.front.socket_watch import SocketWatch
 
 
@@ -255,3 +255,72 @@ async def test_whose_a_connection_is(shared: Shared, tmp_path: Path) -> None:
         client.connect(str(tmp_path / "socket"))
         assert await shared.row_of(client) == 1
     assert other.owners == [f"uid {os.getuid()}"]
+
+
+def _took(crowd: Crowd, waiting: int) -> int:
+    """A turn in which so many wait; how many are taken."""
+    room = crowd.room
+    taken = min(room, waiting)
+    crowd.took(taken, room)
+    return taken
+
+
+def test_who_comes_alone_is_seldom_followed_by_an_accept_in_vain() -> None:
+    crowd = Crowd()
+    vain = 0
+    for _ in range(170):
+        room = crowd.room
+        vain += room - _took(crowd, 1)
+    assert vain <= 14
+
+
+def test_of_a_crowd_twice_as_many_are_taken_each_turn() -> None:
+    crowd = Crowd()
+    assert [_took(crowd, 1000) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 64, 64]
+    # What is left of it, and one that comes later.
+    assert _took(crowd, 5) == 5
+    assert [_took(crowd, 1) for _ in range(3)] == [1, 1, 1]
+
+
+def test_a_crowd_is_seen_after_many_that_came_alone() -> None:
+    crowd = Crowd()
+    for _ in range(200):
+        _took(crowd, 1)
+    assert sum(_took(crowd, 1000) for _ in range(24)) >= 64
+
+
+def test_others_may_take_what_one_was_woken_for() -> None:
+    crowd = Crowd()
+    for _ in range(10):
+        assert _took(crowd, 0) == 0
+        assert crowd.room <= 2
+
+
+@pytest.mark.parametrize("family", ["ipv4", "ipv6", "unix"])
+def test_what_is_accepted_is_a_socket_like_any_other(family: str, tmp_path: Path) -> None:
+    if family == "unix":
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+    elif family == "ipv4":
+        listener = socket.create_server(("127.0.0.1", 0))
+    else:
+        try:
+            listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+        except OSError:
+            pytest.skip("no IPv6 here")
+    listening = ListeningSocket(listener)
+    with pytest.raises(BlockingIOError):
+        listening.accept()
+    with socket.socket(listener.family) as client:
+        client.connect(listener.getsockname())
+        connection, address = listening.accept()
+        with contextlib.closing(connection):
+            assert connection.family == listener.family
+            assert connection.type == socket.SOCK_STREAM
+            assert address == client.getsockname()
+            assert not os.get_inheritable(connection.fileno())
+            client.sendall(b"x")
+            assert connection.recv(1) == b"x"
+    listening.close()
+    assert listening.fileno() == -1

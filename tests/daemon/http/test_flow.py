@@ -8,7 +8,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.daemon.http.flow import Flow
+from tensord.daemon.http.answer_order import Flow
 
 
 class Reading:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fakes import MIB, Client, EchoWorker, FrontProcess, in_service, serving, until
+from tests.fakes import MIB, SMALL_BUFFER, Client, EchoWorker, FrontProcess, in_service, json_request, serving, until
 from tests.records import Tensor
 
 
@@ -204,4 +204,78 @@ def test_who_leaves_cancels(
     worker.complete(request.request_id, version=0)
     with front.client() as client:
         in_service(front, worker, client)
+    until(lambda: worker.leases == 0)
+
+
+def test_in_order_with_everything_else(client: Client, worker: EchoWorker) -> None:
+    get = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    client.send(asked("generate_stream", b'{"x":1}') + get + asked("generate", b'{"x":2}') + json_request(b"\3") + get)
+    first = worker.next()
+    one(worker, first.request_id, b"\1", False)
+    _, _, each = events(client)
+    assert next(each)["y"] == 1
+    assert worker.idle()
+    one(worker, first.request_id, b"", True)
+    assert list(each) == []
+    assert client.answer().status == 200
+    worker.echo(worker.next())
+    assert json.loads(client.answer().body)["y"] == 2
+    worker.echo(worker.next())
+    assert client.answer().values == b"\3"
+    assert client.answer().status == 200
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+def test_a_body_is_asked_for_once_its_model_is_known(client: Client, worker: EchoWorker, endpoint: str) -> None:
+    whole = asked(endpoint, b'{"x":1}', "Expect: 100-continue")
+    head = whole[:-7]
+    client.send(head.replace(b"/echo/", b"/nope/"))
+    assert client.answer().status == 404
+    client.send(b'{"x":1}')  # it may come all the same
+    client.send(head)
+    assert client.take(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.send(b'{"x":1}')
+    worker.complete(worker.next().request_id, code="UNAVAILABLE", message="so it is")
+    assert (answer := client.answer()).status == 503
+    assert answer.error == "so it is"
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_model_that_is_being_loaded_is_waited_for(endpoint: str, comes: bool) -> None:
+    with serving(requests={"worker_wait": 20.0 if comes else 0.1}) as (front, (worker,)), front.client() as client:
+        front.model(name="late", state="LOADING")
+        client.send(asked(endpoint, b'{"x":[7]}').replace(b"/echo/", b"/late/"))
+        if comes:
+            assert worker.idle()
+            front.model(worker, name="late")
+            worker.complete(worker.next().request_id, code="INVALID_ARGUMENT", message="so it is")
+            assert client.answer().error == "so it is"
+        else:
+            answer = client.answer()
+            assert answer.status == 503
+            assert "late" in answer.error
+        in_service(front, worker, client)
+
+
+def test_a_client_that_takes_nothing_holds_its_model_up() -> None:
+    """Its worker is told of no more responses than were written; these are what the sockets hold, and one more."""
+    content = bytes(range(256)) * 256
+    ahead = {"max_ahead": 4 * len(content)}
+    with serving(send_buffer=SMALL_BUFFER, responses=ahead) as (front, (worker,)), front.client(SMALL_BUFFER) as client:
+        client.send(asked("generate_stream", b'{"x":1}', "Connection: close"))
+        request = worker.next()
+        count = 200
+        for _ in range(count):
+            one(worker, request.request_id, content, False)
+        one(worker, request.request_id, b"", True)
+        front.sync()
+        worker.poll()
+        told = sum(size for _, size in worker.taken)
+        assert told < 20 * len(content)
+        status, _, each = events(client)
+        assert status == 200
+        assert [len(event["y"]) for event in each] == [len(content)] * count  # type: ignore[arg-type]
+        assert client.ends()
+        until(lambda: worker.idle(0.01) and sum(size for _, size in worker.taken) == count * len(content))
     until(lambda: worker.leases == 0)
