@@ -6,26 +6,24 @@
 
 lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
 
-Until it is PLACED, whoever feeds it keeps the pieces as well, and may go on without it. What it does is what
-``tensord.daemon.http.reception`` does for a body; only here each tensor says how long it is just before it comes, and the head
-may go on behind the tensors.
+Until it is PLACED, whoever feeds it keeps the pieces as well, and may go on without it. Each tensor says how long it is just
+before it comes, and the head may go on behind the tensors.
 """
 
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Callable
 
+from tensord.daemon.front.receiver import Receiver
 from tensord.daemon.grpc.request_fields import ArrivingFields, RefusedRequest
 from tensord.daemon.grpc.walk import walk_beginning
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.arena import ALIGNMENT, Lease
-from tensord.shm.errors import DEFECT, Internal, ServingError
+from tensord.shm.errors import ServingError
 from tensord.shm.messages import Slice
 
-_log = logging.getLogger(__name__)
 #: For every so many bytes of a message with several tensors the lease has room for one pad; smaller tensors may go without.
 _PADDED_BYTE_SIZE = 64 << 10
 #: Longer heads hold data.
@@ -47,7 +45,7 @@ class Phase(enum.Enum):
     DECLINED = "declined"
 
 
-class Reception:
+class Reception(Receiver):
     """Puts a large message where a worker reads it. Owns the lease until ``take_lease`` or ``drop``.
 
     Args:
@@ -56,27 +54,21 @@ class Reception:
     """
 
     __slots__ = (
-        "_account",
         "_at",
-        "_dropped",
         "_error",
         "_fields",
-        "_lease",
         "_on_room",
         "_padding",
         "_raws",
-        "_submitter",
         "_taken",
         "phase",
     )
 
     def __init__(self, submitter: Submitter, byte_size: int, account: Account | None = None) -> None:
-        self._submitter = submitter
-        self._account = account
+        super().__init__(submitter, "", account)
         self._fields = ArrivingFields(byte_size)
         self.phase = Phase.HEAD
         self._on_room: Callable[[], None] | None = None
-        self._lease: Lease | None = None
         #: Bytes of the message before the first raw tensor's.
         self._taken = 0
         #: Where in the lease the next byte goes, and how much of it may still be pads.
@@ -84,7 +76,6 @@ class Reception:
         #: Begin and size of each raw tensor in the lease.
         self._raws: list[tuple[int, int]] = []
         self._error: RefusedRequest | None = None
-        self._dropped = False
 
     @property
     def kept_byte_size(self) -> int:
@@ -105,7 +96,7 @@ class Reception:
           on_room: called once if it is WAITING after this, when it is PLACED or REFUSED: ``catch_up`` is due.
         """
         if self.phase is Phase.PLACED:
-            self._place(piece, 0)
+            self._fill(piece, 0)
         elif self.phase is Phase.HEAD:
             begun = None if self._taken else walk_beginning(piece, 0, len(piece))
             try:
@@ -120,16 +111,21 @@ class Reception:
                 return
             self._taken += at
             if begins:
-                self._ask_for_room(on_room)
-                if self._lease is not None:
-                    self._place(piece, at)
+                try:
+                    self._ask_for_room(self._room_size())
+                except ServingError as error:
+                    self._refuse(error)
+                if self.waits_for_room:
+                    self.phase, self._on_room = Phase.WAITING, on_room
+                elif self._lease is not None:
+                    self._fill(piece, at)
             elif len(self._fields.head) > _MAX_HEAD or not self._fields.unread:
                 self.phase = Phase.DECLINED
 
     def catch_up(self, received: memoryview) -> None:
         """Takes what came while there was no room; ``received``: the message as far as it came."""
         if self.phase is Phase.PLACED:
-            self._place(received, self._taken)
+            self._fill(received, self._taken)
 
     def rest(self) -> memoryview:
         """Returns where the next bytes of the raw tensor under way may be written. Empty: they have to be fed."""
@@ -142,34 +138,6 @@ class Reception:
         self._at += byte_size
         self._fields.take_raw(byte_size)
 
-    def _ask_for_room(self, on_room: Callable[[], None]) -> None:
-        size = self._room_size()
-        try:
-            lease = self._submitter.loan(size, self._account, True)
-        except ServingError as error:
-            self._refuse(RefusedRequest(error, self.client_id))
-            return
-        if lease is not None:
-            self._settle(lease)
-            return
-        self.phase = Phase.WAITING
-
-        def granted(lease: Lease | ServingError) -> None:
-            if isinstance(lease, ServingError):
-                self._refuse(RefusedRequest(lease, self.client_id))
-            elif self._dropped:
-                self._submitter.give_back(lease)
-            else:
-                try:
-                    self._settle(lease)
-                except Exception:
-                    _log.exception("a message could not be placed")
-                    self._refuse(RefusedRequest(Internal(DEFECT), self.client_id))
-            if not self._dropped:
-                on_room()
-
-        self._submitter.wait_for_room(size, granted, "", self._account, True)
-
     def _room_size(self) -> int:
         """Returns how large a lease the message needs, with its first tensor about to come."""
         fields = self._fields
@@ -179,8 +147,7 @@ class Reception:
             size += self._padding
         return size
 
-    def _settle(self, lease: Lease) -> None:
-        self._lease = lease
+    def _place(self, lease: Lease) -> None:
         self.phase = Phase.PLACED
         self._begin_tensor()
 
@@ -190,7 +157,7 @@ class Reception:
         self._at += pad
         self._raws.append((self._at, self._fields.raw_left))
 
-    def _place(self, piece: memoryview, at: int) -> None:
+    def _fill(self, piece: memoryview, at: int) -> None:
         fields, lease, end = self._fields, self._lease, len(piece)
         assert lease is not None
         while at < end:
@@ -203,12 +170,21 @@ class Reception:
             try:
                 at, begins = fields.take(piece, at)
             except RefusedRequest as refused:
-                self._refuse(refused)
+                self._end(refused)
                 return
             if begins:
                 self._begin_tensor()
 
-    def _refuse(self, refused: RefusedRequest) -> None:
+    def _progressed(self) -> None:
+        on_room, self._on_room = self._on_room, None
+        if on_room is not None:
+            on_room()
+
+    def _refuse(self, error: ServingError) -> None:
+        self._end(RefusedRequest(error, self.client_id))
+
+    def _end(self, refused: RefusedRequest) -> None:
+        """The message is no request, or there is no room for it: what comes of it is passed over."""
         self.phase = Phase.REFUSED
         self._error = refused
         self._give_back()
@@ -237,20 +213,9 @@ class Reception:
                 raws.append(Slice(lease.place.segment, lease.place.offset + begin, size))
         return bytes(self._fields.head), bytes(self._fields.client_id), raws
 
-    def take_lease(self) -> Lease | None:
-        """Hands over where the tensors lie; from now on its taker gives that back."""
-        lease, self._lease = self._lease, None
-        return lease
-
     def drop(self) -> None:
-        """Gives back whatever it takes: nobody wants it any more. Idempotent."""
-        self._dropped = True
-        self._give_back()
-
-    def _give_back(self) -> None:
-        lease = self.take_lease()
-        if lease is not None:
-            self._submitter.give_back(lease)
+        self._on_room = None
+        super().drop()
 
     def __repr__(self) -> str:
         return f"<Reception {self.phase.value} unread={self._fields.unread} raws={len(self._raws)}>"
