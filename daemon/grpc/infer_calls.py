@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
 
-from tensord.daemon.front import request_id
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.grpc.call_requests import Caller, FormedCallRequest
 from tensord.daemon.grpc.message_forms import MessageForm, MessageForms
@@ -68,7 +68,7 @@ class InferCalls:
         if request.lease is not None:
             self.submitter.arrived(request.lease)
         if self._makes_ids and not request.id:
-            request.id = request_id.made()
+            request.id = str(uuid.uuid4())
         if self._forwarding is not None:
             headers = [(name.encode(), value.encode("latin-1")) for name, value in stream.head.metadata]
             try:
@@ -174,7 +174,7 @@ class InferCalls:
         submitter, numbered = self.submitter, form.numbered
         assert numbered is not None
         if not client_id and self._makes_ids:
-            text = request_id.made()
+            text = str(uuid.uuid4())
             client_id = text.encode()
         number = numbered.number
         # Most say nothing of their scheduling, and to unpack that costs more than all else here.
