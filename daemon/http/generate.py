@@ -190,34 +190,32 @@ class Generation:
     # ----------------------------------------------------------------------------------------------- answers
 
     def _completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        """Answers with a response, and tells its worker that it was taken."""
         if self._blocked:
             self._held.append((prepared, own, lane))
-        else:
-            self._take(prepared, own, lane)
-
-    def written(self) -> None:
-        """The client has taken everything that was written."""
-        self._blocked = False
-        while self._held and not self._blocked:
-            self._take(*self._held.popleft())
-
-    def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Answers with a response, and tells its worker that it was taken."""
+            return
         if prepared.final:
             self._inference = None
         try:
             if own.code:
                 self._fail(from_code(own.code, own.message), prepared.final)
-            else:
-                if lane is not None and not is_mark(prepared, own):
-                    self._answer(prepared, own, lane)
-                if prepared.final and not self._answered:
-                    self._end()
+            elif lane is not None and not is_mark(prepared, own):
+                self._answer(prepared, own, lane)
+            if prepared.final and not (self._answered or self._gone):
+                self._end()
         except ServingError as error:
             self._fail(error, True)
+            if not self._answered:
+                self._end()
         except Exception:
             self._meet_defect()
         self._release(prepared, own, lane)
+
+    def written(self) -> None:
+        """The client has taken everything that was written."""
+        self._blocked = False
+        while self._held and not self._blocked:
+            self._completed(*self._held.popleft())
 
     def _release(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         if lane is None:
@@ -232,7 +230,7 @@ class Generation:
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """A bad response, or one that cannot be said; ``final``: nothing follows it."""
+        """A bad response, or one that cannot be said. ``final``: it is the last one."""
         raise NotImplementedError
 
     def _end(self) -> None:
@@ -360,14 +358,14 @@ class GenerateStream(Generation):
             self._refuse(http_status(error), error.message)
             return
         self._say(_encode({"error": error.message}), 400)
-        if final and not self._answered:
-            self._end()
 
     def _say(self, content: bytes, status: int) -> None:
         """Sends an event; the first one decides the answer's status."""
         head = b"" if self._status else self._begin(status)
         if self._kept is None:
-            self._write(b"%b%x\r\ndata: %b\n\n\r\n" % (head, len(content) + 8, content))
+            self._begun = True
+            event = b"%b%x\r\ndata: %b\n\n\r\n" % (head, len(content) + 8, content)
+            self._blocked = not self._order.answer_part(event)
             return
         self._kept += b"data: %b\n\n" % content
         size, most = len(self._kept), self._serving.options.http.max_body_byte_size

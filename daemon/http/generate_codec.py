@@ -138,10 +138,10 @@ def encode(
     fields |= {"model_name": model, "model_version": str(prepared.version)}
     fields |= prepared.parameters
     for tensor, place in placed(prepared.outputs, contents):
-        if isinstance(place, RegionSlice):
-            continue
-        data = json_text.whole(tensor, _content(place, view))
-        fields[tensor.name] = msgspec.Raw(data[1:-1] if element_count(tensor.shape) == 1 else data)
+        if not isinstance(place, RegionSlice):
+            data = json_text.whole(tensor, place if type(place) is bytes else _content(place, view))
+            # An output of one element is that element.
+            fields[tensor.name] = msgspec.Raw(data[1:-1] if {1}.issuperset(tensor.shape) else data)
     return msgspec.json.encode(fields)
 
 
