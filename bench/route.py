@@ -1,0 +1,501 @@
+"""Shows which way a request takes through our code: functions it enters, their files, and returns to a file already left.
+
+    python -m bench.route                     every row, for the front, for the worker, and for both together
+    python -m bench.route --files http-first  what one row went through, file by file in the order of entering
+    python -m bench.route --map http-first    its files as a list for docs/architecture.md, each with its first sentence
+    python -m bench.route --lines             lines and modules of the product
+    python -m bench.route --other DIR         another checkout of ours, for each of these
+
+    http, grpc      two tensors of 64 bytes     grpc-1MiB  one of 1 MiB     python  small, for a model that C does not answer for
+    step            a step of a sequence        token      one token of generate_stream     idle  the worker's loop, nothing due
+
+``first``: the first request of its kind, on a connection that has had another one. ``known``: the sixth.
+A daemon is started in whose processes ``bench/entered`` writes down each call while a request is under way. Counted are calls of
+Python functions of daemon, shm, workers, config and tensord, in all threads: in a front from the request's bytes until all is
+quiet, in a worker from the record to the send of its answer. Comprehensions belong to the function around them. A *return* is a
+call in a file that was entered before, and left. Each row is asked for three times (first ones of three models) and the least is
+shown, because now and then a timer is due at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+import numpy as np
+
+from bench import closed_loop, grpc_connection
+from bench.closed_loop import Connection
+from bench.grpc_connection import GrpcConnection
+from bench.server import ROOT, serving
+
+MIB = 1 << 20
+#: How often each row is asked for; of rows that are first ones there is a model for each time.
+TIMES = 3
+#: Requests before one of a known kind is counted.
+_WARM = 5
+#: Seconds in which everything that belongs to a request is over.
+_QUIET = 0.05
+#: Calls with more time than that between them belong to two iterations, or to two tokens.
+_GAP_NS = 12_000_000
+#: Tokens of the row of one token; a step takes several times the gap.
+_TOKENS = 12
+#: Seconds without a request, in which a worker's loop wakes up by itself.
+_REST = 4.5
+PRODUCT = ("daemon", "shm", "workers", "config", "tensord")
+_HOOK = Path(__file__).with_name("entered")
+
+#: Requests of a model with a rule for its queue are never answered in C (docs/decisions/fast-path.md).
+_IN_PYTHON = "dynamic_batching { default_queue_policy { default_timeout_microseconds: 600000000 } }"
+#: Each step takes some fifty times what an addition takes, so that one token is over before the next.
+_TOKEN = """
+    import jax
+    import jax.numpy as jnp
+
+    inputs = {"count": "INT32[1]"}
+    outputs = {"token": "INT32[1]"}
+    slots, max_steps, inserts_per_step = 4, 4096, 4
+
+    def create(path, config, device):
+        def init(params, slots):
+            return {"at": jnp.zeros(slots, jnp.int32), "count": jnp.zeros(slots, jnp.int32), "x": jnp.zeros((4, 128, 128))}
+
+        def insert(params, carry, slot, inputs):
+            return carry | {"at": carry["at"].at[slot].set(0), "count": carry["count"].at[slot].set(inputs["count"][0])}, {}
+
+        def step(params, carry, active):
+            x = jax.lax.fori_loop(0, 200, lambda i, x: jnp.tanh(x @ x + i), carry["x"])
+            at = carry["at"] + active
+            carry = carry | {"at": at, "x": x}
+            return carry, {"token": at[:, None]}, active & (at <= carry["count"]), active & (at >= carry["count"])
+
+        return (init, insert, step), {}
+    """
+
+
+class Entered(NamedTuple):
+    """A call of a function of ours, or a send."""
+
+    at_ns: int
+    thread: int
+    kind: str
+    file: str
+    function: str
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one process entered for one request."""
+
+    calls: Sequence[Entered]
+
+    @property
+    def files(self) -> list[str]:
+        """Each file once, in the order of entering."""
+        return list(dict.fromkeys(call.file for call in self.calls))
+
+    @property
+    def visits(self) -> list[str]:
+        """Files one after the other: one that is entered again stands there again."""
+        files = [call.file for call in self.calls]
+        return [file for file, before in zip(files, ["", *files], strict=False) if file != before]
+
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        """Calls, files, and how often a file is entered again that had been left."""
+        return len(self.calls), len(self.files), len(self.visits) - len(self.files)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of request. Its way is what the front entered and what the worker entered."""
+
+    name: str
+    front: Way
+    worker: Way
+
+    def line(self) -> str:
+        """Figures of the front, of the worker, and of both."""
+        front, worker = self.front.figures, self.worker.figures
+        files = len({*self.front.files, *self.worker.files})
+        both = front[0] + worker[0], files, front[2] + worker[2]
+        return f"{self.name:18}" + "".join(
+            "".join(f"{figure:7}" for figure in part) + "   " for part in (front, worker, both)
+        )
+
+
+class Recording:
+    """The folder that processes write their calls to, and the byte by which they do."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._row = 0
+        self._tell(0)
+
+    def _tell(self, row: int) -> None:
+        # In place: whoever has the file mapped sees it.
+        path = self._folder / "row"
+        with path.open("r+b" if path.exists() else "wb") as file:
+            file.write(bytes([row]))
+
+    @contextlib.contextmanager
+    def row(self) -> Iterator[dict[str, Way]]:
+        """Yields a dictionary that is filled at the end of the block: part of the daemon (front, worker) -> what it entered."""
+        found: dict[str, Way] = {}
+        self._row = self._row % 255 + 1
+        self._tell(self._row)
+        try:
+            yield found
+            time.sleep(_QUIET)
+        finally:
+            self._tell(0)
+        time.sleep(_QUIET)  # a write may be under way
+        found.update({part: Way(self._calls(part)) for part in ("http", "grpc", "worker")})
+
+    def _calls(self, part: str) -> list[Entered]:
+        module = {"http": ".daemon.http", "grpc": ".daemon.grpc", "worker": ".workers"}[part]
+        found = []
+        for path in self._folder.glob("*.calls"):
+            command, *lines = path.read_text().splitlines()
+            if any(word.endswith(module) for word in command.split()):
+                for line in lines:
+                    row, at, thread, kind, file, function = line.split(" ", 5)
+                    if int(row) == self._row:
+                        found.append(Entered(int(at), int(thread), kind, file, function))
+        return sorted(found)
+
+
+def until_sent(way: Way) -> Way:
+    """The part of a way up to its last send."""
+    last = max([at for at, call in enumerate(way.calls) if call.kind == "send"], default=len(way.calls))
+    return without_sends(Way(way.calls[:last]))
+
+
+def without_sends(way: Way) -> Way:
+    """The calls alone."""
+    return Way([call for call in way.calls if call.kind == "call"])
+
+
+def bursts(way: Way) -> list[Way]:
+    """The way cut where nothing is called for a while."""
+    found: list[list[Entered]] = []
+    for call in without_sends(way).calls:
+        if not found or call.at_ns - found[-1][-1].at_ns > _GAP_NS:
+            found.append([])
+        found[-1].append(call)
+    return [Way(calls) for calls in found]
+
+
+def usual(ways: Sequence[Way]) -> Way:
+    """The one of them that is seen most often, by its figures."""
+    figures = [way.figures for way in ways]
+    return ways[figures.index(statistics.mode(figures))] if ways else Way(())
+
+
+def least(rows: Sequence[Row]) -> Row:
+    """What both parts entered at least."""
+    front = min((row.front for row in rows), key=lambda way: way.figures)
+    worker = min((row.worker for row in rows), key=lambda way: way.figures)
+    return Row(rows[0].name, front, worker)
+
+
+class Client:
+    """Asks a daemon that records, one request at a time."""
+
+    def __init__(self, recording: Recording, http: str, grpc: str) -> None:
+        self._recording = recording
+        self._http, self._grpc = (split(address) for address in (http, grpc))
+
+    def asked(self, name: str, protocol: str, requests: Sequence[bytes]) -> Row:
+        """The way of the last of these requests, which come one after the other on a connection that has had another one."""
+        kind, address = (Connection, self._http) if protocol == "http" else (GrpcConnection, self._grpc)
+        connection = kind(address)
+        try:
+            # A connection's first request costs more, whatever it says.
+            first = small_request(protocol, "other")
+            for request in [first, *requests[:-1]]:
+                ask(connection, request)
+            time.sleep(_QUIET)
+            with self._recording.row() as ways:
+                ask(connection, requests[-1])
+        finally:
+            connection.socket.close()
+        return Row(name, without_sends(ways[protocol]), until_sent(ways["worker"]))
+
+    def token(self) -> Row:
+        """One token in the middle of ``generate_stream``."""
+        body = json.dumps({"count": _TOKENS}).encode()
+        head = b"POST /v2/models/token/generate_stream HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % len(
+            body
+        )
+        with socket.create_connection(self._http) as sock, self._recording.row() as ways:
+            sock.sendall(head + body)
+            received = b""
+            while received.count(b"data:") < _TOKENS:
+                chunk = sock.recv(1 << 16)
+                assert chunk, received
+                received += chunk
+        # The first ones are the request's, the last ones its end.
+        return Row("token", *(usual(bursts(ways[part])[3:-3]) for part in ("http", "worker")))
+
+    def idle(self) -> Row:
+        """An iteration of a worker's loop that nobody asks anything."""
+        with self._recording.row() as ways:
+            time.sleep(_REST)
+        return Row("idle", Way(()), usual(bursts(ways["worker"])))
+
+
+def split(address: str) -> tuple[str, int]:
+    """``host:port`` as sockets take it."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def ask(connection: Connection, request: bytes) -> None:
+    """One request and its whole answer. Raises AssertionError: it is refused."""
+    connection.send(request)
+    while not connection.read():
+        pass
+    if not isinstance(connection, GrpcConnection):
+        assert connection.received.startswith(b"HTTP/1.1 200"), bytes(connection.received[:300])
+
+
+def small_request(protocol: str, model: str) -> bytes:
+    """Two tensors of 64 bytes."""
+    a = np.arange(16, dtype=np.float32).reshape(1, 16)
+    return infer_request(protocol)(model, [("INPUT0", a), ("INPUT1", a)], "OUTPUT0")
+
+
+def large_request(protocol: str, model: str) -> bytes:
+    """A tensor of 1 MiB."""
+    return infer_request(protocol)(model, [("INPUT0", np.zeros(MIB // 4, np.float32))], "OUTPUT0")
+
+
+def infer_request(protocol: str) -> Callable[..., bytes]:
+    """What makes requests of that protocol."""
+    return closed_loop.infer_request if protocol == "http" else grpc_connection.infer_request
+
+
+def steps(model: str, count: int) -> list[bytes]:
+    """The first steps of a sequence."""
+    x = np.zeros((1, 64), np.float32)
+    return [
+        closed_loop.infer_request(model, [("x", x)], "y", {"sequence_id": 7, "sequence_start": not number})
+        for number in range(count)
+    ]
+
+
+def repeated(request: bytes) -> list[bytes]:
+    """A request of a kind that is known by the last time."""
+    return [request] * (_WARM + 1)
+
+
+def rows(client: Client, names: Sequence[str]) -> Iterator[Row]:
+    """Yields each wanted row as soon as it is known."""
+    for name in names:
+        if name in ASKED:
+            protocol, kind, request = ASKED[name]
+            made = [request(f"{kind}{number}") for number in range(TIMES)]
+            yield least([client.asked(name, protocol, requests) for requests in made])
+        else:
+            yield {"token": client.token, "idle": client.idle}[name]()
+
+
+#: Row -> protocol, whose models it asks, and the requests of which the last is shown. A first one comes before one that is known.
+ASKED: dict[str, tuple[str, str, Callable[[str], list[bytes]]]] = {
+    "http-first": ("http", "http", lambda model: [small_request("http", model)]),
+    "http-known": ("http", "http", lambda model: repeated(small_request("http", model))),
+    "grpc-first": ("grpc", "grpc", lambda model: [small_request("grpc", model)]),
+    "grpc-known": ("grpc", "grpc", lambda model: repeated(small_request("grpc", model))),
+    "grpc-1MiB-first": ("grpc", "large", lambda model: [large_request("grpc", model)]),
+    "grpc-1MiB-known": ("grpc", "large", lambda model: repeated(large_request("grpc", model))),
+    "python-first": ("http", "python", lambda model: [small_request("http", model)]),
+    "python-known": ("http", "python", lambda model: repeated(small_request("http", model))),
+    "step-first": ("http", "rnn", lambda model: steps(model, 1)),
+    "step-known": ("http", "rnn", lambda model: steps(model, _WARM + 1)),
+}
+ROWS = [*ASKED, "token", "idle"]
+#: Kind of model -> the one of ``bench/models`` that it is, its shape, and what its configuration has besides.
+_MODELS = {
+    "http": ("addsub", "1, 16", ""),
+    "grpc": ("addsub", "1, 16", ""),
+    "large": ("identity", str(MIB // 4), ""),
+    "python": ("addsub", "16", _IN_PYTHON),
+    "rnn": ("rnn", "64", ""),
+}
+
+
+def write_models(repository: Path, names: Sequence[str]) -> None:
+    """Writes the models that these rows ask, of each kind so many as a row is asked for."""
+    copied(repository, "other", *_MODELS["http"])
+    for kind in {ASKED[name][1] for name in names if name in ASKED}:
+        for number in range(TIMES):
+            copied(repository, f"{kind}{number}", *_MODELS[kind])
+    if "token" in names:
+        (repository / "token" / "1").mkdir(parents=True)
+        (repository / "token" / "1" / "model.py").write_text(dedent(_TOKEN))
+
+
+def copied(repository: Path, name: str, model: str, shape: str, more: str) -> None:
+    """Copies a model by another name and for one shape, which is compiled when it is loaded; adds to its configuration."""
+    shutil.copytree(ROOT / "bench" / "models" / model, repository / name, ignore=shutil.ignore_patterns("__pycache__"))
+    path = repository / name / "config.pbtxt"
+    config = re.sub(r"dims: \[.*?\]", f"dims: [ {shape} ]", path.read_text()).replace(f'"{model}"', f'"{name}"')
+    path.write_text((re.sub("max_batch_size: 0", "max_batch_size: 4", config) if more else config) + more)
+
+
+@contextlib.contextmanager
+def recorded(tree: Path, names: Sequence[str]) -> Iterator[Client]:
+    """A daemon of that checkout whose processes record."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        write_models(Path(folder, "models"), names)
+        http, grpc = (f"127.0.0.1:{port}" for port in free_ports(2))
+        config = Path(folder, "serve.toml")
+        config.write_text(
+            f'[repository]\npaths = ["{folder}/models"]\n[http]\nport = {split(http)[1]}\n[grpc]\nport = {split(grpc)[1]}\n'
+            "[metrics]\nport = 0\n[lanes]\nspin_us = 0\n"
+        )
+        recording = Recording(Path(folder))
+        python = tree / ".venv" / "bin" / "python"
+        command = [
+            str(python) if python.exists() else sys.executable,
+            "-m",
+            "tensord",
+            "serve",
+            "--config",
+            str(config),
+        ]
+        variables = {
+            "ROUTE_FOLDER": folder,
+            "ROUTE_TREE": f"{tree}/tensord/",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH")))),
+        }
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        stack.callback(restore, before)
+        stack.enter_context(serving(command, http, Path(folder, "log"), tree))
+        yield Client(recording, http, grpc)
+
+
+def restore(variables: dict[str, str | None]) -> None:
+    """Gives the environment back what it had."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at."""
+    with contextlib.ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+def lines(tree: Path) -> str:
+    """Returns the lines of the product (.py, .c, .h) and its modules but for ``__init__``, by package and in all."""
+    told, all_lines, all_modules = [], 0, 0
+    for package in PRODUCT:
+        files = [
+            path
+            for path in sorted((tree / package).rglob("*"))
+            if path.suffix in (".py", ".c", ".h") and path.is_file()
+        ]
+        count, modules = (
+            sum(len(path.read_text().splitlines()) for path in files),
+            sum(path.suffix == ".py" and path.name != "__init__.py" for path in files),
+        )
+        told.append(f"{package:10} {count:7} lines {modules:5} modules")
+        all_lines, all_modules = all_lines + count, all_modules + modules
+    return "\n".join([*told, f"{'all':10} {all_lines:7} lines {all_modules:5} modules"])
+
+
+def through(row: Row) -> str:
+    """Each visit of a file with what was called in it, for the front and for the worker."""
+    told = []
+    for part, way in (("front", row.front), ("worker", row.worker)):
+        told.append(f"{row.name}, {part}: {', '.join(map(str, way.figures))}")
+        before = ""
+        seen: set[str] = set()
+        for call in way.calls:
+            if call.file != before:
+                told.append(f"  {'back in ' if call.file in seen else ''}{call.file}")
+            told.append(f"      {call.function}")
+            seen.add(call.file)
+            before = call.file
+    return "\n".join(told)
+
+
+def mapped(row: Row, tree: Path) -> str:
+    """Returns the row's files as a section of docs/architecture.md: in the order of entering, each with its first sentence."""
+    told = [f"### (`{row.name}`)", ""]
+    for number, file in enumerate(route_files(row), 1):
+        sentence = " ".join(
+            (ast.get_docstring(ast.parse((tree / file).read_text())) or "").partition("\n\n")[0].split()
+        )
+        told.append(f"{number}. `{file}`: {sentence}")
+    return "\n".join(told)
+
+
+def route_files(row: Row) -> list[str]:
+    """Returns the files of the front, then those that only the worker enters."""
+    return list(dict.fromkeys([*row.front.files, *row.worker.files]))
+
+
+#: A route in docs/architecture.md begins with a heading that ends in its row, and names a file in each item.
+_ROUTE = re.compile(r"^#+ [^\n]*\(`([\w-]+)`\)\n(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL)
+_ITEM = re.compile(r"^\d+\. `([^`]+)`", re.MULTILINE)
+
+
+def documented(text: str) -> dict[str, list[str]]:
+    """Returns the routes of a page: row -> its files."""
+    return {name: _ITEM.findall(section) for name, section in _ROUTE.findall(text) if name in ROWS}
+
+
+def main() -> None:
+    """Parses the command line, starts the daemon and prints."""
+    parser = argparse.ArgumentParser(
+        prog="bench.route", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default=",".join(ROWS), help="of: %(default)s")
+    parser.add_argument("--files", metavar="ROW", choices=ROWS, help="what this row went through")
+    parser.add_argument("--map", metavar="ROW", choices=ROWS, help="its files as a list for docs/architecture.md")
+    parser.add_argument("--lines", action="store_true", help="lines and modules of the product alone")
+    parser.add_argument("--other", type=Path, default=ROOT, metavar="DIR", help="another checkout of ours")
+    arguments = parser.parse_args()
+    tree = arguments.other.resolve()
+    if arguments.lines:
+        print(lines(tree))
+        return
+    alone = arguments.files or arguments.map
+    names = [alone] if alone else arguments.rows.split(",")
+    if unknown := set(names) - set(ROWS):
+        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    with recorded(tree, names) as client:
+        if alone:
+            (row,) = rows(client, names)
+            print(through(row) if arguments.files else mapped(row, tree))
+            return
+        print(f"{'':18}{'front':>21}   {'worker':>21}   {'both':>21}")
+        print(f"{'':18}" + f"{'calls':>7}{'files':>7} returns   " * 3)
+        for row in rows(client, names):
+            print(row.line(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The ways that requests take are written down, and shown as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.route import (
+    Entered,
+    Row,
+    Way,
+    bursts,
+    documented,
+    lines,
+    mapped,
+    recorded,
+    route_files,
+    rows,
+    through,
+    until_sent,
+)
+from tests.daemon_process import ROOT
+
+
+def way(*files: str) -> Way:
+    """A call in each of these files, one after the other; "-": a send."""
+    return Way(
+        [
+            Entered(number, 1, "send" if file == "-" else "call", file, f"function{number}")
+            for number, file in enumerate(files)
+        ]
+    )
+
+
+def test_a_file_that_is_entered_again_is_a_return() -> None:
+    assert way("a", "a", "b", "a", "b", "c").figures == (6, 3, 2)
+    assert Way(()).figures == (0, 0, 0)
+
+
+def test_what_comes_behind_the_last_send_is_not_the_requests() -> None:
+    assert until_sent(way("a", "-", "b", "-", "c")) == Way([*way("a", "-", "b").calls[::2]])
+    assert until_sent(way("a", "b")).figures == (2, 2, 0)
+
+
+def test_a_pause_ends_an_iteration() -> None:
+    calls = [Entered(at, 1, "call", "a", "f") for at in (0, 1000, 1_000_000_000, 1_000_000_500)]
+    assert [len(each.calls) for each in bursts(Way(calls))] == [2, 2]
+
+
+def test_a_request_is_followed_through_front_and_worker() -> None:
+    with recorded(ROOT, ["http-first", "http-known"]) as client:
+        first, known = rows(client, ["http-first", "http-known"])
+    assert "daemon/http/connection.py" in first.front.files
+    assert {file.split("/")[0] for file in first.worker.files} == {"shm", "workers"}
+    for file in (*first.front.files, *first.worker.files):
+        assert (ROOT / file).is_file()
+    assert 0 < known.front.figures[0] < first.front.figures[0]
+    assert known.worker.figures[0] < first.worker.figures[0]
+    shown = through(first).splitlines()
+    assert shown[0] == f"http-first, front: {', '.join(map(str, first.front.figures))}"
+    assert sum(line.startswith("  back in ") for line in shown) == first.front.figures[2] + first.worker.figures[2]
+
+
+def test_a_map_is_read_as_it_is_written() -> None:
+    row = Row(
+        "http-first", way("shm/arena.py", "daemon/http/server.py", "shm/arena.py"), way("shm/lane.py", "shm/arena.py")
+    )
+    files = ["shm/arena.py", "daemon/http/server.py", "shm/lane.py"]
+    text = mapped(row, ROOT)
+    assert text.count("\n") == 1 + len(files)
+    assert documented(f"# Shape\n{text}\n## Words\n1. `shm/no.py`\n### Row (`none`)\n1. `x`") == {"http-first": files}
+
+
+def test_routes_of_the_architecture_are_those_that_requests_take() -> None:
+    """``python -m bench.route --map ROW`` writes a section anew."""
+    routes = documented((ROOT / "docs" / "architecture.md").read_text())
+    if not routes:
+        pytest.skip("docs/architecture.md has no route")
+    with recorded(ROOT, list(routes)) as client:
+        entered = {row.name: route_files(row) for row in rows(client, list(routes))}
+    assert {name: sorted(files) for name, files in routes.items()} == {n: sorted(files) for n, files in entered.items()}
+
+
+def test_figures_of_both_count_a_file_once() -> None:
+    row = Row("http-first", way("shm/a.py", "daemon/b.py", "shm/a.py"), way("workers/c.py", "shm/a.py"))
+    assert row.line().split() == ["http-first", "3", "2", "1", "2", "2", "0", "5", "3", "1"]
+
+
+def test_lines_are_counted_by_package(tmp_path: Path) -> None:
+    for package, text in (("daemon", "a\nb\n"), ("workers", "c\n")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "m.py").write_text(text)
+    (tmp_path / "workers" / "m.c").write_text("d\n" * 10)
+    counted = [line.split() for line in lines(tmp_path).splitlines()]
+    assert ["workers", "11", "lines", "1", "modules"] in counted
+    assert counted[-1] == ["all", "13", "lines", "2", "modules"]
