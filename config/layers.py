@@ -10,15 +10,16 @@ import contextlib
 import difflib
 import functools
 import os
+import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tensord.config import accounts, core_list, header_pattern, rate_limits, restrictions, service_links
+from tensord.config import accounts, core_list, header_pattern, rate_limits, restrictions
 from tensord.config.options import Options, Section
 
 PREFIX = "TENSORD_"
@@ -132,8 +133,14 @@ def read_environment(environment: Mapping[str, str]) -> list[Setting]:
 
 
 def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
-    """``TENSORD_`` variables that a container platform set for a service of that name, and nobody for the daemon."""
-    return service_links.names(environment, PREFIX, _variables())
+    """Returns ``TENSORD_`` variables that a container platform set for a service of that name, and nobody for the daemon.
+
+    For a service named ``tensord`` Kubernetes sets ``TENSORD_SERVICE_HOST``, ``TENSORD_PORT=tcp://...`` and more in every
+    container; for one named ``tensord-http`` ``TENSORD_HTTP_PORT=tcp://...``, which is also the name of a key. So the values tell
+    as well: no key that ends in PORT takes a URL.
+    Source: Kubernetes "Accessing the Service", environment variables; Docker "Legacy container links".
+    """
+    return _service_names(environment, PREFIX, _variables())
 
 
 def _variables() -> dict[str, str]:
@@ -290,3 +297,36 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+#: Of a service's first port; a plain number there is the operator's mistake.
+_URL = re.compile(r"(tcp|udp|sctp)://\S+", re.ASCII)
+_OF_A_SERVICE = re.compile(r"[A-Z0-9_]+_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)", re.ASCII)
+_OF_A_PORT = re.compile(r"[A-Z0-9_]+_PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?", re.ASCII)
+#: ``/container/alias``, and the other container's own variables, which only come along with it.
+_ALIAS = re.compile(r"/[^/\s]+/[^/\s]+")
+_SHOWN = 3
+
+
+def _service_names(environment: Mapping[str, str], prefix: str, keys: Container[str]) -> frozenset[str]:
+    """Those of the variables with that prefix that describe a service. ``keys``: what stands for keys of ours."""
+    ours = {name: value for name, value in environment.items() if name.startswith(prefix)}
+    aliases = {
+        name for name, value in ours.items() if name.endswith("_NAME") and name not in keys and _ALIAS.fullmatch(value)
+    }
+    linked = tuple(name.removesuffix("NAME") + "ENV_" for name in aliases)
+    return frozenset(
+        name for name, value in ours.items() if name in aliases or name.startswith(linked) or _describes(name, value)
+    )
+
+
+def _describes(name: str, value: str) -> bool:
+    if name.endswith("_PORT") and _URL.fullmatch(value):
+        return True
+    return bool(_OF_A_SERVICE.fullmatch(name) or _OF_A_PORT.fullmatch(name))
+
+
+def ignored_sentence(ignored: frozenset[str]) -> str:
+    """Says in the log which variables of ``service_variables`` there are."""
+    shown = ", ".join(sorted(ignored)[:_SHOWN]) + (", ..." if len(ignored) > _SHOWN else "")
+    return f"environment: not read as configuration, because the container platform set it for a service: {shown}"

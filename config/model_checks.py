@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from tensord.config import ensemble_checks, isolation, model_fields, ragged_checks, sequence_checks, state_checks
+from tensord.config import ensemble_checks, isolation, model_fields
 from tensord.config.model_config import ModelConfig, data_type_name, wants
 from tensord.protocol import model_config_pb2
 from tensord.shm.datatypes import MAX_RANK, from_model_config
@@ -64,9 +64,9 @@ def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str]
     _check_versions(message)
     _check_dynamic_batching(message)
     if message.HasField("sequence_batching"):
-        sequence_checks.check(message)
-        state_checks.check(message, whole)
-    ragged_checks.check(message, whole)
+        _check_sequences(message)
+        _check_states(message, whole)
+    _check_ragged(message, whole)
     _check_instances(message)
     batch_buckets(message)
     axis_buckets(message)
@@ -270,3 +270,205 @@ def _sizes(message: ModelConfig, parameter: str, limit: int, most: str) -> tuple
             f"between 1 and {most}, such as '1,8,32'"
         )
     return sizes
+
+
+_RAGGED_DATATYPES = ("TYPE_INT32", "TYPE_FP32")
+
+
+def _check_ragged(message: ModelConfig, whole: bool) -> None:
+    """Checks ``batch_input`` and ``batch_output``, in Triton's words where it has some.
+
+    Args:
+      whole: the model's tensors are all known.
+    Raises: InvalidArgument: the first finding.
+    """
+    name = message.name
+    inputs = {tensor.name for tensor in message.input} if message.input or whole else None
+    outputs = {tensor.name for tensor in message.output} if message.output or whole else None
+    for tensor in message.batch_input:
+        _check_source("batch input", name, tensor, inputs)
+        if data_type_name(tensor) not in _RAGGED_DATATYPES:
+            raise InvalidArgument(f"batch input data type must be TYPE_INT32 or TYPE_FP32 for {name}")
+    targets: set[str] = set()
+    for cut in message.batch_output:
+        _check_source("batch output", name, cut, inputs)
+        for target in cut.target_name:
+            if outputs is not None and target not in outputs:
+                raise InvalidArgument(f"unknown target output name '{target}' for {name}")
+            if target in targets:
+                raise InvalidArgument(f"target output name '{target}' can only be specified once for {name}")
+            targets.add(target)
+
+
+def _check_source(what: str, model: str, tensor: Any, inputs: set[str] | None) -> None:
+    kinds = tensor.DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number
+    if tensor.kind not in kinds:
+        raise InvalidArgument(f"{what} has kind {tensor.kind}, which is none, for {model}")
+    if len(tensor.source_input) != 1:
+        raise InvalidArgument(
+            f"{what} kind '{kinds[tensor.kind].name}' expects 1 source input, got {len(tensor.source_input)} for {model}"
+        )
+    for source in tensor.source_input:
+        if inputs is not None and source not in inputs:
+            raise InvalidArgument(f"unknown source input name '{source}' for {model}")
+    if not tensor.target_name:
+        raise InvalidArgument(f"{what} kind '{kinds[tensor.kind].name}' has no target_name for {model}")
+
+
+_CONTROL_VALUES = ("int32_false_true", "fp32_false_true", "bool_false_true")
+_CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
+
+
+def _check_sequences(message: ModelConfig) -> None:
+    """Checks ``sequence_batching``, in Triton's words. Raises InvalidArgument: the first finding.
+
+    Control inputs are named, and of each kind there is at most one; START, END and READY have one pair of values, CORRID has a
+    datatype. Sizes and shares of ``oldest`` and ``direct`` can be reached.
+    """
+    name, sequences = message.name, message.sequence_batching
+    _check_controls(message)
+    limit = message.max_batch_size
+    for size in sequences.oldest.preferred_batch_size:
+        if size < 1:
+            raise InvalidArgument(f"sequence batching preferred batch size must be positive for {name}")
+        # A limit of 0 may still be filled in by the model itself; the worker checks again then.
+        if 0 < limit < size:
+            raise InvalidArgument(f"sequence batching preferred batch size must be <= max batch size for {name}")
+    if sequences.oldest.max_candidate_sequences < 0:
+        raise InvalidArgument(
+            f"sequence batching max_candidate_sequences is {sequences.oldest.max_candidate_sequences}, "
+            f"it must not be negative for {name}"
+        )
+    if not 0 <= sequences.direct.minimum_slot_utilization <= 1:
+        raise InvalidArgument(f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}")
+
+
+def _check_controls(message: ModelConfig) -> None:
+    name = message.name
+    kinds = model_config_pb2.ModelSequenceBatching.Control.Kind
+    seen: dict[int, str] = {}
+    inputs = {tensor.name for tensor in message.input}
+    tensors: set[str] = set()
+    for tensor in message.sequence_batching.control_input:
+        if not tensor.name:
+            raise InvalidArgument(f"sequence batching control tensor must have a name for {name}")
+        if len(tensor.control) > 1 or tensor.name in tensors:
+            raise InvalidArgument(
+                f"sequence batching control tensor '{tensor.name}' is specified for multiple control kinds for {name}"
+            )
+        tensors.add(tensor.name)
+        if tensor.name in inputs:
+            raise InvalidArgument(f"sequence batching control tensor '{tensor.name}' is an input as well for {name}")
+        for control in tensor.control:
+            kind = kinds.Name(control.kind) if control.kind in kinds.values() else str(control.kind)
+            if control.kind in seen:
+                raise InvalidArgument(f"sequence batching specifies multiple {kind} tensors for {name}")
+            seen[control.kind] = tensor.name
+            _check_values(name, kind, control)
+
+
+def _check_values(name: str, kind: str, control: Any) -> None:
+    given = [field for field in _CONTROL_VALUES if len(getattr(control, field))]
+    if kind == "CONTROL_SEQUENCE_CORRID":
+        if given:
+            raise InvalidArgument(
+                "sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' "
+                f"for {kind} for {name}"
+            )
+        types = model_config_pb2.DataType
+        if control.data_type not in [types.Value(each) for each in _CORRID_TYPES]:
+            raise InvalidArgument(
+                f"unexpected data type for control {kind} for {name}. Allowed data types are TYPE_UINT64, TYPE_INT64, "
+                "TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
+            )
+        return
+    if not given:
+        raise InvalidArgument(
+            "sequence batching must specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' "
+            f"for {kind} for {name}"
+        )
+    if len(given) > 1:
+        raise InvalidArgument(
+            "sequence batching specifies more than one from 'int32_false_true', 'fp32_false_true' and 'bool_false_true' "
+            f"for {kind} for {name}"
+        )
+    if len(getattr(control, given[0])) != 2:
+        raise InvalidArgument(
+            f"sequence batching control '{given[0]}' must have exactly 2 entries for {kind} for {name}"
+        )
+
+
+def _check_states(message: ModelConfig, whole: bool) -> None:
+    """Checks ``sequence_batching.state``, in Triton's words where it has some.
+
+    Each is named once and has a datatype and dims; its initial state has the same ones, none of which varies.
+
+    Args:
+      whole: each state must say its datatype.
+    Raises: InvalidArgument, Unsupported: the first finding.
+    """
+    states = message.sequence_batching.state
+    if states and message.backend == "python":
+        raise Unsupported(f"model '{message.name}': sequence_batching.state: a Triton Python model keeps its own state")
+    seen: dict[str, set[str]] = {"input": set(), "output": set()}
+    for state in states:
+        what = f"model '{message.name}': state '{state.input_name}'"
+        for kind, name in (("input", state.input_name), ("output", state.output_name)):
+            if not name:
+                raise InvalidArgument(f"{what}: '{kind}_name' is missing")
+            if name in seen[kind]:
+                raise InvalidArgument(f"State {kind} name '{name}' specified more than once.")
+            seen[kind].add(name)
+        _check_state(what, state, whole)
+        _check_initial(state)
+        if state.use_growable_memory and not state.use_same_buffer_for_input_output:
+            raise InvalidArgument(
+                "In order to 'use_growable_memory', you must also enable 'use_single_buffer' for state input name "
+                f"'{state.input_name}'."
+            )
+
+
+def _check_state(what: str, state: Any, whole: bool) -> None:
+    if state.data_type or whole:
+        try:
+            from_model_config(data_type_name(state))
+        except InvalidArgument:
+            raise InvalidArgument(f"{what}: 'data_type' is missing or unknown") from None
+    if len(state.dims) > MAX_RANK:
+        raise InvalidArgument(f"{what}: {len(state.dims)} dims given, at most {MAX_RANK} are allowed")
+    for dim in state.dims:
+        if dim < 1 and dim != -1:
+            raise InvalidArgument(f"{what}: dim {dim}; a dim is at least 1, or -1 where it varies")
+
+
+def _check_initial(state: Any) -> None:
+    name = state.input_name
+    if len(state.initial_state) > 1:
+        raise InvalidArgument(
+            f"initial_state field for state input '{name}' must contain exactly one or zero element. "
+            f"Found '{len(state.initial_state)}' elements."
+        )
+    for initial in state.initial_state:
+        if not initial.name:
+            raise InvalidArgument(f"Field 'name' must be set when using initial_state for state input '{name}'.")
+        if initial.data_type != state.data_type:
+            raise InvalidArgument(
+                f"The data type used for 'initial_state' field of state '{name}' does not match the state data type."
+            )
+        if len(initial.dims) != len(state.dims):
+            raise InvalidArgument(
+                "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state input "
+                f"'{name}'. {len(initial.dims)} != {len(state.dims)}"
+            )
+        for given, declared in zip(initial.dims, state.dims, strict=True):
+            if given < 1:
+                raise InvalidArgument(
+                    f"'initial_state' field for state input name '{name}' contains variable dimensions."
+                )
+            if declared not in (-1, given):
+                raise InvalidArgument(
+                    f"'initial_state' dim for input name '{name}' doesn't match 'state' dim description. "
+                    f"{given} != {declared}"
+                )
+        if initial.WhichOneof("state_data") is None:
+            raise InvalidArgument(f"initial_state of state input '{name}' has neither zero_data nor data_file")

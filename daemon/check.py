@@ -36,8 +36,8 @@ from tensord.daemon.processes.spawned import child_environment
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.shm import device_names
 from tensord.shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
+from tensord.shm.control_records import Footprint
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.footprint import Footprint
 
 #: At a time, of different devices: each needs a core.
 _MAX_PROCESSES = 4

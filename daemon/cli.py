@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from tensord.config import layers, log, service_links
+from tensord.config import layers, log
 from tensord.config.layers import ConfigurationError
 from tensord.config.options import Options
 from tensord.daemon import flags
@@ -31,7 +31,7 @@ from tensord.shm.errors import InvalidArgument
 if TYPE_CHECKING:
     # Each command imports what only it needs, ``serve`` once its workers import theirs.
     from tensord.daemon.models.repository import FoundModel
-    from tensord.shm.footprint import Footprint
+    from tensord.shm.control_records import Footprint
 
 _log = logging.getLogger(__name__)
 #: Flags are ours to parse (see ``tensord.daemon.flags``), --config and --help are click's.
@@ -101,7 +101,7 @@ def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
         _fail(f"trace.file: '{options.trace.file}' cannot be written: {error.strerror}")
     log.configure(options.log, "supervisor")
     if foreign := layers.service_variables(os.environ):
-        _log.info("%s", service_links.sentence(foreign))
+        _log.info("%s", layers.ignored_sentence(foreign))
     try:
         workers = spawned.spawn_workers(options.workers, os.environ)
     except NoDevice as error:
@@ -160,7 +160,7 @@ def check(
     from tensord.daemon.check import Verdict
     from tensord.daemon.models import repository
     from tensord.daemon.progress_bar import ProgressBar
-    from tensord.shm.footprint import Footprint
+    from tensord.shm.control_records import Footprint
 
     options = _options(config, arguments)
     try:

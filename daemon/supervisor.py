@@ -34,21 +34,18 @@ from tensord.daemon.operator import model_list, process_list
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.operator.control_socket import ControlSocket
 from tensord.daemon.operator.operations import Operations
-from tensord.daemon.processes import open_files
 from tensord.daemon.processes.child import Child, Front, Worker
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
-from tensord.daemon.processes.leftovers import Leftovers
 from tensord.daemon.processes.notify import Notifier
-from tensord.daemon.processes.phase import Phase
 from tensord.daemon.processes.posts import Posts
-from tensord.daemon.processes.shutdown import Shutdown
+from tensord.daemon.processes.shutdown import Phase, Shutdown
 from tensord.daemon.processes.spawned import WORKER, Spawned
 from tensord.daemon.processes.tasks import Tasks
 from tensord.daemon.processes.watchdog import Watchdog
-from tensord.daemon.processes.worker_pool import WorkerPool
+from tensord.daemon.processes.worker_pool import Leftovers, WorkerPool
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.daemon.regions.region_socket import RegionSocket
@@ -156,7 +153,7 @@ class Supervisor:
     async def run(self) -> int:
         """From the first bind to the last child. Raises ListenError, InvalidArgument, OSError: it cannot start."""
         loop = asyncio.get_running_loop()
-        open_files.raise_limit(self.options)
+        _raise_open_files(self.options)
         self._fronts.listen(self._environment)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._shutdown.signalled)
@@ -411,3 +408,15 @@ class Supervisor:
     def _incarnation(self) -> int:
         incarnation, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
         return incarnation
+
+
+def _raise_open_files(options: Options) -> None:
+    """Lets this process and those that it starts have as many files open as the host allows; says where that is little."""
+    allowed = descriptors.raise_limit()
+    wanted = max(options.http.max_connections, options.grpc.max_connections, options.regions.max_count)
+    if allowed < wanted:
+        _log.warning(
+            "a process may have %d files open, connections or regions may be %d: raise the limit (ulimit -n, LimitNOFILE)",
+            allowed,
+            wanted,
+        )

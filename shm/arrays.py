@@ -114,3 +114,10 @@ def address_of(memory: Array | memoryview) -> int:
     array = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def strings(array: Array) -> Array:
+    """Returns an array of BYTES as requests have them: objects, each of them bytes, in an array of its own."""
+    made = np.empty(array.shape, np.object_)
+    made.ravel()[:] = [value if isinstance(value, bytes) else str(value).encode() for value in array.ravel().tolist()]
+    return made

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tensord.shm.control_records import Load
-from tensord.shm.footprint import Footprint
+from tensord.shm.control_records import Footprint, Load
 from tensord.shm.record import Record
 
 

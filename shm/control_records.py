@@ -20,10 +20,28 @@ from __future__ import annotations
 
 import msgspec
 
-from tensord.shm.footprint import Footprint
 from tensord.shm.operations import ANONYMOUS, Operation, Peer
 from tensord.shm.progress import Loading, Readiness
 from tensord.shm.record import Record
+
+
+class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a model that is not compiled, only the time is known."""
+
+    #: From its files to its last program, run once.
+    seconds: float = 0.0
+    #: Programs that were made, and how many of them had to be compiled; the others came from the cache.
+    programs: int = 0
+    compiled: int = 0
+    #: Of the parameters on the device.
+    parameter_byte_size: int = 0
+    #: Of all programs, as they are kept.
+    program_byte_size: int = 0
+    #: Inputs, outputs and what lies between them, of the program that takes most; and what that is for.
+    batch_byte_size: int = 0
+    largest: str = ""
+    #: Floating-point operations of one run of it; -1: the back end does not say.
+    flops: float = -1.0
 
 
 class Start(Record, frozen=True, tag="start"):
@@ -94,8 +112,8 @@ class LogChanged(Record, frozen=True, tag="log"):
 class TraceChanged(Record, frozen=True, tag="trace"):
     """Sample requests for a model, or ("") for all models without settings of their own, that way from now on.
 
-    Where anything is traced descriptors come along: whose turn it is (``tensord.daemon.tracing.trace_turn``), and under a limit
-    the number of traces left (``tensord.daemon.tracing.trace_budget``).
+    Where anything is traced descriptors come along: whose turn it is, and under a limit the number of traces left
+    (``tensord.daemon.tracing.trace_counters``).
     """
 
     model: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 import msgspec
 
 from tensord.shm.record import Record
-from tensord.shm.settings import ChangeLog, ChangeTrace
 
 #: What is answered where an operation met a defect of ours.
 FAILED = "the server failed to carry out the operation"
@@ -145,6 +144,30 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
 
 class Settle(Record, frozen=True, tag="c.settle"):
     """Reply, empty, when every front acts upon all that was sent to this one before."""
+
+
+class ChangeLog(Record, frozen=True, tag="c.log"):
+    """Changes the log settings that are not None. Reply: JSON, all settings then in force."""
+
+    info: bool | None = None
+    warning: bool | None = None
+    error: bool | None = None
+    verbose: int | None = None
+    format: str | None = None
+
+
+class ChangeTrace(Record, frozen=True, tag="c.trace"):
+    """Changes the trace settings of a model, or of all (""), that are not None, and forgets its own values for ``cleared``.
+
+    Reply: JSON, the settings then in force there. Fields as in TraceChanged; ``count`` is -1 for no limit.
+    """
+
+    model: str = ""
+    level: int | None = None
+    rate: int | None = None
+    count: int | None = None
+    log_frequency: int | None = None
+    cleared: tuple[str, ...] = ()
 
 
 Operation = (

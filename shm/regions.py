@@ -2,7 +2,7 @@
 
 The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system and nothing else: no
 path, no symbolic link, no FIFO, device or directory, no semaphore; whose are welcome is
-``tensord.workers.regions.region_policy``'s business. The descriptor is kept for the region's life; the name is never opened
+``tensord.workers.regions.region_table``'s business. The descriptor is kept for the region's life; the name is never opened
 again: the client may unlink or reuse it.
 
     shared-memory object   | ...... | offset ......... offset + byte_size | ...... |

@@ -247,7 +247,7 @@ def _array(name: str, value: Any, datatype: str | None) -> Array:
     else:
         made = np.array(value)
     if datatype_of(made.dtype) == "BYTES":
-        from tensord.workers.tensors.strings import strings
+        from tensord.shm.arrays import strings
 
         made = strings(made)
     elif datatype_of(made.dtype) is None:

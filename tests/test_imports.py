@@ -40,7 +40,6 @@ OURS = {
             "workers.calls.asking",
             "workers.calls.other_models",
             "workers.calls.own_metrics",
-            "workers.tensors.strings",
         ),
     },
     "workers": {"workers", "config", "shm", "tensord.parameter_files", "tensord.protocol"},

@@ -15,11 +15,10 @@ import msgspec
 
 from tensord.config import core_list, log
 from tensord.config.options import Options
-from tensord.shm import exit_status, heap, stack_report
+from tensord.shm import child_process, stack_report
 from tensord.shm.channel import Channel, ChannelClosed
 from tensord.shm.control_records import Start, ToWorkerControl
 from tensord.shm.cuda_regions import DeviceLost
-from tensord.shm.parent import die_with_parent
 from tensord.shm.record import decoder
 from tensord.workers.devices import device_cpu
 from tensord.workers.devices.device import DeviceName, NoDevice
@@ -31,7 +30,7 @@ _KEPT_BYTE_SIZE = 256 << 20
 
 
 def main() -> None:
-    die_with_parent()
+    child_process.die_with_parent()
     _outlive_signals()
     parser = argparse.ArgumentParser(prog="tensord.workers", description=__doc__)
     parser.add_argument("--control-fd", type=int, required=True)
@@ -64,7 +63,7 @@ def main() -> None:
         device_cpu.limit_threads(options.workers.threads)
     if arguments.cores:
         device_cpu.pin_to(arguments.cores)
-    heap.keep_freed_memory(_KEPT_BYTE_SIZE)
+    child_process.keep_freed_memory(_KEPT_BYTE_SIZE)
     if device_name.platform == "cuda":
         device_cuda.prepare_environment(options.workers)
     import_system.prepare()
@@ -77,7 +76,7 @@ def main() -> None:
         status = 0
     except NoDevice as error:
         _log.critical("%s", error)
-        status = exit_status.NO_DEVICE
+        status = child_process.NO_DEVICE
     except DeviceLost as error:
         _log.critical("the worker ends, to be replaced: %s", error.message)
     except Exception:

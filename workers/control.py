@@ -53,7 +53,7 @@ from tensord.shm.operations import (
 )
 from tensord.shm.progress import Loading
 from tensord.workers.daemon_operations import DaemonOperations
-from tensord.workers.loading.ensemble_members import joined
+from tensord.workers.loading.ensemble_declaration import joined
 from tensord.workers.loading.loader import Loader
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_table import ModelTable

@@ -17,8 +17,8 @@ import msgspec
 from tensord.config import log
 from tensord.config.options import Options
 from tensord.shm.check import CheckLoads, LoadOutcome
+from tensord.shm.child_process import die_with_parent
 from tensord.shm.errors import ServingError
-from tensord.shm.parent import die_with_parent
 from tensord.workers.devices.device import DeviceName
 
 

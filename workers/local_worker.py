@@ -33,14 +33,13 @@ from tensord.shm.status_page import DESKS
 from tensord.workers.dispatch.inner_arrival import validate_inner
 from tensord.workers.engine import Engine
 from tensord.workers.imports import import_system
-from tensord.workers.loading.ensemble_members import joined
+from tensord.workers.loading.ensemble_declaration import joined
 from tensord.workers.loading.loader import Loader
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.programs.load_progress import LoadProgress
-from tensord.workers.regions.region_policy import RegionPolicy
-from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Moments, Request, controls_of
 from tensord.workers.requests.result import Result

@@ -53,8 +53,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions, output_memory
 from tensord.workers.programs.outside_compiler import outside_compiler
 from tensord.workers.programs.run_errors import works
-from tensord.workers.regions.region_policy import RegionPolicy
-from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache

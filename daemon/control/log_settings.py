@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tensord.config.options import Log
-from tensord.shm.settings import ChangeLog
+from tensord.shm.operations import ChangeLog
 
 #: What ``log_format`` may be.
 FORMATS = ("default", "ISO8601", "json")

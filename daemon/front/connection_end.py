@@ -1,7 +1,7 @@
 """When a client's connection ends, for other processes: a descriptor that becomes readable then.
 
     whoever serves the connection    the writing half of a pipe, closed with the connection, or by the kernel with the process
-    the supervisor                   the reading half (``tensord.daemon.regions.end_watch``)
+    the supervisor                   the reading half (``tensord.daemon.regions.region_record``)
 
 The connection itself is not handed on: it would stay open as long as somebody watches it.
 """

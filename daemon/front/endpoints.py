@@ -19,6 +19,8 @@ from tensord.daemon.submit.model_table import ModelTable
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.operations import (
     ANONYMOUS,
+    ChangeLog,
+    ChangeTrace,
     LoadModel,
     ModelReady,
     ModelStatistics,
@@ -31,7 +33,6 @@ from tensord.shm.operations import (
     UnloadModel,
     UnregisterRegion,
 )
-from tensord.shm.settings import ChangeLog, ChangeTrace
 
 #: What works, in Triton's order and spelling.
 EXTENSIONS = (

@@ -30,7 +30,7 @@ from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Tracer
-from tensord.shm import heap, stack_report
+from tensord.shm import child_process, stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
@@ -51,7 +51,6 @@ from tensord.shm.control_records import (
     WorkerFenced,
 )
 from tensord.shm.extensions import missing
-from tensord.shm.parent import die_with_parent
 from tensord.shm.progress import Readiness
 from tensord.shm.record import decoder
 
@@ -170,8 +169,8 @@ class Front(ABC):
 
 def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
     """A front's process, from its command line to its end; ``make`` takes the control channel and the front's place."""
-    die_with_parent()
-    heap.keep_freed_memory(_KEPT_BYTE_SIZE)
+    child_process.die_with_parent()
+    child_process.keep_freed_memory(_KEPT_BYTE_SIZE)
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--listen-fds", required=True, help="comma-separated")

@@ -24,7 +24,7 @@ from tensord.daemon.grpc.unary import Unary
 from tensord.daemon.tracing import trace_settings
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.errors import InvalidArgument, NotFound, Unsupported
-from tensord.shm.settings import ChangeLog
+from tensord.shm.operations import ChangeLog
 
 SERVICE = "inference.GRPCInferenceService"
 #: Log setting -> field of ChangeLog, its kind of parameter, and how Triton calls that.

@@ -26,7 +26,7 @@ from tensord.daemon.http import control_fields
 from tensord.daemon.submit.model_table import parse_version
 from tensord.daemon.tracing import trace_settings
 from tensord.shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
-from tensord.shm.settings import ChangeLog, ChangeTrace
+from tensord.shm.operations import ChangeLog, ChangeTrace
 
 Handler = Callable[[Request], Awaitable[Response]]
 Endpoint = tuple[str, str, Handler, str]

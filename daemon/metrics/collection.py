@@ -25,9 +25,9 @@ from tensord.daemon.processes.posts import Posts
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm import descriptors
+from tensord.shm.control_records import Footprint
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import Figures
-from tensord.shm.footprint import Footprint
 from tensord.shm.operations import WorkerFigures
 
 _log = logging.getLogger(__name__)

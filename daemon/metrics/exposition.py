@@ -27,8 +27,8 @@ from prometheus_client.registry import Collector
 from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.metrics.snapshot import Snapshot
 from tensord.daemon.processes.gpu_watch import Gpu
+from tensord.shm.control_records import Footprint
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
-from tensord.shm.footprint import Footprint
 from tensord.shm.refusals import Refusal
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

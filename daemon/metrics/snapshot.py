@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tensord.daemon.metrics.ledger import Total
 from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.processes.gpu_watch import Gpu
-from tensord.shm.footprint import Footprint
+from tensord.shm.control_records import Footprint
 from tensord.shm.progress import Loading
 from tensord.shm.refusals import Refusal
 

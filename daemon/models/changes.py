@@ -1,13 +1,14 @@
 """Operations on models: what clients, the start and a reload ask for, carried out through the lifecycle's instructions.
 
 Files are read off the loop; decisions are ``tensord.daemon.models.lifecycle``'s. Files that a client gave are the model until
-the next load or unload; how long a configuration stays that a client gave, ``tensord.daemon.models.overrides`` says.
+the next load or unload; how long a configuration stays that a client gave, ``tensord.daemon.models.given`` says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,22 +17,54 @@ from typing import Any
 
 from tensord.config.options import Options, Repository
 from tensord.daemon.models import ensembles, isolation, listing, load_errors, readiness, repository
-from tensord.daemon.models.coming import Coming
-from tensord.daemon.models.ensembles import Ensembles
-from tensord.daemon.models.given import GivenModels, NotKept
+from tensord.daemon.models.ensembles import Coming, Ensembles
+from tensord.daemon.models.given import GivenModels, NotKept, Overrides
 from tensord.daemon.models.instructions import Instruction, Peer, Publish, Retry, Send, Settled
-from tensord.daemon.models.judgement import Judgement
 from tensord.daemon.models.lifecycle import Lifecycle
-from tensord.daemon.models.outcomes import Outcomes
-from tensord.daemon.models.overrides import Overrides
-from tensord.daemon.models.readiness import Standing
-from tensord.daemon.models.repositories import Repositories
-from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.models.readiness import ReadinessCheck, Standing
+from tensord.daemon.models.repository import FoundModel, Repositories
 from tensord.daemon.models.retries import Retries
 from tensord.shm.control_records import Loaded, ModelGone, ModelState
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel
 from tensord.shm.progress import Loading, Readiness
+
+
+class Outcomes:
+    """Futures of loads and unloads that somebody waits for, by the tokens that the lifecycle has of them.
+
+    An outcome is why the operation failed, or "". Belongs to the supervisor's loop.
+    """
+
+    def __init__(self) -> None:
+        #: A number for an operation, never given twice.
+        self.token = itertools.count(1).__next__
+        self._waiting: dict[int, asyncio.Future[str]] = {}
+        #: name -> what comes, or came, of its last load.
+        self._loads: dict[str, asyncio.Future[str]] = {}
+
+    def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
+        """A new operation's token and outcome. ``load``: the model that it loads."""
+        token = self.token()
+        outcome = self._waiting[token] = asyncio.get_running_loop().create_future()
+        if load:
+            self._loads[load] = outcome
+        return token, outcome
+
+    def coming(self, name: str) -> asyncio.Future[str] | None:
+        """Of the load of a model that is under way, if one is."""
+        outcome = self._loads.get(name)
+        return None if outcome is None or outcome.done() else outcome
+
+    def settle(self, token: int, error: str) -> None:
+        """An operation is over."""
+        outcome = self._waiting.pop(token, None)
+        if outcome is not None and not outcome.done():
+            outcome.set_result(error)
+
+    def __repr__(self) -> str:
+        return f"<Outcomes {len(self._waiting)} to come>"
+
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +92,7 @@ class Models:
         self._workers = workers
         self._publish = publish
         self.lifecycle = Lifecycle()
-        self._judgement = Judgement(self.standings, publish)
+        self._readiness = ReadinessCheck(self.standings, publish)
         #: Names that should be served: in the repositories, or asked for by name and not unloaded since.
         self._wanted: set[str] = set()
         #: Names that could not even be tried when they were asked for last, with the reason.
@@ -210,7 +243,7 @@ class Models:
         self._named.update(wanted)
         self._forget(found)
         self._wanted.update(wanted)
-        self._judgement.begin({*self._wanted, *self._repositories.unreadable}, options.required)
+        self._readiness.begin({*self._wanted, *self._repositories.unreadable}, options.required)
         self._judge()
         return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
@@ -373,12 +406,12 @@ class Models:
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def _judge(self) -> None:
-        self._judgement.judge(self._options.strict_readiness)
+        self._readiness.judge(self._options.strict_readiness)
 
     @property
     def readiness(self) -> Readiness:
         """Whether the daemon is ready, as it was published last."""
-        return self._judgement.readiness
+        return self._readiness.readiness
 
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
@@ -388,7 +421,7 @@ class Models:
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
         """Tells fronts that a dead worker serves nothing. ``how`` it ended: "was killed by SIGSEGV". ``usable``: devices."""
-        self._judgement.loads(incarnation, None)
+        self._readiness.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)
         self._begin([*left, *self.lifecycle.stranded(usable)])
 
@@ -398,12 +431,12 @@ class Models:
 
     def loading(self, incarnation: int, at: Loading) -> None:
         """How far a worker is with a load."""
-        self._judgement.loads(incarnation, at)
+        self._readiness.loads(incarnation, at)
         self._judge()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
         """A worker's answer to Load."""
-        self._judgement.loads(incarnation, None)
+        self._readiness.loads(incarnation, None)
         if answer.cancelled:
             _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
         elif answer.reason:

@@ -10,19 +10,21 @@ Decides, does no I/O; ``tensord.daemon.models.changes`` carries it out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from tensord.config import ensemble_graph, model_config
 from tensord.config.model_config import ModelConfig
-from tensord.daemon.models.load_waits import LoadWaits
+from tensord.daemon.models import placement
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.models.versions import Model, Version, VersionState
-from tensord.shm import rendezvous
+from tensord.shm.control_records import ModelGone, ModelState
 from tensord.shm.device_names import model_of
 from tensord.shm.errors import InvalidArgument
 
@@ -76,7 +78,7 @@ class Ensembles:
             (member := self._ready(*each)) and member.described and member.described.sticky for each in found.members
         ):
             # Its sequences are where they began, which nobody else knows of it.
-            places = (rendezvous.choose(("model", found.name), places or tuple(devices)),)
+            places = (placement.choose(("model", found.name), places or tuple(devices)),)
         return dataclasses.replace(found, config=config, devices=places, fingerprint=fingerprint)
 
     def circle(self, name: str, member: str) -> bool:
@@ -215,3 +217,94 @@ def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
             raise InvalidArgument(
                 f"ensemble '{name}' depends on '{member}' which is not valid. Model '{member}' failed with error: {found.error}"
             )
+
+
+class LoadWaits:
+    """Loads that wait for others: a model that is being loaded may have another one loaded, and none may wait for itself.
+
+    One for the daemon. Pure.
+    """
+
+    def __init__(self) -> None:
+        #: (who waits, for whom) -> on how many workers.
+        self._waits: Counter[tuple[str, str]] = Counter()
+
+    @contextlib.contextmanager
+    def waiting(self, model: str, other: str) -> Iterator[None]:
+        """While a load of ``model`` waits for one of ``other``. "": it is no load that waits.
+
+        Raises InvalidArgument: the other one would wait for this one.
+        """
+        if not model:
+            yield
+            return
+        way = self._way(other, model)
+        if way:
+            raise InvalidArgument(f"model '{model}' waits for itself: {' -> '.join((model, *way))}")
+        self._waits[model, other] += 1
+        try:
+            yield
+        finally:
+            self._waits[model, other] -= 1
+            self._waits += Counter()  # without those that are nought
+
+    def waiters(self, name: str) -> set[str]:
+        """The models that wait for that one, directly or by way of others."""
+        return {model for model, _ in self._waits if model != name and self._way(model, name)}
+
+    def _way(self, start: str, end: str) -> list[str]:
+        """From one to the other, by who waits for whom; empty: there is none."""
+        ways = [[start]]
+        seen = {start}
+        while ways:
+            way = ways.pop()
+            if way[-1] == end:
+                return way
+            for model, other in self._waits:
+                if model == way[-1] and other not in seen:
+                    seen.add(other)
+                    ways.append([*way, other])
+        return []
+
+    def __repr__(self) -> str:
+        return f"<LoadWaits {sorted(self._waits)}>"
+
+
+class Coming:
+    """Tells fronts that ensembles which wait for their members are being loaded, so that their requests wait as well.
+
+    One per daemon.
+    """
+
+    def __init__(self, publish: Callable[[ModelState | ModelGone], None]) -> None:
+        self._publish = publish
+        #: By name and version, with how many loads they wait in.
+        self._waiting: dict[tuple[str, int], int] = {}
+
+    @contextlib.contextmanager
+    def told(self, found: FoundModel, known: Model | None) -> Iterator[None]:
+        """While its members are brought. ``known``: what the lifecycle has of it. The load that follows says the rest."""
+        serves = known is not None and any(version.in_use for version in known.versions.values())
+        versions = [(found.name, number) for number in (() if serves else found.chosen)]
+        for each in versions:
+            self._waiting[each] = self._waiting.get(each, 0) + 1
+            self._publish(ModelState(*each, "LOADING"))
+        try:
+            yield
+        except BaseException:
+            for each in versions:
+                version = None if known is None else known.versions.get(each[1])
+                self._publish(ModelGone(*each) if version is None else version.told(each[1]))
+            raise
+        finally:
+            for each in versions:
+                self._waiting[each] -= 1
+                if not self._waiting[each]:
+                    del self._waiting[each]
+
+    def states(self) -> list[ModelState]:
+        """What a new front must know."""
+        return [ModelState(name, number, "LOADING") for name, number in self._waiting]
+
+    def __repr__(self) -> str:
+        return f"<Coming {', '.join(name for name, _ in self._waiting)}>"

@@ -1,4 +1,6 @@
-"""Models whose files a client gave with its load request: each lies in a private folder as long as its name is served from there.
+"""What clients gave with a load: a model's files, or its configuration.
+
+Files: each model that came with its own lies in a private folder as long as its name is served from there.
 
     <temporary folder, mode 0700>/<serial>/<model>/<version>/model.py
 
@@ -17,6 +19,7 @@ import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
+from tensord.daemon.models.repository import FoundModel
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 
 #: Every part of a file's path; none may mean anything to a file system.
@@ -122,3 +125,33 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
             if folder in found:
                 raise InvalidArgument(f"'{folder[:200]}' is given as a file, and '{path[:200]}' beneath it")
     return found
+
+
+class Overrides:
+    """Configurations that clients gave with a load: in force for later plain loads, until the files change or it is unloaded.
+
+    One per daemon. Only what was loaded with success is kept.
+    """
+
+    def __init__(self) -> None:
+        #: name -> (fingerprint of the files it was given for, configuration in JSON).
+        self._kept: dict[str, tuple[str, str]] = {}
+
+    def of(self, found: FoundModel) -> str:
+        """The configuration that was given for these very files, if it is in force; else ""."""
+        fingerprint, given = self._kept.get(found.name, ("", ""))
+        return given if fingerprint == found.fingerprint else ""
+
+    def keep(self, found: FoundModel, given: str) -> None:
+        """That load succeeded. ``given``: ""; nothing was, so what was given before is over."""
+        if given:
+            self._kept[found.name] = (found.fingerprint, given)
+        else:
+            self.drop(found.name)
+
+    def drop(self, name: str) -> None:
+        """The model is gone, or another one; a name without any is no error."""
+        self._kept.pop(name, None)
+
+    def __repr__(self) -> str:
+        return f"<Overrides of {sorted(self._kept)}>"

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.retries import Retries
 from tensord.daemon.models.versions import VersionState
-from tensord.shm.control_records import ModelState
-from tensord.shm.footprint import Footprint
+from tensord.shm.control_records import Footprint, ModelState
 
 
 def index(

@@ -14,13 +14,14 @@ for another model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from tensord.config import isolation
 from tensord.config.isolation import TOGETHER
 from tensord.config.model_config import ModelConfig, is_ordered
-from tensord.shm import device_names, rendezvous
+from tensord.shm import device_names
 from tensord.shm.device_names import gpu_of, number_of
 from tensord.shm.device_names import name as device_name
 from tensord.shm.errors import InvalidArgument
@@ -45,7 +46,7 @@ def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
     """The devices of its own workers, where it would be on these shared ones."""
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]
-    beside = [rendezvous.choose(("isolated", message.name), cpus)] if cpus else []
+    beside = [choose(("isolated", message.name), cpus)] if cpus else []
     return tuple(device_names.alone(device, message.name) for device in (*gpus, *beside))
 
 
@@ -66,9 +67,9 @@ def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, ea
         )
     chosen = sharing
     if len(chosen) > 1 and together:
-        return (rendezvous.choose(("together", together), chosen),)
+        return (choose(("together", together), chosen),)
     if len(chosen) > 1 and (is_ordered(message) or 0 < _least_bound(message) < _LEAST_SHARE * len(chosen)):
-        return (rendezvous.choose(("model", message.name), chosen),)
+        return (choose(("model", message.name), chosen),)
     return chosen
 
 
@@ -119,11 +120,11 @@ def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
         return chosen
     # Not by the model: all that share anything have to be where the one count of it is.
     if any(getattr(each, "global") for each in needs):
-        return (rendezvous.choose("rate limiter", chosen),)
+        return (choose("rate limiter", chosen),)
     places: dict[str, list[str]] = {}
     for device in chosen:
         places.setdefault(gpu_of(device), []).append(device)
-    counted = {rendezvous.choose("rate limiter", workers) for workers in places.values()}
+    counted = {choose("rate limiter", workers) for workers in places.values()}
     return tuple(device for device in chosen if device in counted)
 
 
@@ -137,3 +138,9 @@ def _least_bound(message: ModelConfig) -> int:
     batching = message.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     return min((policy.max_queue_size for policy in policies if policy.max_queue_size), default=0)
+
+
+def choose(identity: object, names: Iterable[str]) -> str:
+    """One of at least one. ``identity``: by its ``repr``."""
+    key = blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
+    return max(names, key=lambda name: blake2b(name.encode(), key=key).digest())

@@ -1,19 +1,21 @@
-"""Whether the daemon is ready: one count of the models that should be served and are not, shown wherever somebody asks. Pure.
+"""Whether the daemon is ready: one count of the models that should be served and are not, shown wherever somebody asks.
 
     standings: every wanted model ─▶ readiness: ready or not, how many, some by name ─▶ fronts, log, tensorctl, systemd, metrics
 
-A model holds readiness up only where it was wanted at the start, or is required, and has never served (``judgement`` knows): a
-new name takes no host out, and neither does a new version that fails. docs/operations.md has all states in a table.
+A model holds readiness up only where it was wanted at the start, or is required, and has never served (``ReadinessCheck`` knows):
+a new name takes no host out, and neither does a new version that fails. docs/operations.md has all states in a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.versions import VersionState
-from tensord.shm.progress import Readiness
+from tensord.shm.progress import Loading, Readiness
 
 #: More models are only counted: a sentence stays one.
 _MAX_NAMES = 20
@@ -92,3 +94,54 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
     names = [model.name for model in holding]
     names += [model.name for model in unserved if model not in holding]
     return Readiness(not holding, len(every), len(unserved), tuple(names[:_MAX_NAMES]))
+
+
+class ReadinessCheck:
+    """Says whether the daemon is ready as soon as that changes, and meanwhile how far loads are.
+
+    Belongs to the supervisor's loop.
+    """
+
+    def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
+        """``standings``: of every wanted model now."""
+        self._standings = standings
+        self._publish = publish
+        #: As it was published last; not before it is known what is wanted.
+        self.readiness = Readiness()
+        self._begun = False
+        #: Names that were wanted when the daemon started, and still are.
+        self._first: set[str] = set()
+        #: If any: these alone count, from whenever.
+        self._required: frozenset[str] = frozenset()
+        #: Those of both that have served.
+        self._served: set[str] = set()
+        #: Incarnation of a worker -> what it loads now.
+        self._loading: dict[int, Loading] = {}
+
+    def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
+        """It is known what is wanted, for the first time or again after a reload. ``required``: ``repository.required``."""
+        if not self._begun:
+            self._first = set(wanted)
+        self._required = frozenset(required)
+        self._begun = True
+
+    def loads(self, worker: int, at: Loading | None) -> None:
+        """What a worker loads now; None: it has answered, or is gone."""
+        if at is None:
+            self._loading.pop(worker, None)
+        else:
+            self._loading[worker] = at
+
+    def judge(self, strict: bool) -> None:
+        """Publishes what has changed. ``strict``: as of ``readiness``."""
+        standings = list(self._standings())
+        self._first &= {model.name for model in standings}
+        self._served &= self._first | self._required
+        self._served |= {model.name for model in standings if model.served} & (self._first | self._required)
+        counted = (self._required or self._first) - self._served
+        judged = readiness(standings, strict, counted)
+        if judged.unserved and self._loading:
+            judged = msgspec.structs.replace(judged, at=str(next(iter(self._loading.values()))))
+        if self._begun and judged != self.readiness:
+            self.readiness = judged
+            self._publish(judged)

@@ -10,20 +10,91 @@ the event loop; the result is a plain value.
 from __future__ import annotations
 
 import ast
+import asyncio
 import dataclasses
+import errno
+import hashlib
+import itertools
+import logging
 import os
 import re
+import stat
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tensord.config import artifact_files, ensemble_checks, model_checks, model_config, model_fields
 from tensord.config.model_config import ModelConfig
-from tensord.config.options import Options
-from tensord.daemon.models import load_errors, model_files, placement
+from tensord.config.options import Options, Repository
+from tensord.daemon.models import load_errors, placement
 from tensord.shm.control_records import Load
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+
+#: What Python, file systems, network storage and archives leave beside anybody's files.
+IGNORED = frozenset(("__pycache__", "lost+found", "@eaDir", "#recycle", "System Volume Information", "__MACOSX"))
+#: A link may lead to all there is. Beyond so many files and folders of one model nobody looks.
+MAX_ENTRIES = 100_000
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Returns whether an entry is a folder or a link to one; dangling and circular links are not. Raises OSError."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
+
+
+def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str]:
+    """Two digests of the files that can be reached from a model's folder: with ``config``, and with ``content`` in its place.
+
+    The first one changes when any file does; the second one not with ``config.pbtxt``, of which ``content`` says what counts.
+
+    Raises OSError: it cannot be read.
+    """
+    all_of_it, rest = hashlib.sha256(config), hashlib.sha256(content)
+    for name, identity in itertools.islice(_walk(path), MAX_ENTRIES):
+        entry = f"{name}\0{identity}\0".encode(errors="surrogateescape")
+        all_of_it.update(entry)
+        if name != "config.pbtxt":
+            rest.update(entry)
+    return all_of_it.hexdigest(), rest.hexdigest()
+
+
+def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Files by their paths beneath ``path`` and what tells one from another, in order. No folder is entered twice."""
+    met: set[tuple[int, int]] = set()
+    waiting = [""]
+    while waiting:
+        at = waiting.pop()
+        try:
+            folder = os.stat(path / at)
+            names = sorted(name for name in os.listdir(path / at) if name not in IGNORED)
+        except OSError:
+            if not at:
+                raise
+            continue  # it went meanwhile, or nobody may enter: the loader cannot either
+        # Its own times say nothing: Python's cache in it is not looked at.
+        identity = (folder.st_dev, folder.st_ino)
+        yield f"{at}/", identity
+        if identity in met:
+            continue  # a second link to it, or one that leads back to where it lies
+        met.add(identity)
+        below: list[str] = []
+        for name in names:
+            place = os.path.join(at, name)
+            try:
+                status = os.stat(path / place)
+            except OSError:
+                continue  # a link to nowhere, such as an editor's lock
+            if stat.S_ISDIR(status.st_mode):
+                below.append(place)
+            else:
+                yield place, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        waiting += reversed(below)
+
 
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
@@ -142,10 +213,10 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for repository in repositories:
         try:
-            names = sorted(entry.name for entry in os.scandir(repository) if model_files.is_folder(entry))
+            names = sorted(entry.name for entry in os.scandir(repository) if is_folder(entry))
         except OSError as error:
             raise InvalidArgument(f"model repository '{repository}': {error.strerror}") from None
-        found += [repository / name for name in names if not name.startswith(".") and name not in model_files.IGNORED]
+        found += [repository / name for name in names if not name.startswith(".") and name not in IGNORED]
     return found
 
 
@@ -214,7 +285,7 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
         message.backend = _guess_backend(path, message, chosen[-1])
     config = message.SerializeToString(deterministic=True)
     without_effect = tuple(model_fields.without_effect(message))
-    fingerprint, content = model_files.fingerprints(path, config, _without_counts(message))
+    fingerprint, content = fingerprints(path, config, _without_counts(message))
     members = dict.fromkeys((step.model_name, step.model_version) for step in message.ensemble_scheduling.step)
     return FoundModel(
         name,
@@ -243,8 +314,8 @@ def _without_counts(message: ModelConfig) -> bytes:
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The version folders as numbers, and what other folders there are; both sorted."""
-    names = sorted(entry.name for entry in os.scandir(path) if model_files.is_folder(entry))
-    others = [name for name in names if not _VERSION.fullmatch(name) and name not in model_files.IGNORED]
+    names = sorted(entry.name for entry in os.scandir(path) if is_folder(entry))
+    others = [name for name in names if not _VERSION.fullmatch(name) and name not in IGNORED]
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
@@ -312,3 +383,47 @@ def _read(path: Path, limit: int) -> bytes | None:
     if len(content) > limit:
         raise InvalidArgument(f"{path.name} has {path.stat().st_size} bytes, at most {limit} are read")
     return content
+
+
+_log = logging.getLogger(__name__)
+
+
+class Repositories:
+    """The repositories as they were read last: one that cannot be read for a moment keeps its models. One per daemon."""
+
+    def __init__(self) -> None:
+        #: What the last scan found.
+        self._found: dict[str, FoundModel] = {}
+        #: Those that cannot be read, and may be so, with the reason. No model can have such a name.
+        self.unreadable: dict[str, str] = {}
+        #: Folders that are no models, as the log has told.
+        self._others: dict[Path, str] = {}
+
+    async def scan(self, options: Repository) -> dict[str, FoundModel]:
+        """What lies in the folders that ``options`` names. Raises InvalidArgument: one cannot be read, and has to be."""
+        paths, kept = [Path(path) for path in options.paths], dict[str, FoundModel]()
+        if options.exit_on_error is False:
+            reasons = await asyncio.to_thread(unreadable, paths)
+            # Clients are told the name alone.
+            self.unreadable = {f"repository '{path.name}'": f"'{path}': {why}" for path, why in reasons.items()}
+            for path, reason in reasons.items():
+                stay = {name: model for name, model in self._found.items() if model.path.parent == path}
+                and_so = f"; {len(stay)} models of it stay as they are" if stay else ""
+                _log.error("model repository '%s' cannot be read: %s%s; a reload looks again", path, reason, and_so)
+                kept |= stay
+            paths = [path for path in paths if path not in reasons]
+        found = await asyncio.to_thread(scan, paths, self._found.keys())
+        self._tell_others(await asyncio.to_thread(others, paths), found)
+        self._found = dict(sorted({**kept, **found}.items()))
+        return dict(self._found)
+
+    def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
+        """One line about each folder that is no model, when it comes and when what is said of it changes."""
+        others = {path: why for path, why in others.items() if path.name not in found}
+        for path, why in others.items():
+            if self._others.get(path) != why:
+                _log.warning("'%s' is no model: %s", path, why)
+        self._others = dict(others)
+
+    def __repr__(self) -> str:
+        return f"<Repositories {len(self._found)} models, {len(self.unreadable)} cannot be read>"

@@ -350,3 +350,23 @@ def describe_exit(returncode: int) -> str:
 def front_name(protocol: str, row: int) -> str:
     """Of the post of that row."""
     return f"{protocol}-{row}"
+
+
+#: Of ``ChildReady.missing`` and ``ChildReady.jax_lacks``.
+IN_C = "parts of tensord that are written in C are off"
+OF_JAX = "this JAX lacks interfaces that are not public"
+
+
+class MissingParts:
+    """What children of one kind go without: said to the log, once for all of them, as they are of one installation."""
+
+    def __init__(self, what: str = IN_C) -> None:
+        """``what``: begins the line in the log."""
+        self._what = what
+        self._said: tuple[str, ...] = ()
+
+    def say(self, missing: tuple[str, ...]) -> None:
+        """What a child goes without, as it reported."""
+        if missing and missing != self._said:
+            self._said = missing
+            _log.warning("%s: %s", self._what, "; ".join(missing))

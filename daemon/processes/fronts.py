@@ -4,7 +4,7 @@
 
 A client may ask one front for a change and send its next request to another. So whoever answers for a change waits in ``settled``
 until every front acts upon it. A front that starts is sent what the others know and serves only once it has seen all of it: from
-then on it is waited for. One that does not answer is killed in the end (``tensord.daemon.processes.watch``), and waited for no
+then on it is waited for. One that does not answer is killed in the end (``tensord.daemon.processes.watchdog``), and waited for no
 more.
 """
 
@@ -19,10 +19,9 @@ import msgspec
 
 from tensord.config.options import Options
 from tensord.daemon.control.tally import Tally
-from tensord.daemon.processes import front_limits, listening, socket_activation
-from tensord.daemon.processes.child import Front, front_name
+from tensord.daemon.processes import listening, socket_activation
+from tensord.daemon.processes.child import Front, MissingParts, front_name
 from tensord.daemon.processes.listening import Listener, ListenError
-from tensord.daemon.processes.missing_parts import MissingParts
 from tensord.shm import descriptors
 from tensord.shm.control_records import Call, ChildReady, Seen, Serve
 from tensord.shm.record import Record
@@ -117,7 +116,7 @@ class Fronts:
         tally = self._tallies[protocol].fd
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
         front.spawn(
-            msgspec.msgpack.encode(front_limits.of_one(self._options(), protocol)),
+            msgspec.msgpack.encode(of_one(self._options(), protocol)),
             ["--listen-fds", ",".join(map(str, sockets)), "--tally-fd", str(tally), "--row", str(row)],
             {},
             [*sockets, tally],
@@ -226,3 +225,28 @@ class Fronts:
     def connections(self, front: Front) -> int:
         """Clients that it has now."""
         return self._tallies[front.protocol].connections(front.row)
+
+
+def of_one(options: Options, protocol: str) -> Options:
+    """Returns the options for one of the fronts that speak ``protocol``, "http" or "grpc": its part of the limits of all of them.
+
+    Each front keeps its own part without asking the others: connections are shared out evenly, and most of what is bounded here
+    comes with them. A part is never so small that the largest single request would not fit.
+    """
+    http, grpc = options.http, options.grpc
+    count = (http if protocol == "http" else grpc).processes
+    if count == 1:
+        return options
+    replace = msgspec.structs.replace
+    return replace(
+        options,
+        requests=replace(options.requests, max_in_flight=_part(options.requests.max_in_flight, count, 1)),
+        http=replace(http, max_collected_byte_size=_part(http.max_collected_byte_size, count, http.max_body_byte_size)),
+        grpc=replace(
+            grpc, max_receiving_byte_size=_part(grpc.max_receiving_byte_size, count, grpc.max_message_byte_size)
+        ),
+    )
+
+
+def _part(total: int, count: int, least: int) -> int:
+    return min(total, max(-(-total // count), least))

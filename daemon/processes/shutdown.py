@@ -7,11 +7,26 @@ second signal    whatever still runs is killed at once
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
 from tensord.daemon.processes.child import Child
+
+
+class Phase(enum.Enum):
+    """Where the daemon is in its life."""
+
+    #: Not all first loads are settled.
+    STARTING = "starting"
+    #: It serves.
+    SERVING = "serving"
+    #: The fronts finish what they accepted; workers are still replaced for it.
+    DRAINING = "draining"
+    #: Everything is told to exit.
+    STOPPING = "stopping"
+
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     spawn ─▶ its interpreter starts, it imports ─▶ ``tensord.daemon.processes.child.Child`` adopts it ─▶ Start
 
 Imports are what a start takes longest for, so workers are spawned before our own. They open no device until they get Start.
-Who is not adopted ends with this process, or when its channel is closed (``tensord.shm.parent``).
+Who is not adopted ends with this process, or when its channel is closed (``tensord.shm.child_process``).
 Spawn from the main thread only, because the kernel's parent-death signal is tied to the spawning thread.
 """
 

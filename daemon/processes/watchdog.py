@@ -1,16 +1,99 @@
-"""Looks at every child again and again: kills those that overran their time, and feeds the service manager's watchdog."""
+"""Looks at every child again and again: kills those that overran their time, and feeds the service manager's watchdog.
+
+What the supervisor itself did not run is nobody's delay: where a container or a machine was paused, everybody was.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tensord.config.options import Options
-from tensord.daemon.processes import watch
+from tensord.daemon.processes.child import Child, Front, Worker
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.notify import Notifier
 from tensord.daemon.processes.worker_pool import WorkerPool
+from tensord.shm.status_page import WorkerState
+
+#: A look that is later than this was kept from being taken.
+_LATE_NS = 100_000_000
+#: Remembered; earlier ones count for nothing.
+_MAX_PAUSES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A child at one moment; times are CLOCK_MONOTONIC ns."""
+
+    ready: bool
+    started_ns: int
+    #: None for a front, and for a worker that has not reported.
+    state: WorkerState | None = None
+    state_since_ns: int = 0
+    last_beat_ns: int = 0
+    #: It owes an answer to a Load, and since when it has given none.
+    loading: bool = False
+    load_progress_ns: int = 0
+    #: A front: since when it owes a sign of life; 0: it owes none.
+    owes_since_ns: int = 0
+
+
+def snapshot(child: Child) -> Snapshot:
+    """What is known of a child now."""
+    if isinstance(child, Front):
+        return Snapshot(child.ready, child.started_ns, owes_since_ns=child.owes_since_ns)
+    if not isinstance(child, Worker) or child.page is None:
+        return Snapshot(child.ready, child.started_ns)
+    state, since_ns = child.page.state
+    beat_ns = child.page.last_beat_ns
+    return Snapshot(child.ready, child.started_ns, state, since_ns, beat_ns, bool(child.owed), child.load_progress_ns)
+
+
+class Pauses:
+    """When the supervisor's own looks came late. Times are CLOCK_MONOTONIC ns."""
+
+    def __init__(self) -> None:
+        #: From when a look was due until it was taken.
+        self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
+
+    def looked(self, due_ns: int, now_ns: int) -> None:
+        """A look is taken that was due then."""
+        if now_ns - due_ns > _LATE_NS:
+            self._late.append((due_ns, now_ns))
+
+    def within(self, since_ns: int, now_ns: int) -> int:
+        """How much of that time was lost."""
+        return sum(max(0, min(end, now_ns) - max(begin, since_ns)) for begin, end in self._late)
+
+    def __repr__(self) -> str:
+        return f"<Pauses {len(self._late)}>"
+
+
+def overdue(child: Snapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
+    """Why it should be killed, "" when it should not."""
+
+    def past(since_ns: int, limit: float) -> bool:
+        return limit > 0 and now_ns - since_ns - pauses.within(since_ns, now_ns) > limit * 1e9
+
+    if not child.ready:
+        limit = options.supervisor.start_timeout
+        return f"did not report within {limit:g} s" if past(child.started_ns, limit) else ""
+    limits = options.workers
+    if child.owes_since_ns and past(child.owes_since_ns, limits.idle_timeout):
+        return f"has not turned its loop for {limits.idle_timeout:g} s"
+    if child.loading and past(child.load_progress_ns, limits.load_timeout):
+        return f"loads one model for more than {limits.load_timeout:g} s"
+    match child.state:
+        case WorkerState.EXECUTING if past(child.state_since_ns, limits.execute_timeout):
+            return f"executes one batch for more than {limits.execute_timeout:g} s"
+        # Start, stop and standing idle end with a turn of the loop.
+        case WorkerState.IDLE | WorkerState.STARTING if past(child.last_beat_ns, limits.idle_timeout):
+            return f"has not turned its loop for {limits.idle_timeout:g} s"
+    return ""
+
 
 #: Between looks.
 _INTERVAL = 0.5
@@ -24,7 +107,7 @@ class Watchdog:
         self._fronts = fronts
         self._notifier = notifier
         self._options = options
-        self._pauses = watch.Pauses()
+        self._pauses = Pauses()
 
     async def run(self) -> None:
         """Until it is cancelled. The service manager hears that the daemon is well while no child is overdue."""
@@ -32,14 +115,14 @@ class Watchdog:
         while True:
             now_ns = time.monotonic_ns()
             self._pauses.looked(due_ns, now_ns)
-            overdue = False
+            well = True
             self._fronts.ask_idle(now_ns, int(self._options().workers.idle_timeout * 1e9 / 3))
             for child in [*self._workers, *self._fronts]:
-                if reason := watch.overdue(watch.snapshot(child), self._options(), now_ns, self._pauses):
-                    overdue = True
+                if reason := overdue(snapshot(child), self._options(), now_ns, self._pauses):
+                    well = False
                     child.kill(reason)
             interval = self._notifier.watchdog_interval
-            if interval and not overdue and now_ns / 1e9 - fed >= min(interval, 5.0):
+            if interval and well and now_ns / 1e9 - fed >= min(interval, 5.0):
                 self._notifier.alive()
                 fed = now_ns / 1e9
             seconds = min(_INTERVAL, interval or _INTERVAL)

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from tensord.config.options import Options
-from tensord.daemon.processes.child import Worker
+from tensord.daemon.processes.child import OF_JAX, MissingParts, Worker
 from tensord.daemon.processes.devices import Device
-from tensord.daemon.processes.missing_parts import OF_JAX, MissingParts
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
-from tensord.shm import descriptors, device_names, exit_status
+from tensord.shm import child_process, descriptors, device_names, marked_processes
 from tensord.shm.control_records import Call, ChildReady, Loaded, Reply, Unloaded
 from tensord.shm.errors import InvalidArgument
+from tensord.shm.marked_processes import MARK
 from tensord.shm.progress import Loading
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
@@ -149,7 +149,7 @@ class WorkerPool:
         def exited(worker: Worker) -> None:
             del self.by_incarnation[worker.incarnation]
             if not worker.ready and not worker.stopping:
-                at_once = worker.returncode == exit_status.NO_DEVICE
+                at_once = worker.returncode == child_process.NO_DEVICE
                 self._without_use[device.name] += _DEATHS_WITHOUT_USE if at_once else 1
             self.lost_sequences[name] += worker.lost_sequences
             self._died(worker, device)
@@ -207,3 +207,33 @@ class WorkerPool:
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.by_incarnation.values())
+
+
+class Leftovers:
+    """Kills what a dead worker's models have left running: what they started ends with the worker.
+
+    Processes are found by the worker's mark (``tensord.shm.marked_processes``). One that was given another environment, by code
+    that is not Python's, is not found; under a service manager or in a container that ends it as well. One per daemon; the search
+    runs off the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._looks: set[asyncio.Task[None]] = set()
+
+    def end(self, worker: str, mark: str) -> None:
+        """Begins to kill the processes that a dead worker's models left behind."""
+        if mark:
+            task = asyncio.get_running_loop().create_task(self._end(worker, mark))
+            self._looks.add(task)
+            task.add_done_callback(self._looks.discard)
+
+    async def ended(self) -> None:
+        """Returns when all are gone that were to be ended."""
+        await asyncio.gather(*self._looks)
+
+    async def _end(self, worker: str, mark: str) -> None:
+        if count := await asyncio.to_thread(marked_processes.kill_all, f"{MARK}={mark}".encode()):
+            _log.warning("%s left %d processes behind that its models had started: they are killed", worker, count)
+
+    def __repr__(self) -> str:
+        return f"<Leftovers of {len(self._looks)} workers>"

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterable
 
 from tensord.config.options import Regions
-from tensord.daemon.regions import region_quota
 from tensord.daemon.regions.region_record import Region, Registration
-from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.shm.errors import InvalidArgument, Unavailable, Unsupported
 from tensord.shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
 
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
@@ -66,7 +65,7 @@ def check_fields(options: Regions, request: Registration) -> None:
 def check_quota(options: Regions, request: Registration, peer: Peer, there: Iterable[Region]) -> None:
     """Raises InvalidArgument, Unavailable: too large, or too much together with what is there."""
     sizes = [(region.peer, region.request.byte_size) for region in there]
-    region_quota.check(options, request.name, request.byte_size, peer, sizes)
+    check_bounds(options, request.name, request.byte_size, peer, sizes)
 
 
 def repeats(region: Region, request: Registration, peer: Peer, sealed: int) -> bool:
@@ -90,3 +89,47 @@ def repeats(region: Region, request: Registration, peer: Peer, sealed: int) -> b
     if sealed >= 0 or there.access == "sealed":
         return sealed >= 0 and region.fd >= 0 and os.path.sameopenfile(sealed, region.fd)
     return request.key.lstrip("/") == there.key.lstrip("/")
+
+
+def check_bounds(
+    options: Regions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
+) -> None:
+    """Checks that one more region of that size is within every bound, all together and of its owner.
+
+    An owner is who asked, not whose object it is (``Peer.owner``): a user on unix sockets, a host on TCP. Pure.
+
+    Args:
+      registered: who registered each region that is there, and its size.
+    Raises: InvalidArgument: too large by itself.  Unavailable: together with what is there; both numbers are named.
+    """
+    if byte_size > options.max_byte_size:
+        raise InvalidArgument(
+            f"failed to register shared memory region '{name}': "
+            f"{byte_size} bytes, at most {options.max_byte_size} are allowed"
+        )
+    count = total = own_count = own_total = 0
+    for owner, size in registered:
+        count += 1
+        total += size
+        if owner.owner == peer.owner:
+            own_count += 1
+            own_total += size
+    bounds = (
+        (count, options.max_count, "regions are registered"),
+        (own_count, options.max_owner_count, "regions are registered by this client's user or host"),
+    )
+    for found, limit, what in bounds:
+        if found >= limit:
+            raise Unavailable(
+                f"failed to register shared memory region '{name}': {found} {what}, at most {limit} are allowed"
+            )
+    bounds = (
+        (total, options.max_total_byte_size, "of all regions"),
+        (own_total, options.max_owner_byte_size, "of this client's user or host"),
+    )
+    for found, limit, what in bounds:
+        if found + byte_size > limit:
+            raise Unavailable(
+                f"failed to register shared memory region '{name}': {byte_size} bytes beside {found} {what}, "
+                f"at most {limit} are allowed"
+            )

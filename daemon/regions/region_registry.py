@@ -29,8 +29,7 @@ import msgspec
 
 from tensord.config.options import Regions
 from tensord.daemon.regions import region_checks, region_listing
-from tensord.daemon.regions.end_watch import EndWatch
-from tensord.daemon.regions.region_record import Region, RegionHolder, RegionState, Registration, is_owner
+from tensord.daemon.regions.region_record import EndWatch, Region, RegionHolder, RegionState, Registration, is_owner
 from tensord.shm import descriptors
 from tensord.shm.control_records import RegionPlace
 from tensord.shm.device_names import gpu_of

@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 
 from tensord.config.options import Trace
-from tensord.daemon.tracing.trace_budget import TraceBudget
-from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.daemon.tracing.trace_counters import TraceBudget, TraceTurn
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.errors import InvalidArgument, Unsupported
-from tensord.shm.settings import ChangeTrace
+from tensord.shm.operations import ChangeTrace
 
 LEVELS = {"TIMESTAMPS": 1, "TENSORS": 2}
 FILE_REFUSED = "trace file location can not be updated through network protocol"

@@ -15,10 +15,9 @@ from typing import Any
 
 import msgspec
 
-from tensord.daemon.tracing.trace_budget import TraceBudget
+from tensord.daemon.tracing.trace_counters import TraceBudget, TraceTurn
 from tensord.daemon.tracing.trace_file import TraceFiles
 from tensord.daemon.tracing.trace_settings import LEVELS
-from tensord.daemon.tracing.trace_turn import TraceTurn
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.messages import Timeline
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tensord.config import model_checks, model_config
-from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.config.model_config import parse_pbtxt
+from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 
 
 def parsed(text: str) -> Any:
@@ -162,3 +163,210 @@ def test_batch_buckets() -> None:
     text = 'name: "m" max_batch_size: 32 parameters { key: "batch_buckets" value { string_value: "1, 8,32" } }'
     assert model_checks.batch_buckets(parsed(text)) == (1, 8, 32)
     assert model_checks.batch_buckets(parsed('name: "m"')) == ()
+
+
+TENSORS = """
+    name: "m" max_batch_size: 4
+    input { name: "x" data_type: TYPE_FP32 dims: -1 allow_ragged_batch: true }
+    output { name: "y" data_type: TYPE_FP32 dims: -1 }
+"""
+INPUT = 'batch_input { kind: BATCH_ELEMENT_COUNT target_name: "counts" data_type: TYPE_INT32 source_input: "x" }'
+OUTPUT = 'batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "y" source_input: "x" }'
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        (
+            INPUT.replace('source_input: "x"', 'source_input: [ "x", "x" ]'),
+            "batch input kind 'BATCH_ELEMENT_COUNT' expects 1 source input, got 2 for m",
+        ),
+        (INPUT.replace("INT32", "INT64"), "batch input data type must be TYPE_INT32 or TYPE_FP32 for m"),
+        (INPUT.replace('"x"', '"z"'), "unknown source input name 'z' for m"),
+        (INPUT.replace('target_name: "counts"', ""), "batch input kind 'BATCH_ELEMENT_COUNT' has no target_name for m"),
+        (
+            OUTPUT.replace('source_input: "x"', ""),
+            "batch output kind 'BATCH_SCATTER_WITH_INPUT_SHAPE' expects 1 source input, got 0 for m",
+        ),
+        (OUTPUT.replace('"y"', '"z"'), "unknown target output name 'z' for m"),
+        (OUTPUT.replace('"y"', '[ "y", "y" ]'), "target output name 'y' can only be specified once for m"),
+        (OUTPUT + OUTPUT, "target output name 'y' can only be specified once for m"),
+    ],
+)
+def test_ragged_refused(says: str, sentence: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        model_checks.check(parse_pbtxt(TENSORS + says, "m"))
+    assert caught.value.message == sentence
+
+
+def test_good_ragged() -> None:
+    model_checks.check(parse_pbtxt(TENSORS + INPUT + OUTPUT, "m"))
+
+
+def test_tensors_that_the_model_is_to_say_itself() -> None:
+    """Where config.pbtxt lists none, names are looked at once they are known."""
+    model_checks.check(parse_pbtxt('name: "m" max_batch_size: 4 ' + INPUT.replace('"x"', '"z"'), "m"))
+
+
+START = "kind: CONTROL_SEQUENCE_START"
+CORRID = "kind: CONTROL_SEQUENCE_CORRID"
+
+
+def control(name: str, *controls: str) -> str:
+    return f"control_input {{ name: '{name}' {' '.join(f'control {{ {each} }}' for each in controls)} }}"
+
+
+@pytest.mark.parametrize(
+    ("says", "text"),
+    [
+        (control("", f"{START} int32_false_true: [0, 1]"), "control tensor must have a name for m"),
+        (
+            control("C", f"{START} int32_false_true: [0, 1]", "kind: CONTROL_SEQUENCE_END int32_false_true: [0, 1]"),
+            "control tensor 'C' is specified for multiple control kinds for m",
+        ),
+        (
+            control("C", f"{START} int32_false_true: [0, 1]") + control("D", f"{START} fp32_false_true: [0, 1]"),
+            "specifies multiple CONTROL_SEQUENCE_START tensors for m",
+        ),
+        (
+            control("C", START),
+            "must specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' for CONTROL_SEQUENCE_START for m",
+        ),
+        (
+            control("C", f"{START} int32_false_true: [0, 1] bool_false_true: [false, true]"),
+            "specifies more than one from 'int32_false_true', 'fp32_false_true' and 'bool_false_true' for CONTROL_SEQUENCE_START",
+        ),
+        (
+            control("C", f"{START} fp32_false_true: [1]"),
+            "control 'fp32_false_true' must have exactly 2 entries for CONTROL_SEQUENCE_START for m",
+        ),
+        (
+            control("C", f"{CORRID} int32_false_true: [0, 1] data_type: TYPE_INT32"),
+            "must not specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' for CONTROL_SEQUENCE_CORRID",
+        ),
+        (
+            control("C", f"{CORRID} data_type: TYPE_FP32"),
+            "unexpected data type for control CONTROL_SEQUENCE_CORRID for m. Allowed data types are TYPE_UINT64, TYPE_INT64, "
+            "TYPE_UINT32, TYPE_INT32 and TYPE_STRING",
+        ),
+        (control("x", f"{START} int32_false_true: [0, 1]"), "control tensor 'x' is an input as well for m"),
+        ("oldest { preferred_batch_size: 0 }", "sequence batching preferred batch size must be positive for m"),
+        (
+            "oldest { preferred_batch_size: 5 }",
+            "sequence batching preferred batch size must be <= max batch size for m",
+        ),
+        ("oldest { max_candidate_sequences: -1 }", "max_candidate_sequences is -1, it must not be negative for m"),
+        (
+            "direct { minimum_slot_utilization: 1.5 }",
+            "sequence batching minimum slot utilization must be in range (0.0, 1.0] for m",
+        ),
+    ],
+)
+def test_sequences_refused(says: str, text: str) -> None:
+    message = parse_pbtxt(
+        f'name: "m" max_batch_size: 4 input {{ name: "x" data_type: TYPE_FP32 dims: 1 }} sequence_batching {{ {says} }}',
+        "m",
+    )
+    with pytest.raises(InvalidArgument) as caught:
+        model_checks.check(message)
+    assert text in caught.value.message
+
+
+def test_all_kinds_may_be_asked_for_at_once() -> None:
+    kinds = {
+        "START": "int32_false_true: [0, 1]",
+        "END": "fp32_false_true: [-1, 1]",
+        "READY": "bool_false_true: [true, false]",
+    }
+    says = [control(kind, f"kind: CONTROL_SEQUENCE_{kind} {values}") for kind, values in kinds.items()]
+    says.append(control("ID", f"{CORRID} data_type: TYPE_STRING"))
+    model_checks.check(parse_pbtxt(f'name: "m" sequence_batching {{ {" ".join(says)} oldest {{ }} }}', "m"))
+
+
+INITIAL = 'initial_state { name: "first" data_type: TYPE_FP32 dims: 2 zero_data: true }'
+
+
+def state(says: str, taken: str = "in", given: str = "out") -> str:
+    return f'state {{ input_name: "{taken}" output_name: "{given}" data_type: TYPE_FP32 {says} }}'
+
+
+def check(sequences: str, more: str = "") -> None:
+    model_checks.check(parse_pbtxt(f'name: "m" max_batch_size: 4 {more} sequence_batching {{ {sequences} }}', "m"))
+
+
+@pytest.mark.parametrize(
+    ("says", "sentence"),
+    [
+        (
+            state(f"dims: 2 {INITIAL} {INITIAL}"),
+            "initial_state field for state input 'in' must contain exactly one or zero element. Found '2' elements.",
+        ),
+        (
+            state(f"dims: 2 {INITIAL.replace('FP32', 'INT32')}"),
+            "The data type used for 'initial_state' field of state 'in' does not match the state data type.",
+        ),
+        (
+            state(f"dims: 2 {INITIAL.replace('first', '')}"),
+            "Field 'name' must be set when using initial_state for state input 'in'.",
+        ),
+        (
+            state("dims: 2") + state("dims: 2", given="other"),
+            "State input name 'in' specified more than once.",
+        ),
+        (
+            state("dims: 2") + state("dims: 2", taken="other"),
+            "State output name 'out' specified more than once.",
+        ),
+        (
+            state(f"dims: [ 2, 2 ] {INITIAL}"),
+            "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state input 'in'. 1 != 2",
+        ),
+        (
+            state(f"dims: -1 {INITIAL.replace('dims: 2', 'dims: -1')}"),
+            "'initial_state' field for state input name 'in' contains variable dimensions.",
+        ),
+        (
+            state(f"dims: 3 {INITIAL}"),
+            "'initial_state' dim for input name 'in' doesn't match 'state' dim description. 2 != 3",
+        ),
+        (
+            state(f"dims: 2 {INITIAL.replace('zero_data: true', '')}"),
+            "initial_state of state input 'in' has neither zero_data nor data_file",
+        ),
+        (
+            state("dims: 2 use_growable_memory: true"),
+            "In order to 'use_growable_memory', you must also enable 'use_single_buffer' for state input name 'in'.",
+        ),
+        (state("dims: 2", given=""), "model 'm': state 'in': 'output_name' is missing"),
+        (state("dims: 0"), "model 'm': state 'in': dim 0; a dim is at least 1, or -1 where it varies"),
+    ],
+)
+def test_states_refused(says: str, sentence: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check(says)
+    assert caught.value.message == sentence
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        state(f"dims: 2 {INITIAL}"),
+        state(f"dims: -1 {INITIAL}"),
+        state("dims: 2 use_growable_memory: true use_same_buffer_for_input_output: true"),
+    ],
+)
+def test_good_states(says: str) -> None:
+    check(says)
+
+
+def test_a_triton_python_model_keeps_its_own() -> None:
+    with pytest.raises(Unsupported, match="a Triton Python model keeps its own state"):
+        check(state("dims: 2"), 'backend: "python"')
+
+
+def test_what_a_binary_message_may_carry() -> None:
+    """A number that names no datatype."""
+    message = parse_pbtxt(f'name: "m" sequence_batching {{ {state("dims: 2")} }}', "m")
+    message.sequence_batching.state[0].data_type = 99
+    with pytest.raises(ServingError, match="'data_type' is missing or unknown"):
+        model_checks.check(message)

@@ -17,6 +17,7 @@ from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.socket_watch import SocketWatch
 from tensord.shm import stack_report
 from tensord.shm.channel import Channel
+from tensord.shm.child_process import die_with_parent
 from tensord.shm.control_records import (
     Call,
     ChildReady,
@@ -41,7 +42,6 @@ from tensord.shm.operations import (
     UnloadModel,
     UnregisterRegion,
 )
-from tensord.shm.parent import die_with_parent
 from tensord.shm.record import decoder
 
 OPERATIONS = {

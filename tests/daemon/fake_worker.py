@@ -19,6 +19,7 @@ import msgspec
 from tensord.daemon.control.channel import ControlChannel
 from tensord.shm import stack_report
 from tensord.shm.channel import Channel
+from tensord.shm.child_process import die_with_parent
 from tensord.shm.control_records import (
     Call,
     ChildReady,
@@ -35,7 +36,6 @@ from tensord.shm.control_records import (
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import Counts, Figures, VersionFigures
 from tensord.shm.operations import ModelStatistics, RegionRecords, RegisterSystemRegion, WorkerFigures
-from tensord.shm.parent import die_with_parent
 from tensord.shm.record import decoder
 from tensord.shm.regions import open_object
 from tensord.shm.sequence_page import SequencePage

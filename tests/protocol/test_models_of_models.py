@@ -14,7 +14,7 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from tensord import models
-from tensord.shm import rendezvous
+from tensord.daemon.models import placement
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.protocol.calling_models import SCRIPT, SCRIPT_FIELDS, run
 from tests.repositories import ensemble, scale_model, write_model
@@ -112,12 +112,12 @@ def create(path, config, device):
 
 #: Models that one worker has; of these, each another one.
 WORKERS = ("cpu:0", "cpu:1")
-HOME = rendezvous.choose(("model", "called"), WORKERS)
+HOME = placement.choose(("model", "called"), WORKERS)
 CALLERS = [
     next(
         name
         for name in (f"caller{number}" for number in range(100))
-        if (rendezvous.choose(("model", name), WORKERS) == HOME) is near
+        if (placement.choose(("model", name), WORKERS) == HOME) is near
     )
     for near in (True, False)
 ]

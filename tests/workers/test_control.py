@@ -24,8 +24,7 @@ from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
-from tensord.workers.regions.region_policy import RegionPolicy
-from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.threads.inbox import Inbox
 from tests.workers.models.test_model_table import version_of
 

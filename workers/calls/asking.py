@@ -7,12 +7,11 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.arrays import Array, datatype_of, strings
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
+from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, PreparedRequest, RequestRecord
 from tensord.workers.calls.call import Call
 from tensord.workers.calls.caller import asker
-from tensord.workers.calls.inputs import check_sequence, snapshot
 from tensord.workers.requests.result import Result
 
 
@@ -116,3 +115,18 @@ def _outputs(result: Result | None) -> dict[str, Array]:
     if isinstance(result, ServingError):
         raise result
     return {name: np.asarray(array) for name, array in (result or {}).items()}
+
+
+def snapshot(array: Array) -> Array:
+    """A copy: whoever made it may write to it again, or it lies where the next request of a client will."""
+    made = strings(array) if array.dtype.kind in "SUO" else np.array(array)
+    made.flags.writeable = False
+    return made
+
+
+def check_sequence(sequence_id: int | str) -> None:
+    """Raises InvalidArgument: a call's sequence can have no such id."""
+    if isinstance(sequence_id, int) and not 0 <= sequence_id < 1 << 64:
+        raise InvalidArgument(f"correlation ID {sequence_id} is no unsigned number of 64 bits")
+    if isinstance(sequence_id, str) and (size := len(sequence_id.encode())) > MAX_SEQUENCE_ID:
+        raise InvalidArgument(f"string correlation ID has {size} bytes, at most {MAX_SEQUENCE_ID} are taken")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Parameter
-from tensord.workers.calls.inputs import check_sequence
+from tensord.workers.calls.asking import check_sequence
 from tensord.workers.scheduling.sequence import Controls
 
 #: Parameters of an answer that say it.

@@ -40,7 +40,7 @@ class Daemon(Protocol):
     """Whoever carries out operations on models."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """As ``tensord.workers.calls.desk.Desk``."""
+        """As ``tensord.workers.calls.caller.Desk``."""
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
         """Whether any worker serves that version, or any (0): says so later, on the loop."""

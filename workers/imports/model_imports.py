@@ -26,15 +26,50 @@ from importlib.machinery import (
     ExtensionFileLoader,
     FileFinder,
     ModuleSpec,
+    SourceFileLoader,
+    SourcelessFileLoader,
 )
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
+from typing import Any
 
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.calls.caller import PORT, EndsLater, ModelPort
-from tensord.workers.imports.own_code import BytecodeLoader, SourceLoader
 from tensord.workers.imports.plain_names import Importer, PlainName
+
+
+class SourceLoader(SourceFileLoader):
+    """Loads a .py file of a model: its modules get the builtins of their model, and sources are always compiled anew.
+
+    Compiled copies are trusted by time stamp and size only, and would be written into a folder that is not ours: there are none.
+    """
+
+    def __init__(self, builtins: dict[str, Any], name: str, path: str) -> None:
+        super().__init__(name, path)
+        self._builtins = builtins
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Raises OSError: it cannot be read.  SyntaxError."""
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__builtins__"] = self._builtins
+        super().exec_module(module)
+
+
+class BytecodeLoader(SourcelessFileLoader):
+    """Loads a .pyc file whose source is not there."""
+
+    def __init__(self, builtins: dict[str, Any], name: str, path: str) -> None:
+        super().__init__(name, path)
+        self._builtins = builtins
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__builtins__"] = self._builtins
+        super().exec_module(module)
+
 
 _NOT_A_NAME = re.compile(r"\W")
 
@@ -237,3 +272,12 @@ class OwnModules:
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         imports = ModelImports.of(name.partition(".")[0])
         return None if path is None or imports is None else imports.find_spec(name, path)
+
+
+def python_source(folder: Path) -> bytes:
+    """Returns every Python file of a version's folder, with its name: part of what its compiled programs are known by."""
+    pieces: list[bytes] = []
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        pieces.append(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return b"".join(pieces)

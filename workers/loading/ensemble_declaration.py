@@ -1,7 +1,8 @@
-"""An ensemble as its configuration declares it: all of it, because it has no code."""
+"""An ensemble as its configuration declares it, because it has no code, and as its members in the same worker complete it."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from tensord.config import ensemble_fusion, model_checks, model_config
@@ -10,14 +11,16 @@ from tensord.shm.control_records import Load
 from tensord.workers.declarations.declaration import read_labels
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, Step
 from tensord.workers.scheduling.queue import QueueRules
-from tensord.workers.tensors.signature import signature
+from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """What it takes from its members it gets when it is adopted (``tensord.workers.loading.ensemble_members``)."""
+    """What it takes from its members it gets when it is adopted (``joined``)."""
     model_config.complete(message)
     model_checks.check(message, whole=True)
     return LoadedModel(
@@ -51,3 +54,37 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
     ]
     inputs, outputs = [field.name for field in message.input], [field.name for field in message.output]
     return EnsembleGraph(inputs, outputs, steps, scheduling.max_inflight_requests)
+
+
+def joined(loaded: LoadedModel, models: ModelTable) -> tuple[LoadedModel, list[LoadedModel]]:
+    """The ensemble with what its members say of it, and these, in the order of its steps. Raises NotFound: one is not there."""
+    assert loaded.ensemble is not None
+    members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
+    graph = loaded.ensemble
+    steps = [
+        step._replace(outputs=_in_its_order(step, member), streams=member.loaded.streams)
+        for step, member in zip(graph.steps, members, strict=True)
+    ]
+    ensemble = dataclasses.replace(
+        loaded,
+        signature=_labelled(loaded.signature, graph, members),
+        repeatable=all(member.loaded.repeatable for member in members),
+        sticky=any(member.loaded.sticky for member in members),
+        streams=any(member.loaded.streams for member in members),
+        ensemble=EnsembleGraph(graph.inputs, graph.outputs, steps, graph.most),
+    )
+    return ensemble, [member.loaded for member in members]
+
+
+def _in_its_order(step: Step, member: ModelVersion) -> dict[str, str]:
+    return {name: step.outputs[name] for name in member.signature.outputs if name in step.outputs}
+
+
+def _labelled(signature: Signature, graph: EnsembleGraph, members: list[ModelVersion]) -> Signature:
+    """Outputs without labels of their own have those of the outputs that they are."""
+    outputs = dict(signature.outputs)
+    for step, member in zip(graph.steps, members, strict=True):
+        for name, tensor in step.outputs.items():
+            if tensor in outputs and not outputs[tensor].labels:
+                outputs[tensor] = dataclasses.replace(outputs[tensor], labels=member.signature.outputs[name].labels)
+    return dataclasses.replace(signature, outputs=outputs)

@@ -12,7 +12,7 @@ from tensord.workers.declarations import artifact
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.devices.single_thread import SingleThreadDevice
-from tensord.workers.imports.model_code import python_source
+from tensord.workers.imports.model_imports import python_source
 from tensord.workers.loading.parameters import parted
 from tensord.workers.models.free_state import FreeState, travelling
 from tensord.workers.models.jax_model import JaxModel

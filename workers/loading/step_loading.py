@@ -21,7 +21,7 @@ from tensord.workers.declarations.device_choice import device_count
 from tensord.workers.declarations.request_inputs import RequestInputs
 from tensord.workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
 from tensord.workers.devices.single_thread import SingleThreadDevice
-from tensord.workers.imports.model_code import python_source
+from tensord.workers.imports.model_imports import python_source
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.loading.parameters import parted, warn_of_leaves
 from tensord.workers.models.stepped_model import SteppedModel

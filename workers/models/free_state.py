@@ -23,8 +23,7 @@ from tensord.workers.programs.state_program import checked
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.sequence import LiveSequence
-from tensord.workers.tensors.buckets import Buckets
-from tensord.workers.tensors.request_shapes import RequestShapes
+from tensord.workers.tensors.buckets import Buckets, RequestShapes
 from tensord.workers.tensors.signature import Signature, TensorSpec
 from tensord.workers.tensors.state import InitialState
 

@@ -29,9 +29,8 @@ from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.tensors.batch_outputs import LIMIT, BatchOutputs, uncut
-from tensord.workers.tensors.buckets import Buckets, Shapes, sliced
+from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes, sliced
 from tensord.workers.tensors.ragged import cut
-from tensord.workers.tensors.request_shapes import RequestShapes
 from tensord.workers.tensors.signature import Signature
 
 #: By name, and what they lie in where they were fetched from a GPU together.

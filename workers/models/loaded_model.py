@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tensord.shm.control_records import Load
-from tensord.shm.footprint import Footprint
+from tensord.shm.control_records import Footprint, Load
 from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.imports.model_imports import ModelImports

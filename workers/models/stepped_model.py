@@ -26,8 +26,7 @@ from tensord.workers.programs.precision import precision
 from tensord.workers.programs.step_executables import Call, StepExecutables
 from tensord.workers.programs.step_program import Rows
 from tensord.workers.requests.request import Request
-from tensord.workers.tensors.buckets import Buckets, Shapes
-from tensord.workers.tensors.request_shapes import RequestShapes
+from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes
 from tensord.workers.tensors.signature import Signature
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from tensord.shm.footprint import Footprint
+from tensord.shm.control_records import Footprint
 from tensord.workers.programs.placement import CompiledProgram
 from tensord.workers.threads.cancellation import Cancellation
 

@@ -1,6 +1,6 @@
 """A program that applies a model to several requests, one after the other, and to each as if it had come alone.
 
-    argument   | request 0: its inputs | request 1: its inputs | ... |      one for each dtype among the inputs (``packing.py``)
+    argument   | request 0: its inputs | request 1: its inputs | ... |      one for each dtype among the inputs (``Packing``)
     program    loop: unpack ▸ apply ▸ pack
     result     | request 0: its outputs | request 1: its outputs | ... |    one for each dtype among the outputs
 
@@ -30,9 +30,8 @@ from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import memory_needed
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
-from tensord.workers.tensors.batch_outputs import BatchOutputs, layout_of_rows, uncut
+from tensord.workers.tensors.batch_outputs import BatchOutputs, Packing, layout_of_rows, uncut
 from tensord.workers.tensors.buckets import Shapes
-from tensord.workers.tensors.packing import Packing
 from tensord.workers.tensors.signature import Signature
 
 #: A value of such a type, as JAX prints what it traced.

@@ -14,8 +14,8 @@ from typing import Any
 
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedRequest, RequestRecord
+from tensord.workers.calls.asking import check_sequence
 from tensord.workers.calls.call import Call
-from tensord.workers.calls.inputs import check_sequence
 from tensord.workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response
 from tensord.workers.python_backend.errors import TritonModelException
 from tensord.workers.python_backend.response import InferenceResponse, checked_parameters

@@ -12,7 +12,7 @@ import numpy as np
 
 from tensord.shm.arrays import DTYPES, Array, datatype_of
 from tensord.shm.datatypes import to_model_config
-from tensord.workers.calls.inputs import snapshot
+from tensord.workers.calls.asking import snapshot
 from tensord.workers.jax_internals.wide import enable_x64
 from tensord.workers.python_backend.errors import TritonModelException
 

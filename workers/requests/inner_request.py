@@ -11,12 +11,11 @@ from collections.abc import Collection, Hashable, Mapping
 
 import numpy as np
 
-from tensord.shm.arrays import Array
+from tensord.shm.arrays import Array, strings
 from tensord.shm.messages import PreparedRequest, RequestedOutput, RequestRecord
 from tensord.workers.requests.request import Moments, Request, Sink, Version
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.submitter import Submitter
-from tensord.workers.tensors.strings import strings
 
 _ALL: Mapping[str, RequestedOutput] = {}
 

@@ -6,7 +6,7 @@ import json
 
 from tensord.config.options import Log
 from tensord.daemon.control.log_settings import LogSettings
-from tensord.shm.settings import ChangeLog
+from tensord.shm.operations import ChangeLog
 
 FIRST = {
     "log_file": "",

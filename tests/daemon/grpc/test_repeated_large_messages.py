@@ -12,7 +12,7 @@ import pytest
 
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
-from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.daemon.tracing.trace_counters import TraceTurn
 from tensord.shm.control_records import ModelGone, TraceChanged
 from tensord.shm.messages import Slice
 from tests.daemon.grpc.frame_client import (

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
-from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.daemon.tracing.trace_counters import TraceTurn
 from tensord.shm.control_records import ModelGone, TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving

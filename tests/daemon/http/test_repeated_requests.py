@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.daemon.tracing.trace_counters import TraceTurn
 from tensord.shm.control_records import TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
 from tests.fakes import PATIENCE_SECONDS, Answer, Client, EchoWorker, front_process, serving, until

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensord.shm.operations import Operation
-from tensord.shm.settings import ChangeLog, ChangeTrace
+from tensord.shm.operations import ChangeLog, ChangeTrace, Operation
 from tests.fakes import Client, FrontProcess, front_process
 
 LOGGING, TRACE, MODEL_TRACE = "/v2/logging", "/v2/trace/setting", "/v2/models/m/trace/setting"

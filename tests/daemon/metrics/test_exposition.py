@@ -13,8 +13,8 @@ from tensord.daemon.metrics.exposition import render
 from tensord.daemon.metrics.ledger import Total
 from tensord.daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
 from tensord.daemon.processes.gpu_watch import Gpu
+from tensord.shm.control_records import Footprint
 from tensord.shm.figures import Counts
-from tensord.shm.footprint import Footprint
 from tensord.shm.progress import Loading
 from tensord.shm.refusals import Refusal
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tensord.daemon.models.given import GivenModels
+from tensord.daemon.models.given import GivenModels, Overrides
+from tensord.daemon.models.repository import FoundModel
 from tensord.shm.errors import InvalidArgument
 
 
@@ -72,3 +74,20 @@ def test_a_slash_before_a_path_means_the_models_folder(given: GivenModels) -> No
     assert (folder / "labels.txt").read_bytes() == b"a"
     with pytest.raises(InvalidArgument, match=r"file '1/model\.py' is given twice"):
         given.keep("m", {"/1/model.py": b"one", "1/model.py": b"two"})
+
+
+def test_until_the_files_change_or_the_model_is_gone() -> None:
+    overrides = Overrides()
+    m = FoundModel("m", Path("m"), fingerprint="1")
+    assert overrides.of(m) == ""
+    overrides.keep(m, '{"max_batch_size": 2}')
+    assert overrides.of(m) == '{"max_batch_size": 2}'
+    assert overrides.of(FoundModel("m", Path("m"), fingerprint="2")) == ""
+    assert overrides.of(FoundModel("n", Path("n"), fingerprint="1")) == ""
+    # A plain load without one ends it.
+    overrides.keep(m, "")
+    assert overrides.of(m) == ""
+    overrides.keep(m, "{}")
+    overrides.drop("m")
+    overrides.drop("m")
+    assert overrides.of(m) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensord.config.model_config import parse_pbtxt
+from tensord.daemon.models import placement
 from tensord.daemon.models.placement import place, say_kinds
 from tensord.shm.device_names import gpu_of
 from tensord.shm.errors import InvalidArgument
@@ -180,3 +181,11 @@ def test_an_isolated_model_has_workers_of_its_own_beside_those_where_it_would_be
     ):
         placed(limited)
     assert len(placed(limited, rate_limited=False)) == 1
+
+
+def test_a_name_that_goes_moves_what_was_its_own_and_nothing_else() -> None:
+    names = [f"cpu:{number}" for number in range(4)]
+    before = {number: placement.choose(number, names) for number in range(200)}
+    assert set(before.values()) == set(names)
+    after = {number: placement.choose(number, reversed(names[:-1])) for number in before}
+    assert all(after[number] == name for number, name in before.items() if name != names[-1])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tensord.config.options import Supervisor
 from tensord.daemon.processes.child import Child
-from tensord.daemon.processes.posts import Posts
-from tensord.shm import exit_status
+from tensord.daemon.processes.posts import HEALTHY_NS, SERVED_MAXIMUM, Backoff, Posts
+from tensord.shm import child_process
 
 
 class Dead:
@@ -87,10 +90,10 @@ async def test_what_another_start_would_repeat_is_given_up_at_once(caplog: pytes
     """A worker that cannot use its device; later, when the daemon serves, it is tried again as ever."""
     serving = [False]
     made, started = posts(give_up=lambda _: not serving[0]), asyncio.Semaphore(0)
-    made.died(dead(returncode=exit_status.NO_DEVICE), lambda: pytest.fail("it was given up"))
+    made.died(dead(returncode=child_process.NO_DEVICE), lambda: pytest.fail("it was given up"))
     assert "stopping: http-0 cannot use its device" in caplog.text
     serving[0] = True
-    made.died(dead(returncode=exit_status.NO_DEVICE), started.release)
+    made.died(dead(returncode=child_process.NO_DEVICE), started.release)
     await started.acquire()
 
 
@@ -109,10 +112,33 @@ async def test_a_post_that_is_never_filled(caplog: pytest.LogCaptureFixture) -> 
         for _ in range(4):
             made.died(dead(name=name, started_ns=1 << 62), started.release)
             await started.acquire()
-    for status in (1, exit_status.NO_DEVICE):
+    for status in (1, child_process.NO_DEVICE):
         made.died(dead(name="http-1", started_ns=1 << 62, returncode=status), started.release)
         await started.acquire()
     assert not asked
     made.died(dead(started_ns=1 << 62), lambda: pytest.fail("it was given up"))
     assert asked == ["http-0"]
     assert "stopping: http-0 died 5 times before it was ready" in caplog.text
+
+
+def test_series() -> None:
+    backoff = Backoff(0.1, 1.0, random.Random(1))
+    delays = [backoff.died(0, False) for _ in range(6)]
+    for delay, full in zip(delays, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0], strict=True):
+        assert 0.9 * full <= delay <= full
+    assert backoff.died(HEALTHY_NS, False) <= 0.1
+    assert backoff.deaths == 1
+
+
+@given(st.lists(st.integers(0, 2 * HEALTHY_NS), max_size=100), st.floats(0, 10), st.floats(10, 100))
+def test_bounds(lives: list[int], first: float, maximum: float) -> None:
+    backoff = Backoff(first, maximum, random.Random(0))
+    for lived in lives:
+        assert 0 <= backoff.died(lived, False) <= maximum
+
+
+def test_who_had_come_up_is_replaced_soon_however_often_it_dies() -> None:
+    backoff = Backoff(0.1, 10.0, random.Random(0))
+    for _ in range(30):
+        assert backoff.died(10**9, True) <= SERVED_MAXIMUM
+    assert backoff.died(10**9, False) > 5

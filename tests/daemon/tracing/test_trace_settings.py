@@ -13,7 +13,7 @@ from tensord.config.options import Trace
 from tensord.daemon.tracing.trace_settings import TraceSettings, parse
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.errors import InvalidArgument, Unsupported
-from tensord.shm.settings import ChangeTrace
+from tensord.shm.operations import ChangeTrace
 
 FIRST = {
     "trace_level": ["OFF"],

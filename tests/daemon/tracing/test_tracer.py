@@ -6,8 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from tensord.daemon.tracing.trace_budget import TraceBudget
-from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.daemon.tracing.trace_counters import TraceBudget, TraceTurn
 from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.messages import Timeline

@@ -22,8 +22,7 @@ from tensord.shm.operations import RegisterSystemRegion
 from tensord.shm.regions import Region
 from tensord.workers.devices.pinned_budget import PinnedBudget
 from tensord.workers.devices.pinned_memory import PinnedMemory
-from tensord.workers.regions.region_policy import RegionPolicy
-from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
 from tests.cuda_stub.library import CudaStub, HostMemory

@@ -23,8 +23,7 @@ from tensord.shm.prepared import Numbers
 from tensord.shm.regions import Region
 from tensord.workers.dispatch.answers import complete, complete_planned, complete_small, plan_answer
 from tensord.workers.requests.request import Request
-from tensord.workers.tensors.batch_outputs import BatchOutputs, layout_of, layout_of_rows, uncut
-from tensord.workers.tensors.packing import Packing
+from tensord.workers.tensors.batch_outputs import BatchOutputs, Packing, layout_of, layout_of_rows, uncut
 from tensord.workers.tensors.signature import Signature, signature
 from tests.records import WholeAnswer, whole_answer
 from tests.workers.made_requests import ALane, request_of

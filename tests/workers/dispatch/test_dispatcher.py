@@ -25,8 +25,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted
-from tensord.workers.regions.region_policy import RegionPolicy
-from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread

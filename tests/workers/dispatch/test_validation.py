@@ -23,8 +23,7 @@ from tensord.shm.operations import RegisterSystemRegion
 from tensord.workers.dispatch.validation import validate
 from tensord.workers.models.host_model import shapes_key
 from tensord.workers.models.model_version import ModelVersion
-from tensord.workers.regions.region_policy import RegionPolicy
-from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.familiar import Familiar
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from tensord.daemon.models.load_waits import LoadWaits
+from tensord.daemon.models.ensembles import LoadWaits
 from tensord.shm.errors import InvalidArgument
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.daemon.models.judgement import Judgement
-from tensord.daemon.models.readiness import Standing
+from tensord.daemon.models.readiness import ReadinessCheck, Standing
 from tensord.shm.progress import Loading, Readiness
 
 
 def test_how_far_loads_are_while_something_is_not_served() -> None:
     published: list[Readiness] = []
     standings = [Standing("a", (1,), "", False), Standing("b", (), "loading", False)]
-    judgement = Judgement(lambda: standings, published.append)
+    judgement = ReadinessCheck(lambda: standings, published.append)
     judgement.judge(strict=True)
     assert published == []
     judgement.begin(["a", "b"], [])
@@ -70,7 +69,7 @@ def test_states(before: list[Standing | None], now: list[Standing], strict: bool
     """The table of docs/operations.md. ``before``: what was known of the model at the start and since; ``now``: all there is."""
     for demanded, ready in ((True, strict), (False, lenient)):
         standings: list[Standing] = []
-        judgement = Judgement(lambda: standings, lambda _: None)  # noqa: B023
+        judgement = ReadinessCheck(lambda: standings, lambda _: None)  # noqa: B023
         for number, one in enumerate(before):
             standings[:] = [OTHER] if one is None else [one, OTHER]
             if not number:
@@ -84,7 +83,7 @@ def test_states(before: list[Standing | None], now: list[Standing], strict: bool
 def test_required_names_alone_count() -> None:
     """Whenever they come, and until each has served; a reload may name others."""
     standings = [LOADING, OTHER]
-    judgement = Judgement(lambda: standings, lambda _: None)
+    judgement = ReadinessCheck(lambda: standings, lambda _: None)
 
     def ready() -> bool:
         judgement.judge(strict=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tensord.config.options import Options, Supervisor, Workers
-from tensord.daemon.processes.watch import Pauses, Snapshot, overdue
+from tensord.daemon.processes.watchdog import Pauses, Snapshot, overdue
 from tensord.shm.status_page import WorkerState
 
 OPTIONS = Options(

@@ -1,0 +1,49 @@
+"""What a child process of the daemon arranges for itself when it starts, and the exit status that says more than "it failed"."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+#: A worker cannot use its device at all, for a reason that another start would not change. Its last line in the log says which.
+NO_DEVICE = os.EX_UNAVAILABLE
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent() -> None:
+    """Asks the kernel for SIGKILL at the parent's death. Call first thing, from the main thread.
+
+    It is one of two independent cords, because each has a gap (measured): this signal fires within milliseconds but is tied to
+    the thread that spawned us; end-of-file on the control channel works for every death but only when the child's loop turns.
+
+    Raises: SystemExit: the parent was gone before we asked.
+    """
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # It may have died before prctl took effect; an even earlier death is seen as end-of-file on the control channel.
+    if os.getppid() != parent:
+        raise SystemExit("tensord: the parent process is gone")
+
+
+# malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+#: The most glibc allows: larger blocks are mapped and unmapped one by one.
+_LARGEST_HEAP_BLOCK = 32 << 20
+
+
+def keep_freed_memory(byte_size: int) -> None:
+    """Lets the allocator keep so many bytes at the end of its heap, instead of giving them back to the kernel after each request.
+
+    Whether glibc does so by itself depends on what else lies there. Where it does not, every large block is made of fresh pages:
+    1 to 3 ms of a request with a 16 MiB output, 5 ms of one with a MiB of tensors as JSON both ways (measured). Elsewhere than on
+    glibc this does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+        mallopt(_M_TRIM_THRESHOLD, byte_size)
