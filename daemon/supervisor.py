@@ -105,48 +105,29 @@ class Supervisor:
         self._first_signals = first_signals or FirstSignals()
         self._next_incarnation = 1
         self._spawned = spawned
-        self._posts = Posts(options.supervisor, self._is_needed, self._give_up)
+        self._posts = Posts(options.supervisor, self)
         self._leftovers = Leftovers()
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()
-        self._fronts = Fronts(
-            {"http": programs.http, "grpc": programs.grpc},
-            self._in_force,
-            self._incarnation,
-            self._tell,
-            lambda front, call, fds: self._tasks.spawn(self._answer(front, call, fds)),
-            self._front_died,
-        )
-        self._workers = WorkerPool(
-            programs.worker,
-            self._in_force,
-            self._incarnation,
-            lambda worker: self._tasks.spawn(self._join(worker)),
-            self._answered,
-            lambda worker, call: self._tasks.spawn(self._answer_worker(worker, call)),
-            self._worker_died,
-            lambda worker: self._models.worker_dismissed(worker.incarnation),
-        )
-        publish, workers = self._fronts.publish, self._workers
-        self._models = Models(
-            options, workers.by_incarnation, self._model_changed, lambda: workers.devices, self._isolate
-        )
+        self._fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, self)
+        self.workers = WorkerPool(programs.worker, self)
+        self._models = Models(options, self)
         self._served_models = model_list.ServedModels(self._models)
         each = options.workers.devices_per_worker
-        self._regions = RegionRegistry(options.regions, workers.ready, lambda: workers.devices, publish, each)
+        self._regions = RegionRegistry(options.regions, self.workers, self._fronts, each)
         self._log_settings = LogSettings(options.log, self._log_changed)
-        self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, publish)
+        self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self._fronts.publish)
         self._operations = Operations(
             self._models,
             self._regions,
             self._log_settings,
             self._trace_settings,
-            self._workers.ready,
-            self._fronts.settled,
+            self.workers,
+            self._fronts,
         )
         self._gpus = GpuWatcher()
         collection = Collection(
-            workers, self._fronts, self._posts, self._regions, options.regions, self._models, self._gpus
+            self.workers, self._fronts, self._posts, self._regions, options.regions, self._models, self._gpus
         )
         self._metrics = Endpoint(options.metrics, collection.snapshot)
 
@@ -166,15 +147,15 @@ class Supervisor:
             await self._metrics.open()
             await control.open()
             regions.open()
-            self._workers.start_all(self._spawned)
+            self.workers.start_all(self._spawned)
             found = await self._models.scan(self.options.repository)
             outcomes = self._models.begin(found, self.options.repository)
             self._fronts.start_all(max(1, len(os.sched_getaffinity(0)) - len(self._spawned)))
             if self.options.repository.control_mode == "poll":
                 self._tasks.spawn(Polling(self._models, lambda: self.options.repository, found).run())
-            if self.options.metrics.gpus and any(device.startswith("cuda") for device in self._workers.devices):
+            if self.options.metrics.gpus and any(device.startswith("cuda") for device in self.workers.devices):
                 self._tasks.spawn(self._gpus.run(self._environment))
-            self._tasks.spawn(Watchdog(self._workers, self._fronts, self._notifier, self._in_force).run())
+            self._tasks.spawn(Watchdog(self.workers, self._fronts, self._notifier, self._in_force).run())
             self._tasks.spawn(self._become_ready(outcomes))
             await self._shutdown.requested.wait()
             await self._drain()
@@ -193,9 +174,9 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------------------- starting
 
-    def _tell(self, front: Front) -> None:
-        """Everything a new front has to know; lanes before the states that name their workers."""
-        for worker in self._workers.ready():
+    def tell(self, front: Front) -> None:
+        """Tells a new front everything that it has to know; lanes before the states that name their workers."""
+        for worker in self.workers.ready():
             self._open_lane(front, worker)
         for place in self._regions.places():
             front.send(place)
@@ -247,16 +228,17 @@ class Supervisor:
 
     def _all_up(self) -> bool:
         """Whether every post is filled, and every worker has what it should have. Of isolated models it is known by now."""
-        workers = [worker for worker in self._workers if worker.ready or not worker.model]
+        workers = [worker for worker in self.workers if worker.ready or not worker.model]
         return self._fronts.up() and all(worker.ready and not worker.owed for worker in workers)
 
     def _summary(self) -> str:
-        return model_list.summary(self._models, (worker.device for worker in self._workers.ready()))
+        return model_list.summary(self._models, (worker.device for worker in self.workers.ready()))
 
     def _log_readiness(self, line: str) -> None:
         _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", line)
 
-    def _model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
+    def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
+        """Tells every front what is new of a model, or of all of them."""
         self._fronts.publish(record)
         if isinstance(record, Readiness):
             self._bar.draw(
@@ -269,7 +251,24 @@ class Supervisor:
 
     # ---------------------------------------------------------------------------------------------------------- records
 
-    def _answered(self, worker: Worker, record: Loading | Loaded | Unloaded) -> None:
+    def front_asked(self, front: Front, call: Call, fds: list[int]) -> None:
+        """Answers a front's call, and owns the descriptors that came with it."""
+        self._tasks.spawn(self._answer(front, call, fds))
+
+    def worker_joined(self, worker: Worker) -> None:
+        """Gives a worker that is ready its regions, lanes and models."""
+        self._tasks.spawn(self._join(worker))
+
+    def worker_asked(self, worker: Worker, call: Call) -> None:
+        """Answers what a model of that worker wants."""
+        self._tasks.spawn(self._answer_worker(worker, call))
+
+    def worker_dismissed(self, worker: Worker) -> None:
+        """A worker is told to stop because its model needs it no more; it dies later."""
+        self._models.worker_dismissed(worker.incarnation)
+
+    def worker_answered(self, worker: Worker, record: Loading | Loaded | Unloaded) -> None:
+        """A load or an unload goes on, or is over."""
         if isinstance(record, Loading):
             self._models.loading(worker.incarnation, record)
         elif isinstance(record, Loaded):
@@ -295,42 +294,50 @@ class Supervisor:
             child.send(LogChanged(child.name, msgspec.Raw(msgspec.msgpack.encode(options))))
 
         self._fronts.publish_each(tell)
-        for worker in self._workers:
+        for worker in self.workers:
             tell(worker)
 
     # ----------------------------------------------------------------------------------------------------------- deaths
 
-    def _worker_died(self, worker: Worker, device: Device) -> None:
+    def worker_died(self, worker: Worker, device: Device) -> None:
+        """Fences it, and fills its post again."""
         self._regions.worker_left(worker.incarnation)
         # First the fence: what was in flight there may run elsewhere from now on.
         self._fronts.publish(WorkerFenced(worker.incarnation))
-        self._models.worker_left(worker.incarnation, worker.describe_exit(), self._workers.usable)
+        self._models.worker_left(worker.incarnation, worker.describe_exit(), self.workers.usable)
         doing = " while loading model '{}' version {}".format(*worker.owed[0]) if worker.owed else ""
         self._leftovers.end(worker.name, worker.mark)
-        self._posts.died(worker, lambda: self._workers.start(worker.name, device), doing)
+        self._posts.died(worker, lambda: self.workers.start(worker.name, device), doing)
         self._shutdown.child_died()
 
-    def _isolate(self, wanted: Mapping[str, float]) -> None:
-        """Isolated models need these workers now."""
+    def isolate(self, wanted: Mapping[str, float]) -> None:
+        """Has those workers of isolated models that are needed now, as ``isolation.wanted`` says."""
         if self.phase is Phase.STOPPING:
             return
-        before = self._workers.posts.keys()
-        self._workers.isolate(wanted)
-        for name in before - self._workers.posts.keys():
+        before = self.workers.posts.keys()
+        self.workers.isolate(wanted)
+        for name in before - self.workers.posts.keys():
             self._posts.forget(name)
 
-    def _front_died(self, front: Front) -> None:
+    def front_died(self, front: Front) -> None:
+        """Fills its post again."""
         self._posts.died(front, lambda: self._fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
-    def _is_needed(self, child: Child) -> bool:
-        """Workers finish what the fronts have accepted; fronts accept nothing once the daemon stops."""
+    def needs(self, child: Child) -> bool:
+        """Whether that child's post is to be filled now.
+
+        Workers finish what the fronts have accepted; fronts accept nothing once the daemon stops.
+        """
         if isinstance(child, Worker):
-            return self.phase is not Phase.STOPPING and not child.stopping and self._workers.is_vacant(child.name)
+            return self.phase is not Phase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
         return self.phase not in (Phase.STOPPING, Phase.DRAINING)
 
-    def _give_up(self, child: Child) -> bool:
-        """A post that was never filled: a daemon that starts stops, one that serves goes on, and so it does without one model."""
+    def gives_up(self, child: Child) -> bool:
+        """Whether the daemon stops, as a post was never filled: by too many deaths, or one that another start would repeat.
+
+        A daemon that starts does, one that serves goes on, and so it does without one model.
+        """
         if self.phase is not Phase.STARTING or (isinstance(child, Worker) and child.model):
             return False
         self._shutdown.fail()
@@ -369,12 +376,12 @@ class Supervisor:
         await self._shutdown.finish(self._fronts.by_incarnation, deadline_ns)
         self.phase = Phase.STOPPING
         deadline_ns = max(deadline_ns, time.monotonic_ns() + int(_WORKER_GRACE * 1e9))
-        await self._shutdown.finish(self._workers.by_incarnation, deadline_ns)
+        await self._shutdown.finish(self.workers.by_incarnation, deadline_ns)
 
     async def _bury(self) -> None:
         """Nothing outlives us."""
         await self._tasks.cancel()
-        await self._shutdown.bury(lambda: (*self._fronts, *self._workers))
+        await self._shutdown.bury(lambda: (*self._fronts, *self.workers))
         await self._leftovers.ended()
         _log.info("stopped")
 
@@ -398,14 +405,15 @@ class Supervisor:
             "grpc": self._fronts.urls("grpc"),
             "metrics": self._metrics.url,
             "workers": process_list.of_workers(
-                self._workers, self._posts, self._models.lifecycle.known_versions(), now_ns
+                self.workers, self._posts, self._models.lifecycle.known_versions(), now_ns
             ),
             "fronts": process_list.of_fronts(self._fronts, self._posts, now_ns),
             **model_list.of_models(self._models),
             "regions": self._regions.statistics(),
         }
 
-    def _incarnation(self) -> int:
+    def next_incarnation(self) -> int:
+        """A number for a process, never given twice."""
         incarnation, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
         return incarnation
 

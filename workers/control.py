@@ -18,7 +18,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -63,6 +63,9 @@ from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.threads.cancellation import REASON, Cancellation
 from tensord.workers.threads.work_thread import WorkThread
 
+if TYPE_CHECKING:
+    from tensord.workers.worker import Worker
+
 _log = logging.getLogger(__name__)
 
 
@@ -74,29 +77,25 @@ class _Running(NamedTuple):
 
 
 class Control:
-    """Acts on records; what it wants the loop to do goes through the callbacks it was made with."""
+    """Acts on the supervisor's records."""
 
     def __init__(
         self,
+        worker: Worker,
         channel: Channel,
         models: ModelTable,
         regions: RegionTable,
         loader: Loader,
         thread: WorkThread,
         operations: DaemonOperations,
-        open_lane: Callable[[int, socket.socket], None],
-        adopt: Callable[[LoadedModel], ModelVersion],
-        stop: Callable[[int], None],
     ) -> None:
+        self._worker = worker
         self._channel = channel
         self._models = models
         self._regions = regions
         self._loader = loader
         self._thread = thread
         self._operations = operations
-        self._open_lane = open_lane
-        self._adopt = adopt
-        self._stop = stop
         #: (name, version) -> loads that wait for the one before them, beginning with that: answers keep the order of loads.
         self._running: dict[tuple[str, int], deque[_Running]] = {}
 
@@ -104,7 +103,7 @@ class Control:
         """Owns the descriptors. Raises InvalidArgument: the supervisor is out of step."""
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:
-                self._open_lane(record.peer, socket.socket(fileno=fds.pop()))
+                self._worker.open_lane(record.peer, socket.socket(fileno=fds.pop()))
             elif isinstance(record, Load):
                 self._load(record)
             elif isinstance(record, CancelLoad):
@@ -118,7 +117,7 @@ class Control:
             elif isinstance(record, LogChanged):
                 log.configure(msgspec.msgpack.decode(record.options, type=Log), record.name)
             elif isinstance(record, Stop):
-                self._stop(record.grace_ns)
+                self._worker.stop(record.grace_ns)
             else:
                 raise InvalidArgument(f"{type(record).__name__} with {len(fds)} descriptors is not expected here")
         finally:
@@ -187,7 +186,7 @@ class Control:
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
             if not isinstance(outcome, Exception):
-                version = self._adopt(outcome)
+                version = self._worker.adopt(outcome)
                 if outcome.taken_over and former is not None:
                     version.hand_over(former.loaded)
                 self._models.discard(version)
@@ -196,7 +195,7 @@ class Control:
         if isinstance(outcome, Exception):
             self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
             return
-        self._models.add(self._adopt(outcome))
+        self._models.add(self._worker.adopt(outcome))
         _log.info("model '%s' version %d is ready", record.name, record.version)
         self._channel.put(
             Loaded(

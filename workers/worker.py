@@ -126,15 +126,13 @@ class Worker:
         )
         operations = self._dispatcher.calls.daemon = DaemonOperations(channel, thread, self._inbox)
         self._control = Control(
+            self,
             channel,
             self._models,
             self._regions,
             loader,
             thread,
             operations,
-            self._open_lane,
-            self._adopt,
-            self._stop,
         )
         self._cache = ResponseCache(options.response_cache.byte_size)
         self._submitters: dict[int, Submitter[Request]] = {}
@@ -312,7 +310,8 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------------------ lanes
 
-    def _open_lane(self, peer: int, sock: socket.socket) -> None:
+    def open_lane(self, peer: int, sock: socket.socket) -> None:
+        """Takes the requests of one more submitter."""
         arenas = self._options.arenas
         sizes = (arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         pinned = self._pinned
@@ -353,7 +352,7 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------- models, the end
 
-    def _adopt(self, loaded: LoadedModel) -> ModelVersion:
+    def adopt(self, loaded: LoadedModel) -> ModelVersion:
         """Gives each instance a desk on the status page for as long as it lives."""
         for instance in loaded.instances:
             # Those of the version before it have one.
@@ -373,7 +372,8 @@ class Worker:
         )
         return version
 
-    def _stop(self, grace_ns: int) -> None:
+    def stop(self, grace_ns: int) -> None:
+        """Ends the loop once all is answered, or when that time has passed."""
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
         self._dispatcher.loop_runs.resting_state = WorkerState.STOPPING

@@ -11,15 +11,15 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensord.config.options import Options, Repository
 from tensord.daemon.models import ensembles, isolation, listing, load_errors, readiness, repository
 from tensord.daemon.models.ensembles import Coming, Ensembles
 from tensord.daemon.models.given import GivenModels, NotKept, Overrides
-from tensord.daemon.models.instructions import Instruction, Peer, Publish, Retry, Send, Settled
+from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.readiness import ReadinessCheck, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
@@ -28,6 +28,9 @@ from tensord.shm.control_records import Loaded, ModelGone, ModelState
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel
 from tensord.shm.progress import Loading, Readiness
+
+if TYPE_CHECKING:
+    from tensord.daemon.supervisor import Supervisor
 
 
 class Outcomes:
@@ -70,27 +73,13 @@ _log = logging.getLogger(__name__)
 
 
 class Models:
-    """Owns the lifecycle. ``workers`` is the supervisor's live table; ``publish`` reaches every front."""
+    """Owns the lifecycle, and carries out what it decides on the supervisor's workers and fronts."""
 
-    def __init__(
-        self,
-        options: Options,
-        workers: Mapping[int, Peer],
-        publish: Callable[[ModelState | ModelGone | Readiness], None],
-        devices: Callable[[], Sequence[str]],
-        isolate: Callable[[Mapping[str, float]], None] = lambda _: None,
-    ) -> None:
-        """
-        Args:
-          devices: of the post of every worker that models share, filled or not.
-          isolate: hears after each change which isolated workers are needed, as ``isolation.wanted`` says.
-        """
-        self._devices = devices
-        self._isolate = isolate
+    def __init__(self, options: Options, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
         self._placing = options
         self._options = options.repository
-        self._workers = workers
-        self._publish = publish
+        publish = supervisor.model_changed
         self.lifecycle = Lifecycle()
         self._readiness = ReadinessCheck(self.standings, publish)
         #: Names that should be served: in the repositories, or asked for by name and not unloaded since.
@@ -306,7 +295,7 @@ class Models:
                 with self._coming.told(found, self.lifecycle.models.get(found.name)):
                     placed = await self._with_members(found, within, again)
             else:
-                placed = repository.placed(found, self._devices(), self._placing)
+                placed = repository.placed(found, self._supervisor.workers.devices, self._placing)
                 taken = isolation.wanted(self.lifecycle, self._placing.workers)
                 isolation.check(placed, taken, self._placing.workers)
         except InvalidArgument as error:
@@ -334,7 +323,7 @@ class Models:
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
         """An ensemble whose members are loaded, by others or now. Raises InvalidArgument: it cannot be."""
         if again:
-            return self.ensembles.check(found, self._devices())
+            return self.ensembles.check(found, self._supervisor.workers.devices)
         name, within = found.name, (*within, found.name)
         polled: dict[str, FoundModel] = {}
         for member, _ in found.members:
@@ -351,7 +340,7 @@ class Models:
             reasons[member] = failed.removeprefix(f"load failed for model '{member}': ").strip()
             if reasons[member].startswith("circular dependency"):
                 raise InvalidArgument(reasons[member])
-        return self.ensembles.check(found, self._devices(), reasons)
+        return self.ensembles.check(found, self._supervisor.workers.devices, reasons)
 
     def _settle_ensembles(self) -> None:
         """Takes down what has lost a member, and loads again what has one again, or another one."""
@@ -390,12 +379,12 @@ class Models:
 
     def _note_refused(self, name: str, reason: str) -> None:
         self._refused[name] = reason
-        self._publish(listing.refused_state(name, reason))
+        self._supervisor.model_changed(listing.refused_state(name, reason))
         self._judge()
 
     def _dismiss(self, name: str) -> None:
         if self._refused.pop(name, None) is not None:
-            self._publish(ModelGone(name, 0))
+            self._supervisor.model_changed(ModelGone(name, 0))
 
     # ------------------------------------------------------------------------------------------------------- readiness
 
@@ -461,14 +450,14 @@ class Models:
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):
-                    self._workers[worker].send(record)
+                    self._supervisor.workers.by_incarnation[worker].send(record)
                 case Publish(state):
-                    self._publish(state)
+                    self._supervisor.model_changed(state)
                 case Retry():
                     self._retries.later(instruction, self.lifecycle.reason(instruction.name, instruction.version))
                 case Settled(token, error):
                     self._outcomes.settle(token, error)
-        self._isolate(isolation.wanted(self.lifecycle, self._placing.workers))
+        self._supervisor.isolate(isolation.wanted(self.lifecycle, self._placing.workers))
         self._settle_ensembles()
         self._judge()
 

@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from tensord.shm.control_records import CancelLoad, Load, ModelGone, ModelState, Unload
-from tensord.shm.record import Record
-
-
-class Peer(Protocol):
-    """A worker, as whoever carries instructions out needs it."""
-
-    name: str
-
-    def send(self, record: Record, *fds: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

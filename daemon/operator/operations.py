@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -14,6 +13,8 @@ from tensord.daemon.models.changes import Models
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.versions import VersionState
 from tensord.daemon.processes.child import Worker
+from tensord.daemon.processes.fronts import Fronts
+from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
@@ -49,8 +50,7 @@ class ReadinessQuery:
     Every worker that serves such a model is asked, and all of them have to say so. Belongs to the supervisor's loop.
     """
 
-    def __init__(self, lifecycle: Lifecycle, workers: Callable[[], Sequence[Worker]]) -> None:
-        """``workers``: those that are ready for calls."""
+    def __init__(self, lifecycle: Lifecycle, workers: WorkerPool) -> None:
         self._lifecycle = lifecycle
         self._workers = workers
 
@@ -64,7 +64,7 @@ class ReadinessQuery:
         version = versions[number]
         if version.described is None or not version.described.judges:
             return True
-        asked = [worker for worker in self._workers() if worker.incarnation in version.ready]
+        asked = [worker for worker in self._workers.ready() if worker.incarnation in version.ready]
         answers = await asyncio.gather(*(self._ask(worker, name, number) for worker in asked))
         return bool(answers) and all(answers)
 
@@ -93,7 +93,7 @@ _STATISTICS_TIMEOUT = 30.0
 
 
 class Operations:
-    """Answers ``tensord.shm.operations.Operation``; ``workers()`` are those ready for calls."""
+    """Answers ``tensord.shm.operations.Operation`` by asking whom it concerns: models, regions, settings, workers."""
 
     def __init__(
         self,
@@ -101,17 +101,16 @@ class Operations:
         regions: RegionRegistry,
         logs: LogSettings,
         traces: TraceSettings,
-        workers: Callable[[], Sequence[Worker]],
-        settled: Callable[[], Awaitable[None]],
+        workers: WorkerPool,
+        fronts: Fronts,
     ) -> None:
-        """``settled`` returns when every front acts upon what was decided before (``tensord.daemon.processes.fronts``)."""
         self._models = models
         self._regions = regions
         self._logs = logs
         self._traces = traces
         self._workers = workers
         self._readiness_query = ReadinessQuery(models.lifecycle, workers)
-        self._settled = settled
+        self._fronts = fronts
 
     async def reply(self, call: Call, end: int = -1) -> Reply:
         """The answer as a record; every failure becomes a code and a sentence. ``end``: as in ``answer``."""
@@ -143,9 +142,9 @@ class Operations:
             result = await self._carry_out(operation, peer, end)
         except ServingError:
             # A load that failed has changed something too.
-            await self._settled()
+            await self._fronts.settled()
             raise
-        await self._settled()
+        await self._fronts.settled()
         return result
 
     async def _carry_out(self, operation: Operation, peer: Peer, end: int) -> bytes:
@@ -188,7 +187,7 @@ class Operations:
         try:
             async with asyncio.timeout(_STATISTICS_TIMEOUT):
                 answers = await asyncio.gather(
-                    *(_ask(worker, operation) for worker in self._workers()), return_exceptions=True
+                    *(_ask(worker, operation) for worker in self._workers.ready()), return_exceptions=True
                 )
         except TimeoutError:
             raise Unavailable("a worker is too busy to give its statistics") from None

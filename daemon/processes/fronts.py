@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,31 +27,22 @@ from tensord.shm.control_records import Call, ChildReady, Seen, Serve
 from tensord.shm.record import Record
 from tensord.shm.refusals import Refusal
 
+if TYPE_CHECKING:
+    from tensord.daemon.supervisor import Supervisor
+
 _log = logging.getLogger(__name__)
 #: Until a front is tried again that there was no room for.
 _AGAIN_SECONDS = 1.0
 
 
 class Fronts:
-    """Owns the listening sockets and the processes; ``tell`` sends a new front what it has to know."""
+    """Owns the listening sockets and the processes."""
 
-    def __init__(
-        self,
-        programs: Mapping[str, str],
-        options: Callable[[], Options],
-        incarnation: Callable[[], int],
-        tell: Callable[[Front], None],
-        reply: Callable[[Front, Call, list[int]], None],
-        died: Callable[[Front], None],
-    ) -> None:
-        """``programs``: protocol -> module. ``options()`` are those in force. ``reply`` answers and owns the descriptors."""
+    def __init__(self, programs: Mapping[str, str], supervisor: Supervisor) -> None:
+        """``programs``: protocol -> module."""
         self.by_incarnation: dict[int, Front] = {}
         self._programs = programs
-        self._options = options
-        self._incarnation = incarnation
-        self._tell = tell
-        self._reply = reply
-        self._died = died
+        self._supervisor = supervisor
         #: By protocol.
         self._listeners: dict[str, list[Listener]] = {}
         self._tallies: dict[str, Tally] = {}
@@ -65,7 +56,7 @@ class Fronts:
 
     def listen(self, environment: Mapping[str, str]) -> None:
         """Binds sockets for each protocol, or takes over those that the service manager has. Raises ListenError, OSError."""
-        options = self._options()
+        options = self._supervisor.options
         try:
             self._listeners = socket_activation.inherited(environment)
             for protocol, section in (("http", options.http), ("grpc", options.grpc)):
@@ -107,22 +98,24 @@ class Fronts:
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._go_on)
 
     def _rows(self, protocol: str) -> int:
-        options = self._options()
+        options = self._supervisor.options
         return options.http.processes if protocol == "http" else options.grpc.processes
 
     def start(self, protocol: str, row: int) -> None:
         """The front of that row. Raises OSError: there is no room for a process."""
-        front = Front(self._programs[protocol], protocol, row, self._incarnation(), self._received, self._exited)
+        front = Front(
+            self._programs[protocol], protocol, row, self._supervisor.next_incarnation(), self._received, self._exited
+        )
         tally = self._tallies[protocol].fd
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
         front.spawn(
-            msgspec.msgpack.encode(of_one(self._options(), protocol)),
+            msgspec.msgpack.encode(of_one(self._supervisor.options, protocol)),
             ["--listen-fds", ",".join(map(str, sockets)), "--tally-fd", str(tally), "--row", str(row)],
             {},
             [*sockets, tally],
         )
         self.by_incarnation[front.incarnation] = front
-        self._tell(front)
+        self._supervisor.tell(front)
         front.ask(self._edition)
 
     # ---------------------------------------------------------------------------------------------------------- telling
@@ -151,7 +144,7 @@ class Fronts:
 
     def _received(self, front: Front, record: Any, fds: list[int]) -> None:
         if isinstance(record, Call):
-            self._reply(front, record, fds)
+            self._supervisor.front_asked(front, record, fds)
             return
         descriptors.close(fds)
         match record:
@@ -175,7 +168,7 @@ class Fronts:
     def _exited(self, front: Front) -> None:
         del self.by_incarnation[front.incarnation]
         self._tallies[front.protocol].clear(front.row)
-        self._died(front)
+        self._supervisor.front_died(front)
         if not front.ready:
             self._go_on()
 

@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tensord.config.options import Supervisor as SupervisorOptions
 from tensord.daemon.processes.child import Child
@@ -54,6 +55,9 @@ class Backoff:
         return f"<Backoff deaths={self.deaths}>"
 
 
+if TYPE_CHECKING:
+    from tensord.daemon.supervisor import Supervisor
+
 _log = logging.getLogger(__name__)
 #: While the daemon starts, this many deaths in a post that nobody has filled yet mean that nobody will.
 _MAX_START_DEATHS = 5
@@ -62,17 +66,9 @@ _MAX_START_DEATHS = 5
 class Posts:
     """Who died where and when, and what starts next."""
 
-    def __init__(
-        self, options: SupervisorOptions, is_needed: Callable[[Child], bool], give_up: Callable[[Child], bool]
-    ) -> None:
-        """``is_needed``: whether that child's post is to be filled now.
-
-        ``give_up(child)`` is asked where nobody in that post was ever ready, after too many deaths or one that another start
-        would repeat; True: the daemon stops.
-        """
+    def __init__(self, options: SupervisorOptions, supervisor: Supervisor) -> None:
         self._options = options
-        self._is_needed = is_needed
-        self._give_up = give_up
+        self._supervisor = supervisor
         self._chance = random.Random()
         self._histories: dict[str, Backoff] = {}
         self._restarts: Counter[str] = Counter()
@@ -99,7 +95,7 @@ class Posts:
 
         ``doing``: " while loading model 'm' version 1", for the log; "": nothing that is known here.
         """
-        if not self._is_needed(dead):
+        if not self._supervisor.needs(dead):
             return
         options = self._options
         history = self._histories.setdefault(
@@ -109,10 +105,10 @@ class Posts:
         if dead.ready:
             self._filled.add(dead.name)
         elif dead.name not in self._filled:
-            if dead.returncode == child_process.NO_DEVICE and self._give_up(dead):
+            if dead.returncode == child_process.NO_DEVICE and self._supervisor.gives_up(dead):
                 _log.critical("stopping: %s cannot use its device, as it says itself", dead.name)
                 return
-            if history.deaths >= _MAX_START_DEATHS and self._give_up(dead):
+            if history.deaths >= _MAX_START_DEATHS and self._supervisor.gives_up(dead):
                 _log.critical("stopping: %s died %d times before it was ready", dead.name, history.deaths)
                 return
         _log.error(
@@ -126,7 +122,7 @@ class Posts:
         asyncio.get_running_loop().call_later(delay, self._fill, dead, start, doing)
 
     def _fill(self, dead: Child, start: Callable[[], None], doing: str) -> None:
-        if not self._is_needed(dead):
+        if not self._supervisor.needs(dead):
             return
         try:
             start()

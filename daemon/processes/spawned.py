@@ -36,7 +36,7 @@ class Spawned:
     channel: socket.socket
     #: Where it writes its stack when it dies; it is told with Start.
     stack_fd: int
-    #: By which what it starts is found (``leftovers``); "": it starts nothing.
+    #: By which what it starts is found (``Leftovers``); "": it starts nothing.
     mark: str = ""
 
 

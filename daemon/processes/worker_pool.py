@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +27,9 @@ from tensord.shm.progress import Loading
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
 
+if TYPE_CHECKING:
+    from tensord.daemon.supervisor import Supervisor
+
 _log = logging.getLogger(__name__)
 #: A device is broken when that many workers in a row died before they could use it; one that says so itself is enough.
 _DEATHS_WITHOUT_USE = 3
@@ -37,23 +40,10 @@ _LATE_SECONDS = 2.0
 
 
 class WorkerPool:
-    """Owns the processes. ``joined`` and ``died`` hear of each, ``answered`` of every Loading, Loaded and Unloaded."""
+    """Owns the worker processes. The supervisor hears of each that comes, answers, asks, is dismissed or dies."""
 
-    def __init__(
-        self,
-        program: str,
-        options: Callable[[], Options],
-        incarnation: Callable[[], int],
-        joined: Callable[[Worker], None],
-        answered: Callable[[Worker, Loading | Loaded | Unloaded], None],
-        asked: Callable[[Worker, Call], None],
-        died: Callable[[Worker, Device], None],
-        dismissed: Callable[[Worker], None] = lambda _: None,
-    ) -> None:
-        """``program`` as ``python -m`` takes it. ``options()`` are those in force. ``asked`` hears what models want.
-
-        ``dismissed`` hears of each worker that is told to stop because its model needs it no more, before it dies.
-        """
+    def __init__(self, program: str, supervisor: Supervisor) -> None:
+        """``program`` as ``python -m`` takes it."""
         self.by_incarnation: dict[int, Worker] = {}
         #: Name of every post that models share, whether it is filled now or not -> its device.
         self._shared_posts: dict[str, Device] = {}
@@ -64,13 +54,7 @@ class WorkerPool:
         #: Device -> workers in a row that could not use it; of how many it is broken (``usable``).
         self._without_use: Counter[str] = Counter()
         self._program = program
-        self._options = options
-        self._incarnation = incarnation
-        self._joined = joined
-        self._answered = answered
-        self._asked = asked
-        self._died = died
-        self._dismissed = dismissed
+        self._supervisor = supervisor
         self._missing = MissingParts()
         self._jax_lacks = MissingParts(OF_JAX)
 
@@ -133,13 +117,13 @@ class WorkerPool:
         self._without_use.pop(device.name, None)
         for worker in [worker for worker in self if worker.name == name and not worker.stopping]:
             _log.info("%s (process %d) ends: its model needs it no more", worker.name, worker.pid)
-            grace = self._options().supervisor.exit_timeout
+            grace = self._supervisor.options.supervisor.exit_timeout
             worker.stop(int(grace * 1e9))
             if worker.ready:
                 asyncio.get_running_loop().call_later(grace + _LATE_SECONDS, worker.kill)
             else:
                 worker.kill()
-            self._dismissed(worker)
+            self._supervisor.worker_dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
         """Fills a post. Raises OSError: there is no room for a process."""
@@ -152,16 +136,16 @@ class WorkerPool:
                 at_once = worker.returncode == child_process.NO_DEVICE
                 self._without_use[device.name] += _DEATHS_WITHOUT_USE if at_once else 1
             self.lost_sequences[name] += worker.lost_sequences
-            self._died(worker, device)
+            self._supervisor.worker_died(worker, device)
 
-        worker = Worker(self._program, name, self._incarnation(), device.name, self._received, exited)
+        worker = Worker(self._program, name, self._supervisor.next_incarnation(), device.name, self._received, exited)
         worker.memory_fraction = device.memory_fraction
         worker.adopt(spawned, msgspec.msgpack.encode(self._shared()))
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:
         """The options of one worker: of what is for all of them its share."""
-        options = self._options()
+        options = self._supervisor.options
         cache = msgspec.structs.replace(
             options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_posts))
         )
@@ -179,14 +163,14 @@ class WorkerPool:
                 return worker.answered(record, fds)
             case Loaded():
                 worker.load_answered(record.name, record.version)
-                self._answered(worker, record)
+                self._supervisor.worker_answered(worker, record)
             case Loading():
                 worker.load_progressed(record)
-                self._answered(worker, record)
+                self._supervisor.worker_answered(worker, record)
             case Unloaded():
-                self._answered(worker, record)
+                self._supervisor.worker_answered(worker, record)
             case Call():
-                self._asked(worker, record)
+                self._supervisor.worker_asked(worker, record)
         return descriptors.close(fds)
 
     def _reported(self, worker: Worker, record: ChildReady, fds: list[int]) -> None:
@@ -203,7 +187,7 @@ class WorkerPool:
         self._jax_lacks.say(record.jax_lacks)
         self._without_use.pop(worker.device, None)
         _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
-        return self._joined(worker)
+        return self._supervisor.worker_joined(worker)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.by_incarnation.values())

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from tensord.daemon.regions.region_record import Region, RegionHolder, RegionState, Registration
+from tensord.daemon.regions.region_record import Region, RegionState, Registration
 from tensord.shm import descriptors
 from tensord.shm.errors import NotFound, ServingError
 from tensord.shm.operations import RegionRecords, RegionStatus, RegisterCudaRegion
+
+if TYPE_CHECKING:
+    from tensord.daemon.processes.child import Worker
 
 _KINDS = {"system": "system", "cuda": "CUDA"}
 
@@ -44,7 +48,7 @@ def _described(request: Registration) -> dict[str, str | int]:
 
 
 async def records(
-    regions: Mapping[str, Region], leaving: Sequence[Region], workers: Sequence[RegionHolder], name: str
+    regions: Mapping[str, Region], leaving: Sequence[Region], workers: Sequence[Worker], name: str
 ) -> bytes:
     """JSON array with everything known of the named region, or of all (""). Raises NotFound."""
     found = [region for region in (*regions.values(), *leaving) if name in ("", region.request.name)]
@@ -68,7 +72,7 @@ async def records(
     )
 
 
-async def _ask_use(worker: RegionHolder, name: str) -> dict[str, tuple[int, int]]:
+async def _ask_use(worker: Worker, name: str) -> dict[str, tuple[int, int]]:
     """Name -> tensors of requests in its region now, and in those that had the name. A worker that is gone has none."""
     try:
         answer, fds = await worker.call(RegionRecords(name))

@@ -8,10 +8,13 @@ import enum
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tensord.shm.device_names import gpu_of
-from tensord.shm.operations import Operation, Peer, RegisterCudaRegion, RegisterSystemRegion
+from tensord.shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
+
+if TYPE_CHECKING:
+    from tensord.daemon.processes.child import Worker
 
 
 class EndWatch:
@@ -46,19 +49,6 @@ class EndWatch:
 
 
 Registration = RegisterSystemRegion | RegisterCudaRegion
-
-
-class RegionHolder(Protocol):
-    """A worker (``tensord.daemon.processes.child.Worker``), as far as it has regions."""
-
-    name: str
-    incarnation: int
-    device: str
-
-    @property
-    def alive(self) -> bool: ...
-
-    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]: ...
 
 
 class RegionState(enum.Enum):
@@ -96,7 +86,7 @@ class Region:
     #: Set at the end of each change of state.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def is_near(self, worker: RegionHolder) -> bool:
+    def is_near(self, worker: Worker) -> bool:
         """Whether it is on the worker's own device, or on no worker's."""
         return self.device in ("", gpu_of(worker.device))
 

@@ -22,19 +22,24 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tensord.config.options import Regions
 from tensord.daemon.regions import region_checks, region_listing
-from tensord.daemon.regions.region_record import EndWatch, Region, RegionHolder, RegionState, Registration, is_owner
+from tensord.daemon.regions.region_record import EndWatch, Region, RegionState, Registration, is_owner
 from tensord.shm import descriptors
 from tensord.shm.control_records import RegionPlace
 from tensord.shm.device_names import gpu_of
 from tensord.shm.errors import AlreadyExists, InvalidArgument, ServingError, Unavailable
 from tensord.shm.operations import AwaitRegion, Peer, RegionStatus, RegisterCudaRegion, UnregisterRegion
+
+if TYPE_CHECKING:
+    from tensord.daemon.processes.child import Worker
+    from tensord.daemon.processes.fronts import Fronts
+    from tensord.daemon.processes.worker_pool import WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -46,21 +51,13 @@ class Chosen(msgspec.Struct):
 
 
 class RegionRegistry:
-    """``workers()`` are those that are ready for calls now; ``devices()`` all that a worker is meant for."""
+    """Registers, renews and ends regions on every worker that can use them. Fronts hear of it before the client does."""
 
-    def __init__(
-        self,
-        options: Regions,
-        workers: Callable[[], Iterable[RegionHolder]],
-        devices: Callable[[], Sequence[str]],
-        publish: Callable[[RegionPlace], None],
-        gpus_each: int = 1,
-    ) -> None:
-        """``publish`` tells the fronts, in order, before the registration is answered. ``gpus_each``: of one GPU worker."""
+    def __init__(self, options: Regions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
+        """``gpus_each``: of one GPU worker."""
         self._options = options
         self._workers = workers
-        self._devices = devices
-        self._publish = publish
+        self._fronts = fronts
         self._gpus_each = gpus_each
         #: Those whose names are taken.
         self._regions: dict[str, Region] = {}
@@ -105,7 +102,7 @@ class RegionRegistry:
             raise
         region.state = RegionState.REGISTERED
         if self._placed(region):
-            self._publish(RegionPlace(request.name, region.device))
+            self._fronts.publish(RegionPlace(request.name, region.device))
         region.changed.set()
         self._watch(region, end)
 
@@ -131,7 +128,7 @@ class RegionRegistry:
             # Who took the new one has the old one no more, and who came meanwhile has neither.
             region.holders -= renewal.holders
             region.state = RegionState.REGISTERED
-            lacking = [worker for worker in self._workers() if worker.incarnation not in region.holders]
+            lacking = [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]
             await asyncio.gather(*(self._restore_one(region, worker, renews=True) for worker in lacking))
             if region.watch is not None:
                 region.watch.resume()
@@ -142,7 +139,7 @@ class RegionRegistry:
             region.request, region.peer, region.registered_at = renewal.request, renewal.peer, renewal.registered_at
             region.fd, renewal.fd = renewal.fd, -1
             # Of those that took it some may have died since.
-            region.holders = renewal.holders & {worker.incarnation for worker in self._workers()}
+            region.holders = renewal.holders & {worker.incarnation for worker in self._workers.ready()}
             region.state = RegionState.REGISTERED
             self._watch(region, end)
             _log.info("region '%s' was registered again by its owner", name)
@@ -167,7 +164,7 @@ class RegionRegistry:
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
         """The first GPU of the workers that have that one; "": no worker has any. Raises InvalidArgument: none has that one."""
-        gpus = {gpu for device in self._devices() if (gpu := gpu_of(device))}
+        gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}
         if not gpus:
             return ""
         each = self._gpus_each
@@ -181,11 +178,11 @@ class RegionRegistry:
 
     def _placed(self, region: Region) -> bool:
         """Whether a request that names it cannot go to just any worker."""
-        return bool(region.device) and len(self._devices()) > 1
+        return bool(region.device) and len(self._workers.devices) > 1
 
     async def _spread(self, region: Region, renews: bool = False) -> None:
         """Until every worker has it, also those that came meanwhile."""
-        while missing := [worker for worker in self._workers() if worker.incarnation not in region.holders]:
+        while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
             # The descriptor of the first is what all others get: one object, whatever becomes of the name.
             several = missing if region.fd >= 0 or region.kind == "cuda" else missing[:1]
             results = await asyncio.gather(
@@ -194,14 +191,14 @@ class RegionRegistry:
             for worker, result in zip(several, results, strict=True):
                 if isinstance(result, BaseException) and worker.alive:
                     raise result
-        if not any(worker.incarnation in region.holders and region.is_near(worker) for worker in self._workers()):
+        if not any(worker.incarnation in region.holders and region.is_near(worker) for worker in self._workers.ready()):
             of = f" of GPU {region.device.removeprefix('cuda:')}" if region.device else ""
             raise Unavailable(
                 f"failed to register shared memory region '{region.request.name}': no worker{of} is running"
             )
 
     @classmethod
-    async def _put(cls, region: Region, worker: RegionHolder, renews: bool) -> None:
+    async def _put(cls, region: Region, worker: Worker, renews: bool) -> None:
         request = msgspec.structs.replace(region.request, renews=renews)
         if isinstance(request, RegisterCudaRegion):
             request = msgspec.structs.replace(request, near=region.is_near(worker))
@@ -228,12 +225,12 @@ class RegionRegistry:
         """Raises Unavailable: the rest of this process's descriptors is kept for connections and replacements."""
         descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
 
-    async def restore(self, worker: RegionHolder) -> None:
+    async def restore(self, worker: Worker) -> None:
         """Gives a new worker every registered region, before it gets requests."""
         regions = [region for region in self._regions.values() if region.state is RegionState.REGISTERED]
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
-    async def _restore_one(self, region: Region, worker: RegionHolder, renews: bool = False) -> None:
+    async def _restore_one(self, region: Region, worker: Worker, renews: bool = False) -> None:
         if region.state is not RegionState.REGISTERED:
             return  # unregistered since; its descriptor's number may be another file's by now
         name = region.request.name
@@ -288,9 +285,9 @@ class RegionRegistry:
         name = region.request.name
         region.state = RegionState.UNREGISTERING
         region.close()
-        users = [worker for worker in self._workers() if worker.incarnation in region.holders]
+        users = [worker for worker in self._workers.ready() if worker.incarnation in region.holders]
         if self._placed(region):
-            self._publish(RegionPlace(name, ""))
+            self._fronts.publish(RegionPlace(name, ""))
         try:
             used = await asyncio.gather(*(_tell(worker, UnregisterRegion(region.kind, name)) for worker in users))
             users = [worker for worker, count in zip(users, used, strict=True) if count]
@@ -301,7 +298,7 @@ class RegionRegistry:
                 self._start(self._await_end(region, users))
             region.changed.set()
 
-    async def _await_end(self, region: Region, users: list[RegionHolder]) -> None:
+    async def _await_end(self, region: Region, users: list[Worker]) -> None:
         await asyncio.gather(*(_tell(worker, AwaitRegion(region.request.name)) for worker in users))
         self._leaving.remove(region)
 
@@ -321,7 +318,7 @@ class RegionRegistry:
 
     async def records(self, name: str) -> bytes:
         """JSON array with everything known of the named region, or of all (""). Raises NotFound."""
-        return await region_listing.records(self._regions, self._leaving, list(self._workers()), name)
+        return await region_listing.records(self._regions, self._leaving, list(self._workers.ready()), name)
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Owner -> number and bytes of its regions."""
@@ -341,14 +338,14 @@ class RegionRegistry:
 
     def check_invariants(self) -> None:
         """Raises AssertionError; for tests, between operations."""
-        present = {worker.incarnation for worker in self._workers()}
+        present = {worker.incarnation for worker in self._workers.ready()}
         for region in self._regions.values():
             assert region.state is RegionState.REGISTERED
             assert (region.fd >= 0) is (region.kind == "system")
             assert region.holders <= present
 
 
-async def _tell(worker: RegionHolder, request: UnregisterRegion | AwaitRegion) -> int:
+async def _tell(worker: Worker, request: UnregisterRegion | AwaitRegion) -> int:
     """What a worker says: how many tensors of requests are in the region. One that is gone has nothing mapped."""
     try:
         answer, fds = await worker.call(request)

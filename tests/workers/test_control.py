@@ -38,16 +38,17 @@ class Bench:
         self.lanes: list[tuple[int, socket.socket]] = []
         self.stopped: list[int] = []
         self.models = ModelTable()
+        worker: Any = SimpleNamespace(
+            open_lane=lambda peer, sock: self.lanes.append((peer, sock)), adopt=ModelVersion, stop=self.stopped.append
+        )
         self.control = Control(
+            worker,
             channel := cast(Any, SimpleNamespace(put=lambda record, *fds: self.sent.append(record))),
             self.models,
             RegionTable(RegionPolicy(Regions()), Driver(), None),
             cast(Any, SimpleNamespace(metrics=MetricRegistry())),
             thread := cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
             DaemonOperations(channel, thread, Inbox()),
-            lambda peer, sock: self.lanes.append((peer, sock)),
-            lambda loaded: ModelVersion(loaded),
-            self.stopped.append,
         )
 
     def load(self) -> Callable[[Any], None]:

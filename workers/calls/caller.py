@@ -17,14 +17,37 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.calls.desk import Desk
+from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
 from tensord.workers.calls.metric_registry import MetricRegistry
 
 if TYPE_CHECKING:
     from tensord.workers.requests.request import Request
+
+
+class Desk(Protocol):
+    """One per worker; for any thread. What comes of a ``tensord.workers.calls.call.Call`` is said to it."""
+
+    def begin(self, call: Any) -> None:
+        """Has it made."""
+
+    def cancel(self, call: Any) -> None:
+        """Nobody waits for it any more; it ends with an error."""
+
+    def stop(self, call: Any) -> None:
+        """Its model is asked to stop; what it still answers is waited for."""
+
+    def took(self, call: Any) -> None:
+        """One of its responses was taken: there is room for a further one."""
+
+    def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
+        """Has the daemon do something for a ``ModelPort``, and waits for its answer. Raises ServingError."""
+
+    def abandon(self, call: Any) -> None:
+        """It goes on, and nobody takes its responses."""
+
 
 #: What the builtins of a model's code have besides Python's.
 PORT = "__tensord_port__"

@@ -27,8 +27,7 @@ from tensord.config.options import Options
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, Unsupported
 from tensord.shm.status_page import StatusPage
-from tensord.workers.calls.caller import ModelPort
-from tensord.workers.calls.desk import Desk
+from tensord.workers.calls.caller import Desk, ModelPort
 from tensord.workers.calls.metric_registry import MetricRegistry
 from tensord.workers.declarations import artifact
 from tensord.workers.declarations.created import create, created, is_generator

@@ -25,34 +25,6 @@ from tensord.workers.python_backend.configuration import (
 )
 from tensord.workers.python_backend.errors import TritonError as TritonError
 from tensord.workers.python_backend.errors import TritonModelException as TritonModelException
-from tensord.workers.python_backend.logger import Logger as Logger
-from tensord.workers.python_backend.metrics import (
-    COUNTER as COUNTER,
-)
-from tensord.workers.python_backend.metrics import (
-    GAUGE as GAUGE,
-)
-from tensord.workers.python_backend.metrics import (
-    HISTOGRAM as HISTOGRAM,
-)
-from tensord.workers.python_backend.metrics import (
-    Metric as Metric,
-)
-from tensord.workers.python_backend.metrics import (
-    MetricFamily as MetricFamily,
-)
-from tensord.workers.python_backend.metrics import (
-    MetricKind as MetricKind,
-)
-from tensord.workers.python_backend.model_loading import (
-    is_model_ready as is_model_ready,
-)
-from tensord.workers.python_backend.model_loading import (
-    load_model as load_model,
-)
-from tensord.workers.python_backend.model_loading import (
-    unload_model as unload_model,
-)
 from tensord.workers.python_backend.request import (
     TRITONSERVER_MEMORY_CPU as TRITONSERVER_MEMORY_CPU,
 )
@@ -89,6 +61,34 @@ from tensord.workers.python_backend.response_sender import (
 )
 from tensord.workers.python_backend.response_sender import (
     InferenceResponseSender as InferenceResponseSender,
+)
+from tensord.workers.python_backend.services import (
+    COUNTER as COUNTER,
+)
+from tensord.workers.python_backend.services import (
+    GAUGE as GAUGE,
+)
+from tensord.workers.python_backend.services import (
+    HISTOGRAM as HISTOGRAM,
+)
+from tensord.workers.python_backend.services import Logger as Logger
+from tensord.workers.python_backend.services import (
+    Metric as Metric,
+)
+from tensord.workers.python_backend.services import (
+    MetricFamily as MetricFamily,
+)
+from tensord.workers.python_backend.services import (
+    MetricKind as MetricKind,
+)
+from tensord.workers.python_backend.services import (
+    is_model_ready as is_model_ready,
+)
+from tensord.workers.python_backend.services import (
+    load_model as load_model,
+)
+from tensord.workers.python_backend.services import (
+    unload_model as unload_model,
 )
 from tensord.workers.python_backend.tensors import (
     TRITON_STRING_TO_NUMPY as TRITON_STRING_TO_NUMPY,

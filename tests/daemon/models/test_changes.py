@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -43,6 +46,12 @@ class ObedientWorker:
             loop.call_soon(self.models.unloaded, 1, record.name, record.version)
 
 
+def supervisor(workers: dict[int, ObedientWorker], publish: Callable[[Any], None]) -> Any:
+    """What models use of it."""
+    pool = SimpleNamespace(by_incarnation=workers, devices=["cpu:0"])
+    return SimpleNamespace(workers=pool, model_changed=publish, isolate=lambda wanted: None)
+
+
 def serving(folder: Path) -> tuple[Models, ObedientWorker, list[Readiness]]:
     published: list[Readiness] = []
 
@@ -51,12 +60,8 @@ def serving(folder: Path) -> tuple[Models, ObedientWorker, list[Readiness]]:
             published.append(record)
 
     worker = ObedientWorker()
-    models = Models(
-        Options(repository=Repository(paths=(str(folder),), control_mode="explicit")),
-        {1: worker},
-        publish,
-        lambda: ["cpu:0"],
-    )
+    options = Options(repository=Repository(paths=(str(folder),), control_mode="explicit"))
+    models = Models(options, supervisor({1: worker}, publish))
     worker.models = models
     models.worker_joined(1, "cpu:0")
     return models, worker, published
@@ -245,7 +250,7 @@ async def test_a_name_in_two_repositories(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         write_model(tmp_path / folder, "m")
     options = Repository(paths=(str(tmp_path / "one"), str(tmp_path / "two")), control_mode="explicit")
-    models = Models(Options(repository=options), {}, lambda _: None, lambda: ["cpu:0"])
+    models = Models(Options(repository=options), supervisor({}, lambda _: None))
     # As Triton lists it, whether anybody asked for it or not.
     entry = {"name": "m", "state": "UNAVAILABLE", "reason": "model appears in two or more repositories"}
     assert await models.index(False) == [entry]

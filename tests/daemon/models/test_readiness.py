@@ -11,13 +11,13 @@ from tensord.shm.progress import Loading, Readiness
 def test_how_far_loads_are_while_something_is_not_served() -> None:
     published: list[Readiness] = []
     standings = [Standing("a", (1,), "", False), Standing("b", (), "loading", False)]
-    judgement = ReadinessCheck(lambda: standings, published.append)
-    judgement.judge(strict=True)
+    check = ReadinessCheck(lambda: standings, published.append)
+    check.judge(strict=True)
     assert published == []
-    judgement.begin(["a", "b"], [])
+    check.begin(["a", "b"], [])
     for at in (Loading("b", 1), Loading("b", 1), Loading("b", 1, 2, 4, 1), None):
-        judgement.loads(7, at)
-        judgement.judge(strict=True)
+        check.loads(7, at)
+        check.judge(strict=True)
     assert [one.sentence() for one in published] == [
         "1 of 2 models are not served: b (loading b)",
         "1 of 2 models are not served: b (compiling b 2/4, 0 from the cache)",
@@ -25,9 +25,9 @@ def test_how_far_loads_are_while_something_is_not_served() -> None:
     ]
     standings[1] = Standing("b", (1,), "", False)
     # Loaded once more while everything is served: nobody waits for that.
-    judgement.loads(7, Loading("b", 1))
-    judgement.judge(strict=True)
-    assert judgement.readiness == published[-1] == Readiness(True, 2, 0, ())
+    check.loads(7, Loading("b", 1))
+    check.judge(strict=True)
+    assert check.readiness == published[-1] == Readiness(True, 2, 0, ())
 
 
 SERVED = Standing("m", (1,), "", False)
@@ -69,36 +69,36 @@ def test_states(before: list[Standing | None], now: list[Standing], strict: bool
     """The table of docs/operations.md. ``before``: what was known of the model at the start and since; ``now``: all there is."""
     for demanded, ready in ((True, strict), (False, lenient)):
         standings: list[Standing] = []
-        judgement = ReadinessCheck(lambda: standings, lambda _: None)  # noqa: B023
+        check = ReadinessCheck(lambda: standings, lambda _: None)  # noqa: B023
         for number, one in enumerate(before):
             standings[:] = [OTHER] if one is None else [one, OTHER]
             if not number:
-                judgement.begin([each.name for each in standings], [])
-            judgement.judge(demanded)
+                check.begin([each.name for each in standings], [])
+            check.judge(demanded)
         standings[:] = now
-        judgement.judge(demanded)
-        assert judgement.readiness.ready == ready
+        check.judge(demanded)
+        assert check.readiness.ready == ready
 
 
 def test_required_names_alone_count() -> None:
     """Whenever they come, and until each has served; a reload may name others."""
     standings = [LOADING, OTHER]
-    judgement = ReadinessCheck(lambda: standings, lambda _: None)
+    check = ReadinessCheck(lambda: standings, lambda _: None)
 
     def ready() -> bool:
-        judgement.judge(strict=True)
-        return judgement.readiness.ready
+        check.judge(strict=True)
+        return check.readiness.ready
 
-    judgement.begin(["m", "other"], ["other"])
+    check.begin(["m", "other"], ["other"])
     assert ready()
-    judgement.begin(["m", "other"], ["late"])
+    check.begin(["m", "other"], ["late"])
     standings.append(Standing("late", (), "it is required, and nobody has asked for it", False))
     assert not ready()
-    assert judgement.readiness.names == ("late", "m")
+    assert check.readiness.names == ("late", "m")
     standings[-1] = Standing("late", (1,), "", False)
     assert ready()
     standings[-1] = Standing("late", (), "loading", False)
     assert ready()
-    judgement.begin(["m", "other"], [])
+    check.begin(["m", "other"], [])
     assert not ready()
-    assert judgement.readiness.names[0] == "m"
+    assert check.readiness.names[0] == "m"

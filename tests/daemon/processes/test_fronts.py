@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from tensord.config.options import Grpc, Http, Options, Requests
 from tensord.daemon.processes.child import Front
 from tensord.daemon.processes.fronts import Fronts, of_one
 from tensord.daemon.processes.listening import ListenError
+from tensord.daemon.supervisor import Supervisor
 from tensord.shm.control_records import Call, ModelState
 
 READY = ModelState("m", 1, "READY")
@@ -28,20 +29,17 @@ class Owner:
         self.died: asyncio.Queue[Front] = asyncio.Queue()
         self.last = 0
         fake = "tests.daemon.fake_front"
-        self.fronts = Fronts(
-            {"http": fake, "grpc": fake},
-            lambda: self.options,
-            self.incarnation,
-            lambda front: front.send(READY),
-            self.answer,
-            self.died.put_nowait,
-        )
+        self.front_died = self.died.put_nowait
+        self.fronts = Fronts({"http": fake, "grpc": fake}, cast(Supervisor, self))
 
-    def incarnation(self) -> int:
+    def tell(self, front: Front) -> None:
+        front.send(READY)
+
+    def next_incarnation(self) -> int:
         self.last += 1
         return self.last
 
-    def answer(self, front: Front, call: Call, fds: list[int]) -> None:
+    def front_asked(self, front: Front, call: Call, fds: list[int]) -> None:
         raise AssertionError("nobody asks")
 
     async def all_ready(self, count: int) -> list[Front]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,7 +32,8 @@ class Dead:
 
 
 def posts(needed: Callable[[Child], bool] = lambda _: True, give_up: Callable[[Child], bool] = lambda _: False) -> Any:
-    return Posts(Supervisor(restart_delay=0.001, max_restart_delay=0.01), needed, give_up)
+    supervisor: Any = SimpleNamespace(needs=needed, gives_up=give_up)
+    return Posts(Supervisor(restart_delay=0.001, max_restart_delay=0.01), supervisor)
 
 
 def dead(**fields: Any) -> Child:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +12,7 @@ from tensord.daemon.processes.child import Worker
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.daemon.processes.worker_pool import WorkerPool
+from tensord.daemon.supervisor import Supervisor
 from tensord.shm.control_records import ChildReady, Load, Loaded, Unload, Unloaded
 
 FAKE = "tests.daemon.fake_worker"
@@ -19,25 +20,32 @@ DEVICES = [Device("cpu:0", {}), Device("cpu:1", {})]
 
 
 class Owner:
-    """What the supervisor hears of them."""
+    """In the supervisor's place: keeps what it hears of workers."""
+
+    options = Options()
 
     def __init__(self) -> None:
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
         self.last = 0
-        self.worker_pool = WorkerPool(
-            FAKE,
-            Options,
-            self.incarnation,
-            lambda worker: self.heard.put_nowait(("joined", worker.name, worker.device)),
-            lambda worker, record: self.heard.put_nowait((worker.name, record)),
-            lambda worker, call: self.heard.put_nowait((worker.name, call)),
-            lambda worker, device: self.heard.put_nowait(("died", worker.name, device.name)),
-            lambda worker: self.heard.put_nowait(("dismissed", worker.name)),
-        )
+        self.worker_pool = WorkerPool(FAKE, cast(Supervisor, self))
 
-    def incarnation(self) -> int:
+    def next_incarnation(self) -> int:
         self.last += 1
         return self.last
+
+    def worker_joined(self, worker: Worker) -> None:
+        self.heard.put_nowait(("joined", worker.name, worker.device))
+
+    def worker_answered(self, worker: Worker, record: Any) -> None:
+        self.heard.put_nowait((worker.name, record))
+
+    worker_asked = worker_answered
+
+    def worker_died(self, worker: Worker, device: Device) -> None:
+        self.heard.put_nowait(("died", worker.name, device.name))
+
+    def worker_dismissed(self, worker: Worker) -> None:
+        self.heard.put_nowait(("dismissed", worker.name))
 
     async def hear(self, count: int) -> list[Any]:
         return sorted([await self.heard.get() for _ in range(count)], key=repr)

@@ -7,8 +7,9 @@ from typing import cast
 
 import pytest
 
+from tensord.daemon.processes.child import Worker
 from tensord.daemon.regions import region_listing
-from tensord.daemon.regions.region_record import Region, RegionHolder, RegionState
+from tensord.daemon.regions.region_record import Region, RegionState
 from tensord.shm.errors import NotFound, Unavailable
 from tensord.shm.operations import Operation, Peer, RegionStatus, RegisterCudaRegion, RegisterSystemRegion
 
@@ -63,7 +64,7 @@ class Holder:
 async def test_records_tell_apart_who_uses_which() -> None:
     old, new = region("r", RegionState.UNREGISTERING), region("r", RegionState.REGISTERED, 32)
     old.holders, new.holders = {0, 1}, {1}
-    workers = cast("list[RegionHolder]", [Holder(0, {"r": (0, 1)}), Holder(1, {"r": (2, 3)}), Holder(2, None)])
+    workers = cast("list[Worker]", [Holder(0, {"r": (0, 1)}), Holder(1, {"r": (2, 3)}), Holder(2, None)])
     found = json.loads(await region_listing.records({"r": new}, [old], workers, ""))
     assert [(entry["byte_size"], entry["leases"], entry["workers"]) for entry in found] == [
         (32, 2, ["worker-1"]),

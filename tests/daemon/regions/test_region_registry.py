@@ -7,6 +7,8 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -102,7 +104,8 @@ class FakeHolder:
 def made(
     workers: Callable[[], Iterable[FakeHolder]], options: Regions, devices: Sequence[str] = ("cpu:0",)
 ) -> RegionRegistry:
-    return RegionRegistry(options, workers, lambda: devices, lambda place: None)
+    pool: Any = SimpleNamespace(ready=workers, devices=devices)
+    return RegionRegistry(options, pool, cast(Any, SimpleNamespace(publish=lambda place: None)))
 
 
 @pytest.fixture
@@ -533,7 +536,9 @@ class Gpus:
         for worker, device in zip(self.workers, devices, strict=True):
             worker.device = device
         self.told: list[RegionPlace] = []
-        self.registry = RegionRegistry(Regions(), lambda: self.workers, lambda: devices, self.told.append, each)
+        pool: Any = SimpleNamespace(ready=lambda: self.workers, devices=devices)
+        fronts: Any = SimpleNamespace(publish=self.told.append)
+        self.registry = RegionRegistry(Regions(), pool, fronts, each)
 
     def near(self, name: str) -> list[int]:
         """Whose memory it is."""

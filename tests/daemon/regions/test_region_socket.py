@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,10 +42,17 @@ async def settled() -> None:
     """There are no fronts."""
 
 
+def registry_of(holder: Holder, options: Regions) -> RegionRegistry:
+    """A registry with that worker, and no fronts."""
+    workers: Any = SimpleNamespace(ready=lambda: [holder], devices=["cpu:0"])
+    fronts: Any = SimpleNamespace(publish=lambda place: None)
+    return RegionRegistry(options, workers, fronts)
+
+
 @pytest.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[RegionRegistry]:
     holder = Holder(1, -1)
-    registry = RegionRegistry(Regions(max_owner_count=2), lambda: [holder], lambda: ["cpu:0"], lambda place: None)
+    registry = registry_of(holder, Regions(max_owner_count=2))
     served = RegionSocket(Regions(socket=str(tmp_path / "s")), {}, registry, settled)
     served.open()
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o660
@@ -131,7 +139,7 @@ async def test_memory_goes_with_the_connection_that_handed_it_over(tmp_path: Pat
     """Two clients; each region goes when its own connection is closed, where ``regions.reclaim`` says so."""
     options = Regions(socket=str(tmp_path / "s"), reclaim="connection")
     holder = Holder(1, -1)
-    registry = RegionRegistry(options, lambda: [holder], lambda: ["cpu:0"], lambda place: None)
+    registry = registry_of(holder, options)
     served = RegionSocket(options, {}, registry, settled)
     served.open()
 

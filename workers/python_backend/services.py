@@ -1,0 +1,177 @@
+"""What a model has of its server: the log, metrics of its own, and other models. Part of ``triton_python_backend_utils``.
+
+Source: triton-inference-server/python_backend, README "Custom Metrics" and "Model Loading API"; src/metric.cc and
+src/model_loader.cc, whose words the errors are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.calls import other_models
+from tensord.workers.calls.metric_registry import MetricKind as MetricKind
+from tensord.workers.calls.metric_registry import Value
+from tensord.workers.calls.own_metrics import HeldFamily
+from tensord.workers.python_backend.errors import Saying, TritonModelException
+
+_log = logging.getLogger("model")
+
+
+class Logger:
+    """Four levels, each switched by the daemon's log settings."""
+
+    class LogLevel(enum.Enum):
+        """Also names of ``Logger`` itself: ``Logger.INFO``."""
+
+        INFO = enum.auto()
+        WARNING = enum.auto()
+        ERROR = enum.auto()
+        VERBOSE = enum.auto()
+
+    INFO = LogLevel.INFO
+    WARNING = LogLevel.WARNING
+    ERROR = LogLevel.ERROR
+    VERBOSE = LogLevel.VERBOSE
+
+    @staticmethod
+    def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
+        """Raises TypeError: the level is none of the four."""
+        if not isinstance(message, str):
+            raise TypeError(f"message is {message!r}, expected a str")
+        if not isinstance(level, Logger.LogLevel):
+            raise TypeError(f"level is {level!r}, expected Logger.INFO, Logger.WARNING, Logger.ERROR or Logger.VERBOSE")
+        _log.log(_LEVELS[level], "%s", message)
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        Logger.log(message, Logger.INFO)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        Logger.log(message, Logger.WARNING)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        Logger.log(message, Logger.ERROR)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        Logger.log(message, Logger.VERBOSE)
+
+
+_LEVELS = {
+    Logger.INFO: logging.INFO,
+    Logger.WARNING: logging.WARNING,
+    Logger.ERROR: logging.ERROR,
+    Logger.VERBOSE: logging.DEBUG,
+}
+
+
+COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+
+
+class MetricFamily:
+    """Metrics of one name. They are shown as long as it is held by the model, and no longer than that is served."""
+
+    COUNTER: ClassVar = MetricKind.COUNTER
+    GAUGE: ClassVar = MetricKind.GAUGE
+    HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
+
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        """Raises TritonModelException: it cannot be; it is there as of another kind; or no model makes it."""
+        if not isinstance(kind, MetricKind):
+            raise TritonModelException("Error when creating MetricFamily: Unknown metric kind")
+        with Saying("Error when creating MetricFamily"):
+            self._held = HeldFamily(name, description, kind)
+
+    def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
+        """The metric with these labels; ``buckets`` are a histogram's. Raises TritonModelException."""
+        if not isinstance(labels, Mapping | None):
+            raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
+        if not isinstance(buckets, list | tuple | None):
+            raise TritonModelException("Failed to create metric. Buckets must be a list.")
+        with Saying("Error when creating Metric"):
+            return Metric(self._held, self._held.metric(labels or {}, buckets))
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._held.close()
+
+
+class Metric:
+    """One of a family, and of no use without it."""
+
+    def __init__(self, held: HeldFamily, value: Value) -> None:
+        self._held = held
+        self._value = value
+
+    def increment(self, value: float) -> None:
+        """Raises TritonModelException: by less than 0, of a counter; it is a histogram."""
+        with Saying("Failed to increment metric value"):
+            self._held.registry.increment(self._held.kind, self._value, float(value))
+
+    def set(self, value: float) -> None:
+        """Raises TritonModelException: it is no gauge."""
+        with Saying("Failed to set metric value"):
+            self._held.registry.set(self._held.kind, self._value, float(value))
+
+    def observe(self, value: float) -> None:
+        """Raises TritonModelException: it is no histogram."""
+        with Saying("Failed to observe metric value"):
+            self._held.registry.observe(self._held.kind, self._value, float(value))
+
+    def value(self) -> float:
+        """Raises TritonModelException: it is a histogram."""
+        with Saying("Failed to get metric value"):
+            return self._held.registry.value(self._held.kind, self._value)
+
+
+def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    """Loads it, or loads it anew, and waits for that. Raises TritonModelException: it could not be loaded.
+
+    Args:
+      config: a configuration in JSON that takes the place of its config.pbtxt.
+      files: ``file:<version>/<name>`` -> content; the model consists of these.
+    """
+    if not isinstance(files, Mapping | None):
+        raise TritonModelException(
+            f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
+        )
+    with _Asking("Failed to load model"):
+        other_models.load(model_name, config, files)
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Begins to take it away. Raises TritonModelException."""
+    with _Asking("Failed to unload model"):
+        other_models.unload(model_name, unload_dependents)
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    """Whether requests for it are answered. Raises TritonModelException: the version is no number."""
+    number = 0
+    if model_version:
+        if not model_version.isdecimal() or int(model_version) < 1:
+            raise TritonModelException(
+                f"Failed to check model readiness: failed to get model version from specified version string '{model_version}', "
+                "version should be an integral value > 0"
+            )
+        number = int(model_version)
+    with _Asking("Failed to check model readiness"):
+        return other_models.is_ready(model_name, number)
+
+
+class _Asking(Saying):
+    """In Triton's words where nobody may ask."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, other_models.NotAllowed):
+            error = InvalidArgument(
+                "the model loading API is not supported during the 'auto_complete_config' and 'finalize' functions."
+            )
+        super().__exit__(kind, error, traceback)
