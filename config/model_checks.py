@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from tensord.config import ensemble_checks, isolation, model_fields
@@ -88,15 +88,23 @@ def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool, scalar: bo
             f"{what}: 'dims' is missing; without max_batch_size a single number has dims [1], or model.py says so, as in 'FP32[]'"
         )
     for dims in (tensor.dims, tensor.reshape.shape):
-        if len(dims) > MAX_RANK:
-            raise InvalidArgument(f"{what}: {len(dims)} dims given, at most {MAX_RANK} are allowed")
-    for dim in tensor.dims:
-        if dim < 1 and dim != -1:
-            raise InvalidArgument(f"{what}: dim {dim}; a dim is at least 1, or -1 where it varies")
+        _check_rank(what, dims)
+    _check_dims(what, tensor.dims)
     if getattr(tensor, "format", 0) and len(tensor.dims) != 3 and (tensor.dims or whole):
         raise InvalidArgument(f"{what}: model input NHWC/NCHW require 3 dims, {len(tensor.dims)} given")
     if tensor.HasField("reshape"):
         _check_reshape(what, list(tensor.dims), list(tensor.reshape.shape), batches)
+
+
+def _check_rank(what: str, dims: Sequence[int]) -> None:
+    if len(dims) > MAX_RANK:
+        raise InvalidArgument(f"{what}: {len(dims)} dims given, at most {MAX_RANK} are allowed")
+
+
+def _check_dims(what: str, dims: Iterable[int]) -> None:
+    for dim in dims:
+        if dim < 1 and dim != -1:
+            raise InvalidArgument(f"{what}: dim {dim}; a dim is at least 1, or -1 where it varies")
 
 
 def _check_reshape(what: str, dims: list[int], shape: list[int], batches: bool) -> None:
@@ -434,11 +442,8 @@ def _check_state(what: str, state: Any, whole: bool) -> None:
             from_model_config(data_type_name(state))
         except InvalidArgument:
             raise InvalidArgument(f"{what}: 'data_type' is missing or unknown") from None
-    if len(state.dims) > MAX_RANK:
-        raise InvalidArgument(f"{what}: {len(state.dims)} dims given, at most {MAX_RANK} are allowed")
-    for dim in state.dims:
-        if dim < 1 and dim != -1:
-            raise InvalidArgument(f"{what}: dim {dim}; a dim is at least 1, or -1 where it varies")
+    _check_rank(what, state.dims)
+    _check_dims(what, state.dims)
 
 
 def _check_initial(state: Any) -> None:

@@ -22,6 +22,28 @@ from typing import Any
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.regions import check_range
 
+_HANDLE_SIZE = 64
+#: Errors of the driver after which nothing in this process's context works any more: CUDA calls them sticky.
+_STICKY = frozenset(
+    {
+        "CUDA_ERROR_ASSERT",
+        "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+        "CUDA_ERROR_DEINITIALIZED",
+        "CUDA_ERROR_ECC_UNCORRECTABLE",
+        "CUDA_ERROR_EXTERNAL_DEVICE",
+        "CUDA_ERROR_HARDWARE_STACK_ERROR",
+        "CUDA_ERROR_ILLEGAL_ADDRESS",
+        "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+        "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+        "CUDA_ERROR_INVALID_PC",
+        "CUDA_ERROR_LAUNCH_FAILED",
+        "CUDA_ERROR_LAUNCH_TIMEOUT",
+        "CUDA_ERROR_MISALIGNED_ADDRESS",
+        "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    }
+)
+
 _SONAME = "libcuda.so.1"
 
 
@@ -60,29 +82,6 @@ class LastingCalls:
                 return (found,)
 
         return call
-
-
-_HANDLE_SIZE = 64
-#: Errors of the driver after which nothing in this process's context works any more: CUDA calls them sticky.
-_STICKY = frozenset(
-    {
-        "CUDA_ERROR_ASSERT",
-        "CUDA_ERROR_CONTEXT_IS_DESTROYED",
-        "CUDA_ERROR_DEINITIALIZED",
-        "CUDA_ERROR_ECC_UNCORRECTABLE",
-        "CUDA_ERROR_EXTERNAL_DEVICE",
-        "CUDA_ERROR_HARDWARE_STACK_ERROR",
-        "CUDA_ERROR_ILLEGAL_ADDRESS",
-        "CUDA_ERROR_ILLEGAL_INSTRUCTION",
-        "CUDA_ERROR_INVALID_ADDRESS_SPACE",
-        "CUDA_ERROR_INVALID_PC",
-        "CUDA_ERROR_LAUNCH_FAILED",
-        "CUDA_ERROR_LAUNCH_TIMEOUT",
-        "CUDA_ERROR_MISALIGNED_ADDRESS",
-        "CUDA_ERROR_MPS_CLIENT_TERMINATED",
-        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
-    }
-)
 
 
 class NoCuda(Exception):

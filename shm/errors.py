@@ -27,6 +27,13 @@ class InvalidArgument(ServingError):
     code = "INVALID_ARGUMENT"
 
 
+class FileTooLarge(InvalidArgument):
+    """A file of a model is larger than anything that is read of its kind."""
+
+    def __init__(self, name: str, byte_size: int, limit: int) -> None:
+        super().__init__(f"{name} has {byte_size} bytes, at most {limit} are read")
+
+
 class NotFound(ServingError):
     """The named model, version or region does not exist."""
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import enum
 import re
 
+from tensord.daemon.front.status import BodyTooLarge
+
 _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 
 
@@ -98,10 +100,7 @@ class ChunkSizes:
             return
         self._total += byte_size
         if self._total > self._max_body:
-            raise Refusal(
-                413,
-                f"the request body has at least {min(self._total, 1 << 63)} bytes, at most {self._max_body} are allowed",
-            )
+            raise Refusal(*BodyTooLarge(f"has at least {min(self._total, 1 << 63)} bytes", self._max_body).refusal)
         self._left = byte_size + len(b"\r\n")
 
     def _check_lines(self, byte_size: int) -> None:

@@ -6,7 +6,7 @@ Source: Triton's HttpCodeFromError and GrpcStatusUtil, as recorded against a rea
 from __future__ import annotations
 
 from tensord.daemon.front.access import Restricted
-from tensord.shm.errors import ServingError
+from tensord.shm.errors import InvalidArgument, ServingError
 
 #: code -> (HTTP status, gRPC status name)
 _TABLE: dict[str, tuple[int, str]] = {
@@ -22,10 +22,27 @@ _TABLE: dict[str, tuple[int, str]] = {
 }
 
 
+class BodyTooLarge(InvalidArgument):
+    """An HTTP request body is beyond its limit, for which the family of errors has no code."""
+
+    status = 413
+
+    def __init__(self, found: str, limit: int) -> None:
+        """``found``: what is known of it, as "has more than 10 bytes"."""
+        super().__init__(f"the request body {found}, at most {limit} are allowed")
+
+    @property
+    def refusal(self) -> tuple[int, str]:
+        """Status and text of the answer."""
+        return self.status, self.message
+
+
 def http_status(code: str | ServingError) -> int:
     """The HTTP status of an error or of its code."""
     if isinstance(code, Restricted):
         return 403
+    if isinstance(code, BodyTooLarge):
+        return code.status
     return _TABLE[code.code if isinstance(code, ServingError) else code][0]
 
 

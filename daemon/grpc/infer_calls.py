@@ -21,6 +21,7 @@ from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace, Tracer
+from tensord.shm import trace_stamps
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.errors import ServingError
 from tensord.shm.lane import SubmitterLane
@@ -97,8 +98,8 @@ class InferCalls:
         trace = request.trace = self.tracer.sample(request.model)
         if trace is not None:
             trace.client_id = request.id
-            trace.stamp("GRPC_WAITREAD_START", waited_ns)
-            trace.stamp("GRPC_WAITREAD_END", read_ns)
+            trace.stamp(trace_stamps.GRPC_WAITREAD_START, waited_ns)
+            trace.stamp(trace_stamps.GRPC_WAITREAD_END, read_ns)
 
     def ask_formed(
         self, call: Caller, content: Buffer, start: int, end: int, deadline_ns: int, decoupled: bool
@@ -223,10 +224,10 @@ class Sent:
 
     def __init__(self, trace: Trace, release: Callable[[], None] | None) -> None:
         self._trace, self._release = trace, release
-        trace.stamp("GRPC_SEND_START")
+        trace.stamp(trace_stamps.GRPC_SEND_START)
 
     def __call__(self) -> None:
         if self._release is not None:
             self._release()
-        self._trace.stamp("GRPC_SEND_END")
+        self._trace.stamp(trace_stamps.GRPC_SEND_END)
         self._trace.end()

@@ -25,6 +25,7 @@ from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.pending import Pending
 from tensord.daemon.tracing.tracer import Trace
+from tensord.shm import trace_stamps
 from tensord.shm.errors import DEFECT, ServingError, Unsupported
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, Slice
@@ -220,7 +221,7 @@ class Answering(Pending):
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
         """The answer goes to the connection, whole."""
         if self._trace is not None:
-            self._trace.stamp("HTTP_SEND_START")
+            self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._outlet.answer_pieces(pieces):
             self.written()
 
@@ -260,7 +261,7 @@ class Answering(Pending):
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
         if self._trace is not None and self.phase is Phase.ANSWERED:
-            self._trace.stamp("HTTP_SEND_END")
+            self._trace.stamp(trace_stamps.HTTP_SEND_END)
             self._trace.end()
             self._trace = None
 

@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 
+from tensord.daemon.front.status import BodyTooLarge
 from tensord.daemon.http.body import CollectedBody
 from tensord.shm.errors import InvalidArgument
 
@@ -25,10 +26,6 @@ _INFLATE_IN, _INFLATE_OUT, _DEFLATE_IN = 16 << 10, 256 << 10, 32 << 10
 _MAX_MEMBERS, _MEMBER_COST = 4096, 16 << 10
 #: Members of an Accept-Encoding list that are looked at.
 _MAX_CODINGS = 32
-
-
-class BodyTooLarge(InvalidArgument):
-    """A body beyond its limit: 413, for which the family of errors has no code."""
 
 
 class Inflation:
@@ -99,8 +96,7 @@ class Inflation:
     def _take(self, content: bytes) -> None:
         if self._body.received + len(content) > self._limit:
             raise BodyTooLarge(
-                f"the request body of {self.received} compressed bytes so far inflates to more than {self._limit} bytes, "
-                f"at most {self._limit} are allowed"
+                f"of {self.received} compressed bytes so far inflates to more than {self._limit} bytes", self._limit
             )
         self._body.write(content)
 

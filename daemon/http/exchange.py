@@ -19,13 +19,13 @@ from tensord.daemon.front.status import http_status
 from tensord.daemon.http import json_cut, placement, request_codec
 from tensord.daemon.http.answering import DECOUPLED, Answering, Phase
 from tensord.daemon.http.body import Body, CollectedBody, PlacedBody
-from tensord.daemon.http.compression import BodyTooLarge
 from tensord.daemon.http.http_form import Request
 from tensord.daemon.http.http_forms import request_of
 from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
 from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.submit.scheduling import UNSCHEDULED
+from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.messages import Content, PreparedRequest, RequestRecord
@@ -73,7 +73,7 @@ class Exchange(Answering):
         if tracer is not None and tracer.on:
             self._trace = tracer.sample(self._head.model)
             if self._trace is not None:
-                self._trace.stamp("HTTP_RECV_START")
+                self._trace.stamp(trace_stamps.HTTP_RECV_START)
 
     @property
     def reception(self) -> Reception:
@@ -101,7 +101,7 @@ class Exchange(Answering):
         if self.phase is not _RECEIVING:
             return
         if self._trace is not None:
-            self._trace.stamp("HTTP_RECV_END")
+            self._trace.stamp(trace_stamps.HTTP_RECV_END)
         self.phase = _RECEIVED
         self.reception.complete()
         self._go_on()
@@ -123,7 +123,7 @@ class Exchange(Answering):
             if head.edition != serving.table.edition or (tracer is not None and tracer.on):
                 self._admit()
                 if self._trace is not None:
-                    self._trace.stamp("HTTP_RECV_END")
+                    self._trace.stamp(trace_stamps.HTTP_RECV_END)
             ends = begins + head.text_size
             text = data[begins:ends]
             forms = serving.forms
@@ -186,8 +186,6 @@ class Exchange(Answering):
             if reception.error is not None:
                 raise reception.error
             self._read(reception.body)
-        except BodyTooLarge as error:
-            self._answer_error(413, error.message)
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
         except Exception:
@@ -288,7 +286,7 @@ class Exchange(Answering):
         if trace is not None:
             noted = trace.level
             trace.client_id = request.id
-            trace.stamp("REQUEST_START")
+            trace.stamp(trace_stamps.REQUEST_START)
         prepared = form.prepared if numbered is None else numbered.number
         self.record = RequestRecord(
             submitter.next_id(), prepared, contents, request.id, 0, monotonic_ns(), *request.scheduling, noted

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tensord.daemon.front.status import http_status
+from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import generate_codec
 from tensord.daemon.http.body import Body, PlacedBody
 from tensord.daemon.http.message_head import InferHead
@@ -30,6 +30,7 @@ from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit import inference
 from tensord.daemon.submit.inference import Inference
 from tensord.daemon.tracing.tracer import Trace
+from tensord.shm import trace_stamps
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable, Unsupported, from_code
 from tensord.shm.lane import SubmitterLane
@@ -136,7 +137,7 @@ class Generation:
                 self._state = self._admit()
             reception, limit = self._reception, self._serving.options.http.max_body_byte_size
             if reception is None:
-                self._refuse(413, f"the request body has more than {limit} bytes, at most {limit} are allowed")
+                self._refuse(*BodyTooLarge(f"has more than {limit} bytes", limit).refusal)
             elif self._whole:
                 self._submit(reception, self._state)
             elif self._expects_continue:
@@ -162,7 +163,7 @@ class Generation:
         if tracer is not None and tracer.on:
             self._trace = tracer.sample(head.model)
             if self._trace is not None:
-                self._trace.stamp("HTTP_RECV_START")
+                self._trace.stamp(trace_stamps.HTTP_RECV_START)
         if head.coding:
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         return state
@@ -172,7 +173,7 @@ class Generation:
             raise reception.error
         head, serving = self._head, self._serving
         if self._trace is not None:
-            self._trace.stamp("HTTP_RECV_END")
+            self._trace.stamp(trace_stamps.HTTP_RECV_END)
         body = reception.body
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         asked = generate_codec.decode(bytes(body.whole()), head.model, head.version, state.metadata)
@@ -278,11 +279,11 @@ class Generation:
 
     def _sending(self) -> None:
         if self._trace is not None:
-            self._trace.stamp("HTTP_SEND_START")
+            self._trace.stamp(trace_stamps.HTTP_SEND_START)
 
     def _sent(self) -> None:
         if self._trace is not None:
-            self._trace.stamp("HTTP_SEND_END")
+            self._trace.stamp(trace_stamps.HTTP_SEND_END)
             self._trace.end()
 
     def _finish(self) -> None:

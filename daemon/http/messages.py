@@ -14,6 +14,7 @@ import httptools
 from tensord.daemon.front.access import Restricted
 from tensord.daemon.front.chunk_sizes import ChunkSizes
 from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.status import BodyTooLarge
 from tensord.daemon.http import message_head
 from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.asgi import AsgiRequest
@@ -157,7 +158,7 @@ class Messages:
         self._apply_rules(head)
         limit = serving.options.http.max_body_byte_size
         if (head.content_length or 0) > limit:
-            order.refuse(413, f"the request body has {head.content_length} bytes, at most {limit} are allowed")
+            order.refuse(*BodyTooLarge(f"has {head.content_length} bytes", limit).refusal)
             return
         if head.content_length is None:
             self._chunks_begin()
@@ -238,7 +239,7 @@ class Messages:
         if isinstance(receiving, Exchange):
             limit = self._serving.options.http.max_body_byte_size
             if receiving.received + len(body) > limit:
-                self._order.refuse(413, f"the request body has more than {limit} bytes, at most {limit} are allowed")
+                self._order.refuse(*BodyTooLarge(f"has more than {limit} bytes", limit).refusal)
             else:
                 receiving.reception.receive(body)
         elif receiving is not None:

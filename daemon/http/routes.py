@@ -21,7 +21,7 @@ from tensord.daemon.control.log_settings import FILE_REFUSED, FORMATS, MAX_VERBO
 from tensord.daemon.front.access import Access, Rule
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.peer import end_of, peer_of
-from tensord.daemon.front.status import http_status
+from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import control_fields
 from tensord.daemon.submit.model_table import parse_version
 from tensord.daemon.tracing import trace_settings
@@ -269,7 +269,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
     async for piece in request.stream():
         size += len(piece)
         if size > limit:
-            raise HTTPException(413, f"the request body has more than {limit} bytes, at most {limit} are allowed")
+            raise HTTPException(*BodyTooLarge(f"has more than {limit} bytes", limit).refusal)
         pieces.append(piece)
     return b"".join(pieces)
 

@@ -29,7 +29,20 @@ from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options, Repository
 from tensord.daemon.models import load_errors, placement
 from tensord.shm.control_records import Load
-from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.shm.errors import FileTooLarge, InvalidArgument, ServingError, Unsupported
+
+#: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
+_VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
+#: A model's file beyond that is no code.
+_MAX_CODE_BYTE_SIZE = 16 << 20
+_MAX_NAMED = 5
+#: Why a name is not served that two repositories have: Triton's words.
+DUPLICATE = "model appears in two or more repositories"
+#: Up to Python 3.11 the depth of a syntax tree is counted for all threads together, so that two at a time may both fail.
+_parsing = threading.Lock()
+_NONE_CHOSEN = "no version is available under its version policy"
+_log = logging.getLogger(__name__)
 
 #: What Python, file systems, network storage and archives leave beside anybody's files.
 IGNORED = frozenset(("__pycache__", "lost+found", "@eaDir", "#recycle", "System Volume Information", "__MACOSX"))
@@ -94,19 +107,6 @@ def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             else:
                 yield place, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         waiting += reversed(below)
-
-
-#: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
-_VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
-#: A model's file beyond that is no code.
-_MAX_CODE_BYTE_SIZE = 16 << 20
-_MAX_NAMED = 5
-#: Why a name is not served that two repositories have: Triton's words.
-DUPLICATE = "model appears in two or more repositories"
-#: Up to Python 3.11 the depth of a syntax tree is counted for all threads together, so that two at a time may both fail.
-_parsing = threading.Lock()
-_NONE_CHOSEN = "no version is available under its version policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,11 +381,8 @@ def _read(path: Path, limit: int) -> bytes | None:
     except (FileNotFoundError, IsADirectoryError):
         return None
     if len(content) > limit:
-        raise InvalidArgument(f"{path.name} has {path.stat().st_size} bytes, at most {limit} are read")
+        raise FileTooLarge(path.name, path.stat().st_size, limit)
     return content
-
-
-_log = logging.getLogger(__name__)
 
 
 class Repositories:

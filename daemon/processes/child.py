@@ -30,6 +30,10 @@ from tensord.shm.record import Record, decoder
 from tensord.shm.sequence_page import SequencePage, SequenceState
 from tensord.shm.status_page import StatusPage
 
+#: Of ``ChildReady.missing`` and ``ChildReady.jax_lacks``.
+IN_C = "parts of tensord that are written in C are off"
+OF_JAX = "this JAX lacks interfaces that are not public"
+
 _log = logging.getLogger(__name__)
 #: For a process that is about to be killed to write where it is.
 _STACK_SECONDS = 0.2
@@ -350,11 +354,6 @@ def describe_exit(returncode: int) -> str:
 def front_name(protocol: str, row: int) -> str:
     """Of the post of that row."""
     return f"{protocol}-{row}"
-
-
-#: Of ``ChildReady.missing`` and ``ChildReady.jax_lacks``.
-IN_C = "parts of tensord that are written in C are off"
-OF_JAX = "this JAX lacks interfaces that are not public"
 
 
 class MissingParts:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tensord.daemon.processes.child import Child
 
+_log = logging.getLogger(__name__)
+
 
 class Phase(enum.Enum):
     """Where the daemon is in its life."""
@@ -26,9 +28,6 @@ class Phase(enum.Enum):
     DRAINING = "draining"
     #: Everything is told to exit.
     STOPPING = "stopping"
-
-
-_log = logging.getLogger(__name__)
 
 
 class Shutdown:

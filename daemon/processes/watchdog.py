@@ -18,6 +18,9 @@ from tensord.daemon.processes.notify import Notifier
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.shm.status_page import WorkerState
 
+#: Between looks.
+_INTERVAL = 0.5
+
 #: A look that is later than this was kept from being taken.
 _LATE_NS = 100_000_000
 #: Remembered; earlier ones count for nothing.
@@ -93,10 +96,6 @@ def overdue(child: Snapshot, options: Options, now_ns: int, pauses: Pauses) -> s
         case WorkerState.IDLE | WorkerState.STARTING if past(child.last_beat_ns, limits.idle_timeout):
             return f"has not turned its loop for {limits.idle_timeout:g} s"
     return ""
-
-
-#: Between looks.
-_INTERVAL = 0.5
 
 
 class Watchdog:

@@ -17,37 +17,6 @@ if TYPE_CHECKING:
     from tensord.daemon.processes.child import Worker
 
 
-class EndWatch:
-    """Calls back once, on the running loop, also for what has ended already. Duplicates the descriptor."""
-
-    def __init__(self, end: int, ended: Callable[[], None]) -> None:
-        self._fd = os.dup(end)
-        self._ended = ended
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._readable)
-
-    def _readable(self) -> None:
-        self.close()
-        self._ended()
-
-    def pause(self) -> None:
-        """Calls nobody until ``resume``, which tells what has ended meanwhile."""
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-
-    def resume(self) -> None:
-        """Ends ``pause``."""
-        if self._fd >= 0:
-            self._loop.add_reader(self._fd, self._readable)
-
-    def close(self) -> None:
-        """Stops watching. Idempotent."""
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-
 Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
@@ -129,3 +98,34 @@ class Region:
 def is_owner(peer: Peer, owner: Peer) -> bool:
     """Whether what ``owner`` registered is the peer's as well: a user's own, anybody's on TCP, and everything the operator's."""
     return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))
+
+
+class EndWatch:
+    """Calls back once, on the running loop, also for what has ended already. Duplicates the descriptor."""
+
+    def __init__(self, end: int, ended: Callable[[], None]) -> None:
+        self._fd = os.dup(end)
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._readable)
+
+    def _readable(self) -> None:
+        self.close()
+        self._ended()
+
+    def pause(self) -> None:
+        """Calls nobody until ``resume``, which tells what has ended meanwhile."""
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+
+    def resume(self) -> None:
+        """Ends ``pause``."""
+        if self._fd >= 0:
+            self._loop.add_reader(self._fd, self._readable)
+
+    def close(self) -> None:
+        """Stops watching. Idempotent."""
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1

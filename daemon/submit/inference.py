@@ -25,6 +25,7 @@ from tensord.daemon.submit.pending import OnAnswer
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace
+from tensord.shm import trace_stamps
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.errors import DEFECT, Internal, ServingError, from_code
 from tensord.shm.lane import SubmitterLane
@@ -154,7 +155,7 @@ class Inference:
             )
             if trace is not None:
                 trace.client_id = request.id
-                trace.stamp("REQUEST_START")
+                trace.stamp(trace_stamps.REQUEST_START)
                 self._on_answer = _traced(trace, self._on_answer)
         except BaseException:
             for each in leases:

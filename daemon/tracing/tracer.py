@@ -18,6 +18,7 @@ import msgspec
 from tensord.daemon.tracing.trace_counters import TraceBudget, TraceTurn
 from tensord.daemon.tracing.trace_file import TraceFiles
 from tensord.daemon.tracing.trace_settings import LEVELS
+from tensord.shm import trace_stamps
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.messages import Timeline
 
@@ -152,7 +153,7 @@ class Trace:
             self._stamps += [(ns, name) for name, ns in timeline.moments]
             self._entries += _tensors(self._id, timeline)
             self._children = timeline.children
-        self.stamp("REQUEST_END")
+        self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
         """Everything is known: to the file with it, and with what was made for it, each of which says whose child it is."""

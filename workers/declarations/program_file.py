@@ -20,7 +20,7 @@ from jax.extend.mlir import ir
 
 from tensord.config.artifact_files import EXPORTED
 from tensord.shm.arrays import DTYPES, datatype_of
-from tensord.shm.errors import InvalidArgument
+from tensord.shm.errors import FileTooLarge, InvalidArgument
 from tensord.workers.tensors.tensor_trees import name_of, parameter_name
 
 _MAX_BYTE_SIZE = 2 << 30
@@ -70,7 +70,7 @@ class ProgramFile:
         try:
             size = path.stat().st_size
             if size > _MAX_BYTE_SIZE:
-                raise InvalidArgument(f"{path.name} has {size} bytes, at most {_MAX_BYTE_SIZE} are read")
+                raise FileTooLarge(path.name, size, _MAX_BYTE_SIZE)
             content = path.read_bytes()
             read = _exported if path.suffix == EXPORTED else _of_stablehlo
             self._exported = read(path.name, content)

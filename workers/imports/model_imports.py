@@ -38,6 +38,8 @@ from tensord.shm.errors import InvalidArgument
 from tensord.workers.calls.caller import PORT, EndsLater, ModelPort
 from tensord.workers.imports.plain_names import Importer, PlainName
 
+_NOT_A_NAME = re.compile(r"\W")
+
 
 class SourceLoader(SourceFileLoader):
     """Loads a .py file of a model: its modules get the builtins of their model, and sources are always compiled anew.
@@ -69,9 +71,6 @@ class BytecodeLoader(SourcelessFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__["__builtins__"] = self._builtins
         super().exec_module(module)
-
-
-_NOT_A_NAME = re.compile(r"\W")
 
 
 class ModelImports(Importer):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from tensord.shm import trace_stamps
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import ServingError
 from tensord.shm.messages import AnswerRecord, Timeline, TracedTensor
@@ -33,7 +34,7 @@ class RequestTimeline:
 
     def __init__(self, level: int, queued_ns: int) -> None:
         self._level = level
-        self._moments = [("QUEUE_START", queued_ns)]
+        self._moments = [(trace_stamps.QUEUE_START, queued_ns)]
         self._tensors: list[TracedTensor] = []
         self._children: list[Timeline] = []
         #: Of the children and theirs: how many, and how much their tensors say.
@@ -46,7 +47,8 @@ class RequestTimeline:
 
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
         """The model ran; its outputs are not placed yet. ``moments``: it began, had its inputs, had computed; in ns."""
-        self._moments += zip(("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START"), moments, strict=True)
+        names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
+        self._moments += zip(names, moments, strict=True)
         if self._level & TENSORS:
             outputs = {} if isinstance(result, ServingError) else result
             for activity, arrays in (("TENSOR_QUEUE_INPUT", inputs), ("TENSOR_BACKEND_OUTPUT", outputs)):
@@ -64,14 +66,14 @@ class RequestTimeline:
         self._characters += child._characters + sum(len(tensor.content) for tensor in child._tensors)
         if self._characters > _MAX_CHARACTERS:
             child._tensors.clear()
-        child._moments.insert(0, ("REQUEST_START", child._moments[0][1]))
+        child._moments.insert(0, (trace_stamps.REQUEST_START, child._moments[0][1]))
         made = child._timeline()
-        moments = made.moments and (*made.moments, ("REQUEST_END", time.monotonic_ns()))
+        moments = made.moments and (*made.moments, (trace_stamps.REQUEST_END, time.monotonic_ns()))
         self._children.append(msgspec.structs.replace(made, moments=moments, model=model, version=version))
 
     def _timeline(self) -> Timeline:
-        ran = any(name == "COMPUTE_START" for name, _ in self._moments)
-        moments = [*self._moments, ("COMPUTE_END", time.monotonic_ns())] if ran else self._moments
+        ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
+        moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         told = tuple(moments) if self._level & TIMESTAMPS else ()
         return Timeline(told, tuple(self._tensors), children=tuple(self._children))
 

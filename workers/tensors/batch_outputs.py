@@ -16,6 +16,9 @@ import numpy as np
 from tensord.shm.arrays import Array
 from tensord.workers.tensors.signature import Signature
 
+#: All outputs of a run; more are cut as arrays, so that nothing large is copied twice.
+LIMIT = 1 << 18
+
 
 class Part(NamedTuple):
     """Where one tensor is in a ``Packing``."""
@@ -69,10 +72,6 @@ class Packing:
 
     def __repr__(self) -> str:
         return f"<Packing {len(self.parts)} tensors in {len(self.rows)} rows>"
-
-
-#: All outputs of a run; more are cut as arrays, so that nothing large is copied twice.
-LIMIT = 1 << 18
 
 
 #: One output of all requests: name, datatype, which of the contents, start, step, byte size and shape of a row. Row n begins at

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensord.daemon.front.status import BodyTooLarge
 from tensord.daemon.http.body import CollectedBody
-from tensord.daemon.http.compression import BodyTooLarge, Deflation, Inflation, answer_coding, request_coding
+from tensord.daemon.http.compression import Deflation, Inflation, answer_coding, request_coding
 from tensord.shm.errors import InvalidArgument
 
 MIB = 1 << 20
