@@ -16,7 +16,7 @@ from typing import Any
 
 _ROOT = Path(__file__).parent.parent.parent
 #: Code that is counted; not what it calls in libraries, nor the tests.
-_ROOMS = tuple(f"{_ROOT / 'tensord' / room}/" for room in ("daemon", "shm", "workers", "config"))
+ROOMS = tuple(f"{_ROOT / 'tensord' / room}/" for room in ("daemon", "shm", "workers", "config"))
 #: Functions of the standard library that are system calls.
 _SYSTEM_CALLS = {"send", "sendmsg", "sendto", "recv", "recv_into", "recvmsg", "recvmsg_into", "_accept", "sched_yield"}
 _SYSTEM_CALLS |= {
@@ -59,7 +59,7 @@ class Work:
             sys.setprofile(profile)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_ROOMS):
+        if not frame.f_code.co_filename.startswith(ROOMS):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._step
@@ -74,5 +74,5 @@ class Work:
             return
         # Some methods of sockets are functions of the standard library around those that call the system.
         caller = frame.f_back if frame.f_code.co_filename == socket.__file__ else frame
-        if caller is not None and caller.f_code.co_filename.startswith(_ROOMS):
+        if caller is not None and caller.f_code.co_filename.startswith(ROOMS):
             self.system_calls[argument.__name__] += 1

@@ -126,6 +126,8 @@ class Dispatcher:
         self.uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
         #: Versions in which requests wait.
         self._active: dict[ModelVersion, None] = {}
+        #: Whether no request waits to run, and no answer for room; as of the last iteration.
+        self.idle = True
         #: What the table of models had changed when all of them were asked.
         self._asked_of = 0
 
@@ -262,11 +264,12 @@ class Dispatcher:
             self.ask_all()
         if agenda.woken or agenda.due_ns <= now_ns:
             self._ask(agenda.take(now_ns), now_ns)
-        if self._stepping.living and self._step(now_ns):
-            return now_ns
+        again = self._stepping.living and self._step(now_ns)
+        waits = self._active or blocked or kept
+        self.idle = not (waits or (self._stepping.living and self._stepping.waits))
         if blocked or kept:
             agenda.put(self._retry, min(self._outbox.next_give_up_ns, self.responses.next_give_up_ns))
-        if agenda.woken or self.limiter.moved:
+        if again or agenda.woken or self.limiter.moved:
             return now_ns
         return None if agenda.due_ns == NEVER else agenda.due_ns
 
@@ -381,12 +384,6 @@ class Dispatcher:
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)
         return [(version, execution) for version, execution, _, _ in uncounted]
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request waits to run, and no answer for room."""
-        waits = self._active or self._outbox.blocked or self.responses.kept
-        return not (waits or (self._stepping.living and self._stepping.waits))
 
     def __repr__(self) -> str:
         return f"<Dispatcher {len(self._active)} models with work>"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import select
 from collections.abc import Hashable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from tensord.shm.arrays import address_of
 from tensord.shm.errors import ServingError
@@ -87,6 +87,7 @@ class _Batch:
             self,
             self.version.page_key,
             rules.max_size,
+            max([program.share / program.rows for program in made], default=0.0),
             series,
             tuple([self._callable(program) for program in made]),
             tuple(by_rows),
@@ -121,7 +122,8 @@ class _Alone:
         """The batch as the C part wants it: where several wait and fit into one run, no program of those is for them."""
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
         most = min(self._version.batcher.at_once(shapes), _native.MAX_ROWS)
-        return self, self._version.page_key, rules.max_size, False, (), (-1,) * max(1, most), None
+        share = self.executable.share / self.executable.rows
+        return self, self._version.page_key, rules.max_size, share, False, (), (-1,) * max(1, most), None
 
     def count(self, turns: Turns) -> None:
         """Counts what was done of them."""
@@ -183,8 +185,8 @@ class FastPath(Poller):
         if self._seen != self._models.changes + self._regions.changes:
             self._forget()
         woken = Woken(*self._native.wait(max(0, timeout_ns), idle, sleeps))
-        if self._numbers:
-            self._settle()
+        if self._numbers and (figures := self._native.figures()):
+            self._count(figures)
         return woken
 
     def forget(self, submitter: Submitter[Request], number: int) -> None:
@@ -329,9 +331,13 @@ class FastPath(Poller):
         return found
 
     def _settle(self) -> None:
+        self._count(self._native.figures())
+
+    @staticmethod
+    def _count(figures: list[tuple[Any, ...]]) -> None:
         """Counts what was done outside of Python."""
-        for batch, *figures in self._native.figures():
-            batch.count(Turns(*figures))
+        for batch, *counts in figures:
+            batch.count(Turns(*counts))
 
     def _forget(self) -> None:
         self._settle()

@@ -6,6 +6,7 @@ planner ─▶ executable there? ─yes─▶ its places, the run, the answers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tensord.shm.status_page import StatusPage, WorkerState
@@ -22,10 +23,11 @@ from tensord.workers.requests.request import Request
 
 #: The loop's place on the status page.
 LOOP_DESK = 0
-#: So many batches are run in one iteration before anything else is looked at, and so many requests must wait for that: what few
-#: wait for leaves at once, so that the front is not idle meanwhile.
-_RUN_ON = 8
+#: Answers of several runs share a flush while so many requests wait: what fewer wait for leaves at once, so that the front is not
+#: idle meanwhile.
 _MANY = 4
+#: And while what the runs have to do does not make up an iteration (``weight.share_of``). So many calls of programs do as well.
+_CALLS = 32
 
 
 class LoopRuns:
@@ -60,28 +62,26 @@ class LoopRuns:
         self.resting_state = WorkerState.IDLE
 
     def run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
-        """Runs its next batch, and further ones of light programs with ``alone``, where many wait and no other model has any.
+        """Runs its next batch, and further ones with little to do with ``alone``, where many wait and no other model has any.
 
         Their answers then share a flush and a wake-up.
         """
-        light = self._run(version, now_ns)
-        for _ in range(_RUN_ON - 1):
-            if not (light and alone and len(version.planner) >= _MANY):
-                return
-            light = self._run(version, self._clock())
+        done = self._run(version, now_ns)
+        while alone and done < 1 and len(version.planner) >= _MANY:
+            done += self._run(version, self._clock()) + 1 / _CALLS
 
-    def _run(self, version: ModelVersion, now_ns: int) -> bool:
-        """Runs the next batch. Returns whether that had little to do; False: none is due."""
+    def _run(self, version: ModelVersion, now_ns: int) -> float:
+        """Runs the next batch. Returns how much of an iteration that is; infinite: all of it, or none is due."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
             self._page.set_state(WorkerState.EXECUTING, now_ns)
             left = self._ensembles.run(version, version.loaded.ensemble, batch, now_ns)
             self._page.set_state(self.resting_state, self._clock())
             if not left:
-                return left is not None
+                return math.inf if left is None else 0
             batch = left
         if not batch or model is None:
-            return False
+            return math.inf
         executable: Executable | SeriesProgram | None = None
         if model.series is not None and not self._outbox.blocked:
             executable = self._extend(version, model.series, batch)
@@ -89,7 +89,7 @@ class LoopRuns:
             executable = model.find(batch)
         if executable is None:
             self._compiler.park(version, batch, model.wanted_by(batch))
-            return True
+            return 0
         execution = Execution(batch, now_ns, executable)
         # What is kept as an answer for others must not lie where a client can write to it.
         sizes = model.sizes(executable, batch) if version.cache is None else None
@@ -104,7 +104,7 @@ class LoopRuns:
         self._page.end(LOOP_DESK)
         self._page.set_state(self.resting_state, execution.computed_ns)
         self._finish(version, execution)
-        return isinstance(executable, SeriesProgram) or (len(version.planner) >= _MANY and executable.light)
+        return executable.share if len(version.planner) >= _MANY else math.inf
 
     def _extend(self, version: ModelVersion, series: Series, batch: list[Request]) -> SeriesProgram | None:
         """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""

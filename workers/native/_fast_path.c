@@ -46,8 +46,9 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     unsigned long long model, most_waiting;
     int series;
     PyObject *owner, *programs, *by_rows, *sequences;
-    if (!PyArg_ParseTuple(given, "OKKpO!O!O", &owner, &model, &most_waiting, &series, &PyTuple_Type, &programs, &PyTuple_Type, &by_rows,
-                          &sequences))
+    double share;
+    if (!PyArg_ParseTuple(given, "OKKdpO!O!O", &owner, &model, &most_waiting, &share, &series, &PyTuple_Type, &programs, &PyTuple_Type,
+                          &by_rows, &sequences))
         return NULL;
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
     if (plan == NULL)
@@ -56,7 +57,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     plan->number = answer_number;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(owner, model, most_waiting, series, programs, by_rows, sequences);
+        plan->batch = make_batch(owner, model, most_waiting, share, series, programs, by_rows, sequences);
     if (plan->batch != NULL)
         plan->batch->plans++;
     else

@@ -136,6 +136,8 @@ typedef struct {
     /* The model's key on the status page. */
     uint64_t model;
     uint64_t most_waiting;
+    /* What a run has to do for each row of its program, as a part of one iteration of the loop. */
+    double share;
     /* Whether a run applies the model to each request by itself. */
     int series;
     /* The number of the program for one row, two rows, ... ``most`` rows; -1: Python runs so many. */
@@ -182,8 +184,8 @@ typedef struct {
 } plan_t;
 
 int refuse(const char *reason);
-batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, int series, PyObject *programs,
-                    PyObject *by_rows, PyObject *sequences);
+batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int series,
+                    PyObject *programs, PyObject *by_rows, PyObject *sequences);
 int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 void drop_plan(plan_t **place);
 PyObject *take_figures(batch_t *batch);
@@ -239,6 +241,8 @@ typedef struct {
     uint64_t ended;
     /* How many of the last requests that were served came together. */
     size_t together;
+    /* What the runs since the last wait had to do. */
+    double done;
     _Atomic uint64_t *page;
     Py_buffer page_buffer;
     /* The word where the loop's desk begins. */

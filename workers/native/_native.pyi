@@ -27,9 +27,10 @@ Asked = list[tuple[int | str, bool, bool]]
 Described = list[tuple[int, int, int]]
 #: Of requests of sequences: how many of the first ones run now; and who answers those whose run failed, with the reason.
 Sequences = tuple[Callable[[Asked], int], Callable[[Described, Exception | None], None]]
-#: Whose requests they are, how many of them may wait, whether a run applies the model to each by itself, all programs, which
-#: of them by the number of rows that wait: -1 for none; and what is asked of sequences.
-Batch = tuple[object, int, int, bool, tuple[Program, ...], tuple[int, ...], Sequences | None]
+#: Whose requests they are, how many of them may wait, what a program has to do for each of its rows (as a part of an iteration of
+#: the loop), whether a run applies the model to each by itself, all programs, which of them by the number of rows that wait: -1
+#: for none; and what is asked of sequences.
+Batch = tuple[object, int, int, float, bool, tuple[Program, ...], tuple[int, ...], Sequences | None]
 
 class FastPath:
     def __init__(

@@ -104,8 +104,8 @@ static int read_sequences(PyObject *sequences, batch_t *batch) {
 }
 
 /* Returns a batch that no plan has yet, or NULL with an exception. */
-batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, int series, PyObject *programs,
-                           PyObject *by_rows, PyObject *sequences) {
+batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int series,
+                    PyObject *programs, PyObject *by_rows, PyObject *sequences) {
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
         return (batch_t *)PyErr_NoMemory();
@@ -113,6 +113,7 @@ batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long lon
     batch->owner = owner;
     batch->model = model;
     batch->most_waiting = most_waiting;
+    batch->share = share;
     batch->series = series;
     if (read_batch(batch, programs, by_rows) || read_sequences(sequences, batch)) {
         drop_batch(batch);

@@ -6,9 +6,10 @@
 
 #include "_native.h"
 
-/* Answers of several runs share a datagram while so many requests wait, but for no longer than RUN_ON_NS. */
+/* Answers of several runs share a datagram while so many requests wait, and the runs together have less to do than makes up an
+ * iteration of the loop (weight.share_of in Python). So many calls of programs make up one as well. */
 #define MANY 4
-#define RUN_ON_NS 250000
+#define CALLS 32
 
 /* Counts a run. ``moments``: when it began, had its inputs, had its results, was answered. */
 static void count_run(batch_t *batch, const request_t *requests, int count, int rows, const uint64_t moments[4]) {
@@ -128,6 +129,7 @@ static int run_alone(fast_path_t *self) {
         self->first++;
         /* Beside large tensors others need the processor: do not poll before the next wait. */
         self->together = FEW + 1;
+        self->done += 1.0 / CALLS + batch->share * request->plan->rows;
     }
     return outcome;
 }
@@ -165,6 +167,7 @@ static int run(fast_path_t *self) {
     moments[3] = now_ns();
     count_run(requests->plan->batch, requests, count, rows, moments);
     self->first += (size_t)count;
+    self->done += 1.0 / CALLS + batch->share * program->rows;
     return 0;
 }
 
@@ -188,16 +191,16 @@ static int flush_all(fast_path_t *self) {
 
 /* Runs what waits and sends the answers; what is for Python goes to ``datagrams``. Returns 0, or -1 with an exception. */
 int serve(fast_path_t *self, PyObject *datagrams) {
-    uint64_t began = now_ns();
+    self->done = 0;
     self->together = self->count;
     /* Python refuses what is too much for a queue. */
     int outcome = self->doubtful || too_many(self);
     while (outcome == 0 && self->first < self->count) {
         /* After a long run Python first looks what else has come. */
-        if (self->first > 0 && self->waiting[self->first].plan->alone != NULL && now_ns() - began > RUN_ON_NS)
+        if (self->done >= 1 && self->waiting[self->first].plan->alone != NULL)
             break;
         outcome = run(self);
-        if (outcome == 0 && (self->count - self->first < MANY || now_ns() - began > RUN_ON_NS))
+        if (outcome == 0 && (self->count - self->first < MANY || self->done >= 1))
             outcome = flush_all(self);
     }
     int unsent = flush_all(self);

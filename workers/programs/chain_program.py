@@ -68,6 +68,8 @@ class ChainProgram:
         }
         self._gathered: dict[str, Any] = {name: buffer.array for name, buffer in self._buffers.items()}
         self._wide = wide
+        #: As ``weight.share_of``.
+        self.share = sum([link.executable.share for link in links])
         #: How its outputs lie, once it has run.
         self.layout: OutputLayout | None = None
         #: How long each program was called for so far.

@@ -27,7 +27,7 @@ from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.plain_program import is_plain
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import memory_needed
-from tensord.workers.programs.weight import Weight, weight_of
+from tensord.workers.programs.weight import share_of
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.batch_outputs import OutputLayout, layout_of
 from tensord.workers.tensors.buckets import Shapes
@@ -62,9 +62,9 @@ class Executable:
         "_inputs",
         "_laid",
         "_layout",
-        "_light",
         "_plain",
         "_program",
+        "_share",
         "_signature",
         "_specs",
         "call",
@@ -100,7 +100,7 @@ class Executable:
         #: How they are allocated, once it has run where that can be learned.
         self.memory_of_outputs: OutputMemory | None = None
         self._plain: bool | None = None
-        self._light: bool | None = None
+        self._share: float | None = None
         self._specs = [
             (spec, shape)
             for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True)
@@ -138,11 +138,11 @@ class Executable:
         return self._program.placement
 
     @property
-    def light(self) -> bool:
-        """Whether it has no more to do than a call of it costs, as far as XLA tells."""
-        if self._light is None:
-            self._light = weight_of(self._program.call) > Weight.HEAVY
-        return self._light
+    def share(self) -> float:
+        """As ``weight.share_of``."""
+        if self._share is None:
+            self._share = share_of(self._program.call)
+        return self._share
 
     @property
     def memory_needed(self) -> int | None:

@@ -103,6 +103,11 @@ class SeriesProgram:
     clears = False
 
     @property
+    def share(self) -> float:
+        """As ``weight.share_of``. XLA does not count its loop; only programs with little to do are repeated in one."""
+        return self.wanted.length / 64
+
+    @property
     def memory(self) -> list[tuple[str, int, int]]:
         """Where each input of the first request goes: name, address, and how far behind it that of the next request is."""
         steps = [stack.strides[0] for stack in self._arguments]

@@ -8,6 +8,7 @@ weighs the same on every host, on a busy one too.
 from __future__ import annotations
 
 import enum
+import math
 import re
 from typing import NamedTuple
 
@@ -39,6 +40,9 @@ _TRANSCENDENTAL = 16
 _LIGHT = _Most(1 << 18, 512 << 10)
 _TINY = _Most(1 << 14, 64 << 10)
 
+#: Operations, or bytes, that the loop has programs do before it looks at anything else: about a millisecond of one core.
+_ITERATION = 1 << 22
+
 
 def work_of(program: jax.stages.Compiled) -> tuple[float, float]:
     """Returns the floating-point operations of a program and the bytes they read and write; -1: XLA does not tell."""
@@ -47,6 +51,14 @@ def work_of(program: jax.stages.Compiled) -> tuple[float, float]:
     if flops >= 0:
         flops += _TRANSCENDENTAL * cost.get("transcendentals", 0.0)
     return flops, cost.get("bytes accessed", -1.0)
+
+
+def share_of(program: jax.stages.Compiled) -> float:
+    """Returns what a program has to do as a part of one iteration of the loop; infinite: more than that, or not known."""
+    flops, byte_size = work_of(program)
+    if flops < 0 or byte_size < 0 or flops + byte_size > _ITERATION or _UNCOUNTED.search(program.as_text() or ""):
+        return math.inf
+    return (flops + byte_size) / _ITERATION
 
 
 def weight_of(program: jax.stages.Compiled) -> Weight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import select
@@ -93,7 +94,9 @@ class Native:
         if self.wrong is not None:
             raise self.wrong
 
-    def learn(self, form: int = 3, clears: bool = True, most_waiting: int = 1000, **changed: Any) -> None:
+    def learn(
+        self, form: int = 3, clears: bool = True, most_waiting: int = 1000, share: float = 0.0, **changed: Any
+    ) -> None:
         address = self.memory.__array_interface__["data"][0]
         said: dict[str, Any] = {
             "inputs": ((0, 8, 0),),
@@ -104,7 +107,7 @@ class Native:
             **changed,
         }
         programs = ((self.run, ROWS, clears, ((address, 8),)),)
-        batch = (self, 7, most_waiting, False, programs, said["by_rows"], said["sequences"])
+        batch = (self, 7, most_waiting, share, False, programs, said["by_rows"], said["sequences"])
         self.fast.learn(self.lane.fileno(), form, batch, 1, said["inputs"], said["outputs"], 9, said["intact"])
 
     def send(self, *records: Any) -> bytes:
@@ -151,6 +154,23 @@ def test_requests_that_came_together_share_runs(native: Native) -> None:
     assert native.answers() == [AnswerRecord(n + 1, 9, (turned(content),)) for n, content in enumerate(contents)]
     # Four rows at once, then two and what nobody fills is zero.
     assert native.runs == [b"".join(contents[:4]), b"".join(contents[4:]) + bytes(16)]
+
+
+@pytest.mark.parametrize(("share", "datagrams"), [(0.0, 4), (1 / 8, 5), (math.inf, 6)])
+def test_runs_with_little_to_do_share_a_datagram_where_many_wait(native: Native, share: float, datagrams: int) -> None:
+    """Six runs; the last ones leave at once because fewer than four requests wait behind them."""
+    native.learn(share=share, by_rows=(0,))
+    native.send(*[request(number) for number in range(1, 7)])
+    native.fast.wait(0, True)
+    came = 0
+    while True:
+        try:
+            native.front.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            break
+        came += 1
+    assert len(native.runs) == 6
+    assert came == datagrams
 
 
 def test_a_run_is_on_the_status_page_while_it_lasts(native: Native) -> None:
@@ -567,7 +587,7 @@ def learn_places(native: Native) -> None:
     def run(places: Any) -> Any:
         return -1, 0, 0, [repr(places).encode().ljust(40)]
 
-    batch = (learn_places, 7, 1000, False, (), (-1,), None)
+    batch = (learn_places, 7, 1000, 0.0, False, (), (-1,), None)
     native.fast.learn_alone(native.lane.fileno(), 4, batch, 1, (8,), ((0, 0, 40),), 9, run)
 
 
