@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.shm.messages import Inline, Tensor
 from tensord.workers.dispatch.fast_path import FastPath
 from tests.daemon_process import ROOT
+from tests.records import Tensor
 from tests.work.counter import ROOMS
 from tests.workers.worker_loop import WorkerLoop
 
@@ -54,7 +54,7 @@ def loop(leaves_nothing: None) -> Iterator[WorkerLoop]:
 
 
 def ask(loop: WorkerLoop) -> None:
-    content = Inline(bytes(64))
+    content = bytes(64)
     loop.submit("addsub", [Tensor(name, "FP32", (1, 16), content) for name in ("INPUT0", "INPUT1")])
     assert loop.front.flush()
 
@@ -72,7 +72,7 @@ def test_an_iteration_with_nothing_due(loop: WorkerLoop, lanes: int) -> None:
     for _ in range(3):
         ask(loop)
         loop.answers(1)
-    inputs = [Tensor("x", "FP32", (1, 64), Inline(np.zeros((1, 64), np.float32).tobytes()))]
+    inputs = [Tensor("x", "FP32", (1, 64), np.zeros((1, 64), np.float32).tobytes())]
     for number in range(3):
         loop.submit("rnn", inputs, own={"sequence_id": 100 * lanes + number, "sequence_start": True})
     loop.answers(3)

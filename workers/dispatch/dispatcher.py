@@ -293,7 +293,7 @@ class Dispatcher:
         for _, version in due:
             if version is not first:
                 self._agenda.wake(version)
-        alone = len(self._active) == 1
+        alone = len(self._active) == 1 and not self._stepping.living
         self._active.pop(first, None)
         self.loop_runs.run(first, now_ns, alone)
         if len(first.planner):
