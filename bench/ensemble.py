@@ -3,7 +3,7 @@
     python -m bench.ensemble [--rounds N]     784 pixels ─▶ pre ─▶ mlp ─▶ post (bench/models); all in turn, medians are printed
 
 All run in this process and one thread. A request comes on a lane and its answer leaves on it; what writes the one and reads the
-other is not counted. "fused" is the same ensemble as one program (``tensord_fuse``). Given are wall time, and processor time of
+other is not counted. Given are wall time, and processor time of
 the thread, which a busy machine changes less.
 """
 
@@ -35,7 +35,6 @@ from tensord.workers.worker import Worker
 MODELS = Path(__file__).parent / "models"
 MEMBERS = (("pre", "pixels", "x"), ("mlp", "x", "logits"), ("post", "logits", "probabilities"))
 PIXELS = (np.arange(784) % 256).astype(np.uint8).reshape(1, 784)
-FUSED = 'parameters { key: "tensord_fuse" value { string_value: "true" } }'
 
 
 class Bench:
@@ -56,7 +55,6 @@ class Bench:
         self._number = 0
         for name in (*(member for member, _, _ in MEMBERS), "pipeline"):
             self._load(name, (MODELS / name / "config.pbtxt").read_text())
-        self._load("fused", (MODELS / "pipeline" / "config.pbtxt").read_text().replace('"pipeline"', '"fused"') + FUSED)
         self._calls = [(self._program(name), given, made) for name, given, made in MEMBERS]
 
     def _tell(self, record: Record, *fds: int) -> None:
@@ -147,10 +145,9 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     bench = Bench()
     expected = bench.bare()
-    for model in ("pipeline", "fused"):
-        bench.submit(model)
-        np.testing.assert_allclose(np.frombuffer(bench.answer(), np.float32).reshape(1, 10), expected, rtol=1e-5)
-    kinds = {"": "three programs", "pipeline": "ensemble", "fused": "fused"}
+    bench.submit("pipeline")
+    np.testing.assert_allclose(np.frombuffer(bench.answer(), np.float32).reshape(1, 10), expected, rtol=1e-5)
+    kinds = {"": "three programs", "pipeline": "ensemble"}
     for kind in kinds:
         measure(bench, kind, 300)
     figures = [{kind: measure(bench, kind, 200) for kind in kinds} for _ in range(rounds)]

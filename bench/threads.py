@@ -65,15 +65,14 @@ def main() -> None:
     name = DeviceName("cpu", 0)
     name.prepare_environment()
     from tensord.workers.devices.device_cpu import thread_count
-    from tensord.workers.devices.single_thread import SingleThreadDevice, share
+    from tensord.workers.processor.single_thread import SingleThreadDevice
+    from tensord.workers.processor.small_programs import placed
     from tensord.workers.programs.placement import Placement
 
-    usual, single = name.open(), SingleThreadDevice(0).open()
-    if single is None:
-        raise SystemExit("this jax has no second CPU client")
+    usual, single = name.open(), SingleThreadDevice(0).device
     model = ModelImports.of_version("mlp", [_MODEL.parent]).run(_MODEL)
     apply, parameters = model.create(_MODEL.parent, {}, usual)
-    placements = (Placement(parameters), Placement(share(parameters, single), single))
+    placements = (Placement(parameters), placed(parameters, single))
     print(f"{'':12}   {thread_count()} threads, us       one thread, us")
     print(f"{'rows':>4} {'Mflops':>7}   {'clock':>7} {'processor':>9}   {'clock':>7} {'processor':>9}")
     for rows in model.batch_buckets:

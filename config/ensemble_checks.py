@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tensord.config import ensemble_fusion
 from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument
 
@@ -55,7 +54,11 @@ def check(message: ModelConfig) -> None:
     for made in message.output:
         if made.HasField("reshape"):
             raise InvalidArgument(f"output '{made.name}' of ensemble '{name}' has a reshape; its members reshape")
-    ensemble_fusion.is_wanted(message)
+    if "tensord_fuse" in message.parameters:
+        raise InvalidArgument(
+            f"ensemble '{name}' has the parameter tensord_fuse, which is no more: requests go through the programs of compiled "
+            "models together without it; remove it"
+        )
     _check_tensors(message)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tensord.config import ensemble_fusion
 from tensord.config.model_config import ModelConfig, data_type_name, tensors_of
 from tensord.shm.errors import InvalidArgument
 
@@ -60,7 +59,6 @@ def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None
             origins = {number}
         for tensor in step.output_map.values() if origins else ():
             (origin[tensor],) = origins
-    ensemble_fusion.check(message, find)
 
 
 def decoupled(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:

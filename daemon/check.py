@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from tensord.config import ensemble_fusion, ensemble_graph, model_config
+from tensord.config import ensemble_graph, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options
 from tensord.daemon.models import ensembles
@@ -126,18 +126,9 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
             ensembles.check_found(name, members)
             ensemble_graph.check(message, find)
             message.model_transaction_policy.decoupled = ensemble_graph.decoupled(message, find)
-            _check_programs(message, tried)
     except InvalidArgument as error:
         reason = error.message
     return Verdict(model, reason, configs={} if reason else dict.fromkeys(model.chosen, message))
-
-
-def _check_programs(message: ModelConfig, tried: Mapping[str, Verdict]) -> None:
-    """Raises InvalidArgument: it is to be one program, and a model of it has none."""
-    for member in dict.fromkeys(step.model_name for step in message.ensemble_scheduling.step):
-        made = tried[member].footprints
-        if ensemble_fusion.is_wanted(message) and any(not footprint.programs for footprint in made.values()):
-            raise InvalidArgument(ensemble_fusion.describe(message.name, f"model '{member}' is not compiled"))
 
 
 def _tried(

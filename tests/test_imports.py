@@ -74,13 +74,18 @@ INSIDE = {
     "workers.programs": (
         *("scheduling", "threads", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests"),
     ),
+    "workers.processor": (
+        *("threads", "jax_internals", "compiling", "native", "tensors", "devices", "requests", "programs"),
+    ),
+    "workers.gpu": ("jax_internals", "tensors", "devices", "requests", "programs"),
     "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "requests", "programs"),
     "workers.models": (
         *("scheduling", "threads", "native", "tensors", "devices", "requests", "calls", "python_backend", "imports"),
         *("programs", "declarations"),
     ),
     "workers.loading": (
-        *("scheduling", "threads", "tensors", "devices", "calls", "imports", "programs", "declarations", "models"),
+        *("scheduling", "threads", "tensors", "devices", "calls", "imports", "programs", "processor", "gpu"),
+        *("declarations", "models"),
     ),
     "workers.dispatch": (
         *(
@@ -98,7 +103,7 @@ INSIDE = {
     ),
     "workers": (
         *("threads", "jax_internals", "native", "calls", "imports", "devices", "regions", "requests", "programs"),
-        *("models", "loading", "dispatch"),
+        *("processor", "models", "loading", "dispatch"),
     ),
 }
 #: Libraries that only some files may import: they are heavy, or they are a border where foreign errors stop.
@@ -107,7 +112,7 @@ FENCED = {
     # What is not public is listed in the first; the others ask where it lies and which version it is.
     "jaxlib": (
         "workers/jax_internals/interfaces.py",
-        "workers/native/output_memory.py",
+        "workers/processor/output_memory.py",
         "workers/programs/executable_cache.py",
     ),
     "cuda": ("shm/cuda_regions.py",),

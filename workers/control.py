@@ -11,7 +11,6 @@ Stop                            finish, then exit
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import socket
@@ -58,7 +57,6 @@ from tensord.workers.loading.loader import Loader
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
-from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.threads.cancellation import REASON, Cancellation
 from tensord.workers.threads.work_thread import WorkThread
@@ -149,15 +147,9 @@ class Control:
         def made(outcome: LoadedModel | Exception, former: ModelVersion | None) -> None:
             if not isinstance(outcome, Exception) and outcome.ensemble is not None:
                 try:
-                    outcome, members = joined(outcome, self._models)
+                    outcome = joined(outcome, self._models)
                 except ServingError as error:
                     outcome = error
-                else:
-                    if outcome.fuses:
-                        progress = LoadProgress(record.name, record.version, tell, cancellation)
-                        job = functools.partial(self._loader.fuse, record, outcome, members, progress)
-                        self._thread.do(job, done)
-                        return
             done(outcome, former)
 
         def done(outcome: LoadedModel | Exception, former: ModelVersion | None = None) -> None:

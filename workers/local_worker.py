@@ -38,7 +38,6 @@ from tensord.workers.loading.loader import Loader
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
-from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Moments, Request, controls_of
@@ -139,9 +138,7 @@ class LocalWorker:
         with self._loading:
             loaded = self._loader.load(record)
             if loaded.ensemble is not None:
-                loaded, members = self.call(lambda: joined(loaded, self._models))
-                if loaded.fuses:
-                    loaded = self._loader.fuse(record, loaded, members, LoadProgress(record.name, record.version))
+                loaded = self.call(lambda: joined(loaded, self._models))
             return self.call(adopt)
 
     def _adopt(self, loaded: LoadedModel) -> ModelVersion:

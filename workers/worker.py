@@ -50,8 +50,9 @@ from tensord.workers.jax_internals import interfaces
 from tensord.workers.loading.loader import Loader
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
-from tensord.workers.native import extensions, output_memory
-from tensord.workers.programs.outside_compiler import outside_compiler
+from tensord.workers.native import extensions
+from tensord.workers.processor import output_memory
+from tensord.workers.processor.outside_compiler import outside_compiler
 from tensord.workers.programs.run_errors import works
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.preparation import Preparation

@@ -71,6 +71,11 @@ def test_numbers_at_their_ends(version: int, most: int) -> None:
             config(GOOD, more=f"{IN} {OUT} model_warmup {{ name: 'w' }}"),
             "model_warmup can not be specified for ensemble 'e'",
         ),
+        (
+            config(GOOD, more=f"{IN} {OUT} parameters {{ key: 'tensord_fuse' value {{ string_value: 'true' }} }}"),
+            "ensemble 'e' has the parameter tensord_fuse, which is no more: requests go through the programs of compiled models "
+            "together without it; remove it",
+        ),
         (config(), "must specify 'step' for ensemble 'e'"),
         (config(step("x=x", "y=y", model="")), "must specify 'model_name' in step 0 of ensemble 'e'"),
         (config(GOOD, step("", "y=z")), "must specify 'input_map' in step 1 of ensemble 'e'"),

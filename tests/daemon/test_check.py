@@ -373,9 +373,6 @@ def test_ensembles_beside_their_models(tmp_path: Path) -> None:
     ensemble(tmp_path, "good", inputs, outputs, [once], 8)
     ensemble(tmp_path, "outer", inputs, outputs, [("good", {"x": "x"}, {"y": "y"})], 8)
     ensemble(tmp_path, "fused", inputs, outputs, [once], 8, fused)
-    ensemble(tmp_path, "fused_outer", inputs, outputs, [("fused", {"x": "x"}, {"y": "y"})], 8, fused)
-    ensemble(tmp_path, "fused_badly", inputs, outputs, [("good", {"x": "x"}, {"y": "y"})], 8, fused)
-    ensemble(tmp_path, "fused_host", inputs, outputs, [("host", {"x": "x"}, {"y": "y"})], 0, fused)
     ensemble(tmp_path, "too_large", inputs, outputs, [once], 9)
     ensemble(tmp_path, "unknown", inputs, outputs, [("nobody", {"x": "x"}, {"y": "y"})], 8)
     ensemble(tmp_path, "other_type", ["x FP64 4"], outputs, [once], 8)
@@ -388,13 +385,12 @@ def test_ensembles_beside_their_models(tmp_path: Path) -> None:
     ensemble(tmp_path, "unwell", inputs, outputs, [("wrong", {"x": "x"}, {"y": "y"})], 8)
     status, good, bad = tensord_check(f"--model-repository={tmp_path}", "--device=cpu")
     assert status == 1
-    assert good == dict.fromkeys({"scale", "host", "good", "outer", "fused", "fused_outer"}, "version 1")
+    assert good == dict.fromkeys({"scale", "host", "good", "outer"}, "version 1")
     assert bad.pop("raises")
     assert bad.pop("broken").startswith("ensemble 'broken' depends on 'raises' which has no loaded version.")
     assert bad == {
-        "fused_badly": "ensemble 'fused_badly' cannot be one program, as tensord_fuse asks for: model 'good' is an ensemble that "
-        "does not ask for it itself",
-        "fused_host": "ensemble 'fused_host' cannot be one program, as tensord_fuse asks for: model 'host' is not compiled",
+        "fused": "ensemble 'fused' has the parameter tensord_fuse, which is no more: requests go through the programs of "
+        "compiled models together without it; remove it",
         "too_large": "ensemble too_large allows maximum batch size 9, but it contains model scale which only allows maximum "
         "batch size to be 8",
         "unknown": "ensemble unknown contains models that are not available or ambiguous: nobody",

@@ -35,11 +35,28 @@ _SLOW = """
         return apply, None
 """
 
+#: Light, without a batch dimension, and what is rounded between two operations or not depends on what they are compiled with.
+_ALONE = """
+    import jax.numpy as jnp
+
+    inputs = {"x": "FP32[4]"}
+    outputs = {"y": "FP32[4]", "z": "FP32[4]"}
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            product = inputs["x"] * inputs["x"]
+            return {"y": product, "z": product * 1.1 + inputs["x"]}
+        return apply, None
+"""
+
 
 @pytest.fixture(scope="module")
 def small_daemon(gpu_repository: Path, start_gpu_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
     repositories.write_model(gpu_repository, "three", THREE)
     repositories.write_model(gpu_repository, "slow", _SLOW)
+    repositories.write_model(gpu_repository, "alone", _ALONE, 'backend: "jax"')
+    names = ("three", {"x": "x"}, {"y": "mid"}), ("three", {"x": "mid"}, {"y": "y"})
+    repositories.ensemble(gpu_repository, "twice", ["x FP32 4"], ["y FP32 4"], names, 8)
     return start_gpu_daemon()
 
 
@@ -62,3 +79,30 @@ def test_each_gets_its_own_rows(small_daemon: DaemonProcess, model: str) -> None
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(8)))
+
+
+def test_what_shares_calls_gets_bit_by_bit_what_it_gets_alone(small_daemon: DaemonProcess) -> None:
+    def ask(who: int, times: int = 50) -> list[bytes]:
+        with grpcclient.InferenceServerClient(small_daemon.grpc_url) as client:
+            given = grpcclient.InferInput("x", [4], "FP32")
+            given.set_data_from_numpy(np.random.default_rng(who).random(4, np.float32))
+            answers = [client.infer("alone", [given]) for _ in range(times)]
+            return [answer.as_numpy("y").tobytes() + answer.as_numpy("z").tobytes() for answer in answers]
+
+    alone = [ask(who, 1)[0] for who in range(8)]
+    with ThreadPoolExecutor(8) as clients:
+        together = list(clients.map(ask, range(8)))
+    assert [set(answers) for answers in together] == [{expected} for expected in alone]
+
+
+def test_programs_of_an_ensemble_run_one_after_the_other(small_daemon: DaemonProcess) -> None:
+    def ask(who: int) -> None:
+        with grpcclient.InferenceServerClient(small_daemon.grpc_url) as client:
+            for number in range(20):
+                values = np.full((1, 4), 20 * who + number, np.float32)
+                given = grpcclient.InferInput("x", [1, 4], "FP32")
+                given.set_data_from_numpy(values)
+                assert np.array_equal(client.infer("twice", [given]).as_numpy("y"), 3 * (3 * values + 1) + 1)
+
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(ask, range(8)))

@@ -32,9 +32,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, name in enumerate(("slow_a", "slow_b"), 2):
         slowly_traced_model(repository, name, number)
     slow = ("slow_a", {"x": "x"}, {"y": "mid"}), ("slow_b", {"x": "mid"}, {"y": "y"})
-    fused = 'parameters { key: "tensord_fuse" value { string_value: "true" } }'
-    ensemble(repository, "fused", ["x FP32 4"], ["y FP32 4"], slow, 8, fused)
-    ensemble(repository, "around", ["x FP32 4"], ["y FP32 4"], [("fused", *STEP)], 8)
+    ensemble(repository, "slow", ["x FP32 4"], ["y FP32 4"], slow, 8)
+    ensemble(repository, "around", ["x FP32 4"], ["y FP32 4"], [("slow", *STEP)], 8)
     ensemble(repository, "outer", ["x FP32 4"], ["y FP32 4"], [("e", *STEP)], 8)
     ensemble(repository, "one", ["x FP32 4"], ["y FP32 4"], [("shared", *STEP)], 8)
     ensemble(repository, "other", ["x FP32 4"], ["y FP32 4"], [("shared", *STEP)], 8)
@@ -168,14 +167,14 @@ def test_another_member_makes_another_ensemble(
 def test_a_member_is_loaded_when_what_is_made_of_it_answers_with_it(
     client: Any, http: httpclient.InferenceServerClient, repository: Path
 ) -> None:
-    """1. a member of one program is loaded anew; 2. it is unloaded and loaded: the answer comes with the new program."""
+    """1. a member is loaded anew; 2. it is unloaded and loaded: the answer comes with the new program."""
     client.load_model("around")
-    assert answer(client, "fused") == answer(client, "around") == [6.0] * 4
+    assert answer(client, "slow") == answer(client, "around") == [6.0] * 4
     try:
         for factor in (5, 7):
             slowly_traced_model(repository, "slow_a", factor)
             client.load_model("slow_a")
-            assert answer(client, "fused") == answer(client, "around") == [3.0 * factor] * 4
+            assert answer(client, "slow") == answer(client, "around") == [3.0 * factor] * 4
         client.unload_model("slow_b")
         client.load_model("slow_b")
         assert answer(client, "around") == [21.0] * 4

@@ -205,9 +205,6 @@ def models(repository: Path) -> Path:
         [scaled, ("plus", {"a": "scaled", "b": "x"}, {"sum": "total", "difference": "rest"})],
         8,
     )
-    added = ("plus", {"a": "scaled", "b": "x"}, {"sum": "total"})
-    asked = 'parameters { key: "tensord_fuse" value { string_value: "true" } }'
-    ensemble(repository, "fused", ["x FP32 4"], ["total FP32 4", "scaled FP32 4"], [scaled, added], 8, asked)
     inner = ("chain", {"x": "x"}, {"total": "inner"})
     ensemble(repository, "nested", ["x FP32 4"], ["y FP32 4"], [inner, ("scale", {"x": "inner"}, {"y": "y"})], 8)
     deep = "nested"
@@ -295,17 +292,6 @@ def test_a_chain_gives_what_its_models_give_one_after_the_other(client: Any, cou
     np.testing.assert_array_equal(got.as_numpy("scaled"), 3 * x + 1)
     np.testing.assert_array_equal(got.as_numpy("total"), 4 * x + 1)
     np.testing.assert_array_equal(got.as_numpy("rest"), 2 * x + 1)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_an_ensemble_that_is_one_program(client: Any, http: httpclient.InferenceServerClient, count: int) -> None:
-    before = {name: stats(http, name)["inference_stats"] for name in ("fused", "scale", "plus")}
-    x = rows(count)
-    got = client.infer("fused", [tensor(client, "x", x)])
-    np.testing.assert_array_equal(got.as_numpy("scaled"), 3 * x + 1)
-    np.testing.assert_array_equal(got.as_numpy("total"), 4 * x + 1)
-    for name, was in before.items():
-        assert stats(http, name)["inference_stats"]["success"]["count"] == was["success"]["count"] + 1
 
 
 def test_what_nobody_asked_for_is_not_computed(client: Any, http: httpclient.InferenceServerClient) -> None:

@@ -52,7 +52,6 @@ _STEPS = """
     platform: "ensemble"
     input { name: "v" data_type: TYPE_FP32 dims: 3 }
     output { name: "w" data_type: TYPE_FP32 dims: 50000 }
-    %s
     ensemble_scheduling {
       step { model_name: "sum" model_version: -1 input_map { key: "x" value: "v" } output_map { key: "y" value: "s" } }
       step { model_name: "scalar" model_version: -1 input_map { key: "x" value: "s" } output_map { key: "y" value: "t" } }
@@ -118,10 +117,8 @@ def create(path, config, device):
         """,
     )
     write_model(folder, "triton", _TRITON)
-    fused = 'parameters { key: "tensord_fuse" value { string_value: "true" } }'
-    for name, more in (("steps", ""), ("fused", fused)):
-        (folder / name / "1").mkdir(parents=True)
-        (folder / name / "config.pbtxt").write_text(_STEPS % more)
+    (folder / "steps" / "1").mkdir(parents=True)
+    (folder / "steps" / "config.pbtxt").write_text(_STEPS)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [folder]) as running:
         running.wait_ready()
         yield running
@@ -222,12 +219,11 @@ def test_in_a_region(daemon: DaemonProcess) -> None:
 
 
 def test_between_models(daemon: DaemonProcess) -> None:
-    """As a call of a Triton Python model, and between the steps of an ensemble, fused and not."""
+    """As a call of a Triton Python model, and between the steps of an ensemble."""
     for number in range(_MANY):
         assert asked(daemon, "triton", ("x", "FP32", [1], [number])) == {"y": ([], [2 * number + 1])}
-        for model in ("steps", "fused"):
-            shape, data = asked(daemon, model, ("v", "FP32", [3], [number, 1, 2]))["w"]
-            assert (shape, data[:3]) == ([50000], [0, 2 * (number + 3) + 1, 2 * (2 * (number + 3) + 1)])
+        shape, data = asked(daemon, "steps", ("v", "FP32", [3], [number, 1, 2]))["w"]
+        assert (shape, data[:3]) == ([50000], [0, 2 * (number + 3) + 1, 2 * (2 * (number + 3) + 1)])
 
 
 def test_what_is_no_single_number(daemon: DaemonProcess) -> None:

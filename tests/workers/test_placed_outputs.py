@@ -24,8 +24,8 @@ from tensord.shm.control_records import Call, Reply
 from tensord.shm.messages import RegionSlice, RequestedOutput, Slice
 from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
 from tensord.workers.models.model_version import ModelVersion
-from tensord.workers.native import output_memory
 from tensord.workers.native.extensions import available
+from tensord.workers.processor import output_memory
 from tensord.workers.requests.timeline import TENSORS, TIMESTAMPS
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
 from tests.records import Tensor, WholeAnswer, WholeRequest

@@ -64,7 +64,7 @@ class DeviceName:
         if self.platform == "cpu":
             # The thread that asks for a result computes it. Else XLA hands all but the tiniest to another one, and this one has
             # nothing to do meanwhile: 110 instead of 60 us for one row of three small layers. Outputs would be allocated there
-            # as well (workers/native/output_memory.py). jax reads this from no environment variable.
+            # as well (workers/processor/output_memory.py). jax reads this from no environment variable.
             jax.config.update("jax_cpu_enable_async_dispatch", False)
             if count > 1:
                 jax.config.update("jax_num_cpu_devices", count)

@@ -109,26 +109,19 @@ class EnsembleRuns:
         self._due: deque[tuple[_Run, Start[Array] | None]] = deque()
         self._working = False
 
-    def run(
-        self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int
-    ) -> list[Request] | None:
+    def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
         """Takes requests that waited together. Those of plain programs that nobody else waits for are run right here.
 
-        Returns those that the ensemble's own program is to run, if it is one; None: they have run.
+        Returns whether they have run.
         """
         # What is traced is told of each step, and of what was being executed when a worker died each step is blamed for itself.
         steps = [request for request in batch if request.timeline is not None or request.own.strikes]
         together = [request for request in batch if request not in steps] if steps else batch
-        ran = False
-        if version.jitted is None:
-            found = self.chains.find(version, graph, together) if together else None
-            ran = found is not None and self._run_chain(version, *found, together, now_ns)
-            if not ran:
-                steps = batch
-            together = []
-        for request in steps:
+        found = self.chains.find(version, graph, together) if together else None
+        ran = found is not None and self._run_chain(version, *found, together, now_ns)
+        for request in steps if ran else batch:
             self.begin(version, graph, request)
-        return None if ran else together
+        return ran
 
     def _run_chain(
         self, version: ModelVersion, chain: EnsembleChain, program: ChainProgram, batch: list[Request], now_ns: int

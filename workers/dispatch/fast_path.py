@@ -1,7 +1,7 @@
 """Requests that repeat themselves, answered outside of Python: what the C part (``workers/native/_fast_path.c``) does by itself.
 
     answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from
-                                  │     a large one: what runs it where its tensors lie (``workers/dispatch/lone_run.py``)
+                                  │     a large one: what runs it where its tensors lie (``workers/processor/lone_run.py``)
                                   ╰─ from then on ``wait`` receives, runs and answers such requests, and returns for anything else
 
 Of a model with sequences the planner says once for each run who goes on (``workers/dispatch/sequence_runs.py``).
@@ -23,7 +23,6 @@ from tensord.shm.errors import ServingError
 from tensord.shm.messages import RegionSlice
 from tensord.shm.regions import Region
 from tensord.shm.status_page import StatusPage, WorkerState
-from tensord.workers.dispatch.lone_run import LoneRun, plan_alone
 from tensord.workers.dispatch.poller import Poller, Woken
 from tensord.workers.dispatch.sequence_runs import SequenceRuns
 from tensord.workers.models.ensemble_chain import EnsembleChain, EnsembleChains
@@ -293,15 +292,13 @@ class FastPath(Poller):
         key = (lane.fileno(), preparation.number)
         if key in self._numbers or self._seen != self._changes or preparation.familiar is not version.familiar:
             return
-        answer = (
-            plan_alone(execution, preparation) if model.is_whole(execution) and not version.batcher.delays else None
-        )
-        if answer is None or not lane.knows(answer.numbered):
+        may_be = model.is_whole(execution) and not version.batcher.delays
+        run = executable.lone_run(execution, preparation) if may_be else None
+        if run is None or not lane.knows(run.answer.numbered):
             return
         batch = self._alone.get((version, request.key))
         if batch is None or batch.executable is not executable:
             batch = self._alone[version, request.key] = _Alone(version, model, executable)
-        run = LoneRun(executable, lane, preparation.prepared.inputs, preparation.sizes, answer)
         try:
             self._native.learn_alone(
                 key[0],
@@ -309,8 +306,8 @@ class FastPath(Poller):
                 batch.native(),
                 request.rows,
                 tuple(preparation.sizes),
-                answer.outputs,
-                answer.numbered.number,
+                run.answer.outputs,
+                run.answer.numbered.number,
                 run,
             )
         except ValueError:

@@ -75,16 +75,15 @@ class LoopRuns:
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
             self._page.set_state(WorkerState.EXECUTING, now_ns)
-            left = self._ensembles.run(version, version.loaded.ensemble, batch, now_ns)
+            ran = self._ensembles.run(version, version.loaded.ensemble, batch, now_ns)
             self._page.set_state(self.resting_state, self._clock())
-            if not left:
-                return math.inf if left is None else 0
-            batch = left
+            return math.inf if ran else 0
         if not batch or model is None:
             return math.inf
         executable: Executable | SeriesProgram | None = None
-        if model.series is not None and not self._outbox.blocked:
-            executable = self._extend(version, model.series, batch)
+        series = model.series
+        if series is not None and not self._outbox.blocked and not model.executables.device.keeps(batch[0]):
+            executable = _extend(version, series, batch)
         if executable is None:
             executable = model.find(batch)
         if executable is None:
@@ -106,13 +105,12 @@ class LoopRuns:
         self._finish(version, execution)
         return executable.share if len(version.planner) >= _MANY else math.inf
 
-    def _extend(self, version: ModelVersion, series: Series, batch: list[Request]) -> SeriesProgram | None:
-        """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""
-        key = batch[0].key
-        waiting = version.queue.rows(key)
-        program = series.find(key, waiting + 1)
-        if program is not None and waiting and program.wanted.length > 1:
-            batch += version.queue.take(key, program.wanted.length - 1)
-        if series.wish is not None:
-            self._compiler.compile_series(version, series)
-        return program
+
+def _extend(version: ModelVersion, series: Series, batch: list[Request]) -> SeriesProgram | None:
+    """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""
+    key = batch[0].key
+    waiting = version.queue.rows(key)
+    program = series.find(key, waiting + 1)
+    if program is not None and waiting and program.rows > 1:
+        batch += version.queue.take(key, program.rows - 1)
+    return program

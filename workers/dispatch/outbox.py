@@ -131,7 +131,7 @@ class Outbox:
         with contextlib.suppress(ServingError):
             execution.places = Places.find(request, sizes, self._options.inline_byte_size)
         if execution.places is not None:
-            execution.places.offer(request, executable)
+            executable.offer(request, execution.places)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
         """Answers every request of a batch. Returns those that got an error, and why."""
@@ -146,8 +146,9 @@ class Outbox:
         if execution.places is not None:
             # What lies in its place already is given up: others own that memory from now on.
             execution.results = []
-            if not execution.places.close() and isinstance(execution.executable, Executable):
-                execution.executable.keep_outputs()
+            execution.places.release()
+            if isinstance(execution.executable, Executable):
+                execution.executable.settle(execution.places)
         return failed
 
     def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:

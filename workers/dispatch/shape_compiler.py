@@ -1,12 +1,15 @@
 """Shapes that no bucket covers are compiled beside everything else, while their requests are parked. Belongs to the loop.
 
 batch without an executable ─▶ parked ─▶ compiler's thread ─▶ adopted ─▶ its requests wait again, ahead of later ones
+                                                                └─ few calls do more: a program for several requests, when nothing
+                                                                   is parked any more
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable
 
 from tensord.shm.errors import Internal, Unavailable
@@ -53,6 +56,10 @@ class ShapeCompiler:
         self._clock = clock
         self._check = check
         self._restore = restore
+        #: How many are being compiled, or wait for that.
+        self._under_way = 0
+        #: Programs for one request of which those for several are to be made.
+        self._series: deque[tuple[ModelVersion, Series, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
         """Has a shape compiled; its requests wait and everything else goes on."""
@@ -74,6 +81,7 @@ class ShapeCompiler:
             return
         # Those of that key which still queue join, so that none of them asks for the same again.
         version.compiling[key] = batch + version.queue.take(key, version.queue.rows(key))
+        self._under_way += 1
         _log.info("compiling model '%s' version %d for %s", version.name, version.version, wanted)
         running = [(request.submitter.peer, request.request_id) for request in batch]
         self._thread.do(
@@ -102,6 +110,7 @@ class ShapeCompiler:
 
     def _compiled(self, version: ModelVersion, key: Hashable) -> Callable[[Executable | Exception], None]:
         def compiled(outcome: Executable | Exception) -> None:
+            self._under_way -= 1
             requests = version.compiling.pop(key)
             if isinstance(outcome, Exception) or version.jitted is None:
                 failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
@@ -111,27 +120,40 @@ class ShapeCompiler:
                 self._outbox.fail_all([(request, error) for request in requests], now_ns, Failure.BACKEND)
                 # The next ones of their sequences may run now.
                 self._restore(version, [])
+                self._next_series()
                 return
-            executables = version.jitted.executables
-            for changed in (*executables.add(outcome), outcome.wanted):
+            executables, series = version.jitted.executables, version.jitted.series
+            gone = executables.add(outcome)
+            for changed in (*gone, outcome.wanted):
                 # Batches of a shape grow only as far as an executable for them is ready.
                 version.planner.limit(changed.shapes, executables.limit(changed.shapes))
             self._models.changes += 1
             self._restore(version, requests)
+            if series is not None:
+                for forgotten in gone:
+                    series.forget(forgotten.shapes)
+                if series.wants(outcome):
+                    self._series.append((version, series, outcome))
+            self._next_series()
 
         return compiled
 
-    def compile_series(self, version: ModelVersion, series: Series) -> None:
-        """Has the program compiled that a series wishes for; its requests are run one by one meanwhile."""
-        wish = series.take_wish()
-        if wish is not None and version.jitted is not None:
-            placement = version.jitted.executables.placement(wish.shapes)
-            self._thread.do(lambda: series.compile(wish, placement), functools.partial(self._adopt, version, series))
+    def _next_series(self) -> None:
+        """Has a program for several requests compiled, if no request waits for one; its requests are run one by one meanwhile."""
+        if self._under_way or not self._series:
+            return
+        version, series, single = self._series.popleft()
+        self._under_way += 1
+        self._thread.do(lambda: series.compile(single), functools.partial(self._adopt, version, series, single))
 
-    def _adopt(self, version: ModelVersion, series: Series, outcome: SeriesProgram | Exception | None) -> None:
+    def _adopt(
+        self, version: ModelVersion, series: Series, single: Executable, outcome: list[SeriesProgram] | Exception
+    ) -> None:
+        self._under_way -= 1
         if isinstance(outcome, Exception):
-            # Its requests go on being run one by one; it is not wished for again.
+            # Its requests go on being run one by one.
             _log.error("compiling a series for model '%s' failed", version.name, exc_info=outcome)
-        elif outcome is not None:
-            series.add(outcome)
+        elif outcome:
+            series.add(single, outcome)
             self._models.changes += 1
+        self._next_series()

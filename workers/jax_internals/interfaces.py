@@ -51,7 +51,7 @@ def _cache_module() -> Any:
     return compilation_cache
 
 
-#: Whoever calls it is followed by ``workers/programs/outside_compiler.py``, argument by argument.
+#: Whoever calls it is followed by ``workers/processor/outside_compiler.py``, argument by argument.
 _COMPILER_ARGUMENTS = ["backend", "module", "executable_devices", "options", "host_callbacks"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from tensord.config import ensemble_fusion, model_checks, model_config
+from tensord.config import model_checks, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.workers.declarations.declaration import read_labels
@@ -41,7 +41,6 @@ def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max
         cached=message.response_cache.enable,
         sees_outputs=True,
         ensemble=_graph(message),
-        fuses=ensemble_fusion.is_wanted(message),
     )
 
 
@@ -56,8 +55,8 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
     return EnsembleGraph(inputs, outputs, steps, scheduling.max_inflight_requests)
 
 
-def joined(loaded: LoadedModel, models: ModelTable) -> tuple[LoadedModel, list[LoadedModel]]:
-    """The ensemble with what its members say of it, and these, in the order of its steps. Raises NotFound: one is not there."""
+def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
+    """Returns the ensemble with what its members say of it. Raises NotFound: one is not there."""
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble
@@ -65,7 +64,7 @@ def joined(loaded: LoadedModel, models: ModelTable) -> tuple[LoadedModel, list[L
         step._replace(outputs=_in_its_order(step, member), streams=member.loaded.streams)
         for step, member in zip(graph.steps, members, strict=True)
     ]
-    ensemble = dataclasses.replace(
+    return dataclasses.replace(
         loaded,
         signature=_labelled(loaded.signature, graph, members),
         repeatable=all(member.loaded.repeatable for member in members),
@@ -73,7 +72,6 @@ def joined(loaded: LoadedModel, models: ModelTable) -> tuple[LoadedModel, list[L
         streams=any(member.loaded.streams for member in members),
         ensemble=EnsembleGraph(graph.inputs, graph.outputs, steps, graph.most),
     )
-    return ensemble, [member.loaded for member in members]
 
 
 def _in_its_order(step: Step, member: ModelVersion) -> dict[str, str]:

@@ -9,17 +9,17 @@ from typing import Any
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.workers.declarations import artifact
-from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.several_devices import SeveralDevices
-from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.imports.model_imports import python_source
 from tensord.workers.loading.parameters import parted
 from tensord.workers.models.free_state import FreeState, travelling
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.jitted_instance import JittedInstance
 from tensord.workers.models.warmup import Sample
+from tensord.workers.processor.processor import Processor
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Apply, Executables
+from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature
@@ -27,19 +27,18 @@ from tensord.workers.tensors.state import initial_state
 
 
 def run_samples(
-    jitted: JaxModel, prepared: Sequence[Sample], own: CudaDevice | None, model: str, check: CheckDevice
+    jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs each of them once. ``own``: the GPU as the caller's thread has it; what that takes is given back."""
+    """Runs each of them once. ``own``: the device as the caller's thread has it; what that takes is given back."""
     if jitted.free_state is not None:
         for sample in prepared:
             sample.begin(jitted.free_state.begun)
     try:
-        here = jitted if own is None else JittedInstance(jitted, own)
+        here = jitted if own is jitted.executables.device else JittedInstance(jitted, own)
         for sample in prepared:
             sample.run_jitted(jitted, here, model, check)
     finally:
-        if own is not None:
-            own.close()
+        own.close()
 
 
 def jitted_model(
@@ -54,8 +53,7 @@ def jitted_model(
     *,
     cache: ExecutableCache,
     max_unexpected: int,
-    cuda: CudaDevice | None,
-    single_thread: SingleThreadDevice | None,
+    device: ExecutionDevice,
     max_state_byte_size: int,
 ) -> JaxModel:
     """Not warm yet.
@@ -82,8 +80,7 @@ def jitted_model(
         cache,
         source,
         max_unexpected,
-        cuda if several is None else None,
-        single_thread if several is None else None,
+        device if several is None else Processor(),
         initial,
         several,
     )

@@ -45,15 +45,13 @@ from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.declarations.request_inputs import request_inputs
 from tensord.workers.declarations.sequence_declaration import sequence_plan
 from tensord.workers.declarations.step_declaration import declare_steps
-from tensord.workers.devices import single_thread
 from tensord.workers.devices.device_cuda import CudaDevice
-from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.imports import own_flags
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.imports.process_state import ProcessState
 from tensord.workers.loading.ensemble_declaration import load_ensemble
-from tensord.workers.loading.fused_ensemble import fuse
 from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone
 from tensord.workers.loading.jax_loading import jitted_model, run_samples
 from tensord.workers.loading.parameters import warn_of_keys, warn_of_leaves
@@ -71,13 +69,15 @@ from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.python_model import PythonModel, auto_complete
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.models.warmup import prepared_samples
+from tensord.workers.processor.outside_compiler import OutsideCompiler
+from tensord.workers.processor.processor import Processor
 from tensord.workers.programs.carry import check_state_size
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
+from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.jax_cache import use_persistent_cache
 from tensord.workers.programs.load_progress import LoadProgress, Tell, nobody
-from tensord.workers.programs.outside_compiler import OutsideCompiler
 from tensord.workers.programs.precision import precision
-from tensord.workers.programs.run_errors import CheckDevice, works
+from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.tensors.ragged import declare_ragged, ragged_signature
 from tensord.workers.tensors.signature import Signature, signature
 from tensord.workers.tensors.state import declare_state, state_specs
@@ -101,8 +101,7 @@ class Loader:
         max_queue_size: int,
         max_unexpected_shapes: int,
         max_batch_byte_size: int,
-        cuda: CudaDevice | None = None,
-        single_thread: SingleThreadDevice | None = None,
+        execution: ExecutionDevice | None = None,
         max_state_byte_size: int = sys.maxsize,
         limits: Mapping[str, int] | None = None,
         desk: Desk | None = None,
@@ -112,14 +111,14 @@ class Loader:
     ) -> None:
         """
         Args:
-          cuda: the GPU as the thread has it that will run what is loaded.
+          execution: the device as the thread has it that will run what is loaded; None: the processor.
           desk: None: nothing will be served.
           aside: the loader's thread is in it while other loads may go on.
           long_compile: seconds after which a program that is being compiled lets other models be compiled beside it; 0: never.
           shared: the process is somebody else's too, or one model's own, who may change what all of it shares.
         """
         own_flags.prepare()
-        self._compiling = compiling = functools.partial(compiling_alone, aside, Turns(1, long_compile))
+        self._compiling = functools.partial(compiling_alone, aside, Turns(1, long_compile))
         self._process = None if shared else ProcessState()
         self._desk = desk
         #: That models keep themselves.
@@ -128,33 +127,23 @@ class Loader:
         #: Those that its worker owns, of which a model may have several.
         self._devices = device.client.local_devices()
         self._gpu = gpu
-        self._cuda = cuda
+        self._execution = execution = execution or Processor()
         #: As the loader's thread has it: the loop gathers requests on the other while samples run here.
-        self._own_cuda = None if cuda is None else cuda.beside()
-        self._check: CheckDevice = works if cuda is None else cuda.check
+        self._own = execution.beside()
+        self._check: CheckDevice = execution.check
         self._cache = cache
         self._max_queue_size = max_queue_size
         self._max_batch_byte_size = max_batch_byte_size
         self._max_state_byte_size = max_state_byte_size
         self._load_stepped = functools.partial(
-            load_stepped, device=device, cache=cache, single_thread=single_thread, limit=max_state_byte_size
+            load_stepped, device=device, cache=cache, execution=execution, limit=max_state_byte_size
         )
         self._jitted_model = functools.partial(
             jitted_model,
             cache=cache,
             max_unexpected=max_unexpected_shapes,
-            cuda=cuda,
-            single_thread=single_thread,
+            device=execution,
             max_state_byte_size=max_state_byte_size,
-        )
-        #: Makes one program of an ensemble, in the loader's thread as well.
-        self.fuse = functools.partial(
-            fuse,
-            compiling=compiling,
-            cache=cache,
-            cuda=cuda,
-            single_thread=single_thread,
-            max_batch_byte_size=max_batch_byte_size,
         )
         self._starting = Starting(gpu, limits, len(self._devices), inbox, page, self._check, aside)
 
@@ -181,7 +170,8 @@ class Loader:
           aside: as of the constructor.
           alone: one model has the process to itself, and may do with it as it likes.
         """
-        small = single_thread.choose(device, options.workers.single_thread_flops)
+        small = options.workers.single_thread_flops
+        execution = Processor.opened(device, small) if cuda is None else Gpu(cuda)
         shared = cache is not None
         if cache is None:
             directory = cache_directory(options.executables.cache_directory)
@@ -195,8 +185,7 @@ class Loader:
             options.requests.max_queue_size,
             options.executables.max_unexpected_shapes,
             options.executables.max_batch_byte_size,
-            cuda,
-            small,
+            execution,
             options.executables.max_state_byte_size,
             rate_limits.limits(options.rate_limit, gpu),
             desk,
@@ -423,9 +412,10 @@ class Loader:
                 spread,
             )
             jitted.executables.warm(progress)
-            jitted.prepare_series()
+            jitted.prepare_series(progress.cancellation)
             prepared = prepared_samples(record, message, described, made_inputs)
-            run_samples(jitted, prepared, None if spread is not None else self._own_cuda, message.name, self._check)
+            own = self._own if spread is None else jitted.executables.device
+            run_samples(jitted, prepared, own, message.name, self._check)
         maker = InstanceMaker(
             self._jitted_instances,
             prepared,
@@ -440,8 +430,7 @@ class Loader:
 
     def _jitted_instances(self, _: ModelConfig, jitted: JaxModel | None) -> Callable[[str], Instantiated]:
         assert jitted is not None
-        cuda = self._cuda
-        return lambda _: JittedInstance(jitted, None if cuda is None else cuda.beside())
+        return lambda _: JittedInstance(jitted, self._execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
         """A serving version with another number of instances, if nothing else of it has changed; None: it has to be loaded.

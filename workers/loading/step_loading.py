@@ -20,12 +20,12 @@ from tensord.workers.declarations.declaration import choose_buckets
 from tensord.workers.declarations.device_choice import device_count
 from tensord.workers.declarations.request_inputs import RequestInputs
 from tensord.workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
-from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.imports.model_imports import python_source
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.loading.parameters import parted, warn_of_leaves
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.step_executables import StepExecutables
@@ -45,7 +45,7 @@ def load_stepped(
     *,
     device: jax.Device,
     cache: ExecutableCache,
-    single_thread: SingleThreadDevice | None,
+    execution: ExecutionDevice,
     limit: int,
 ) -> SteppedModel:
     """
@@ -81,7 +81,7 @@ def load_stepped(
         parts[0][1],
         cache,
         python_source(folder),
-        single_thread,
+        execution,
     )
     executables.check_size(limit)
     executables.warm(progress)

@@ -1,7 +1,7 @@
 """The steps of an ensemble one after the other, for requests that found nobody waiting for any of them.
 
 It does what the steps would do as requests of their own, where all of them are compiled programs of fixed shapes on the
-processor: they would be run at once, and alone, because nobody waits there (``workers/programs/chain_program.py``). Chains
+worker's device: they would be run at once, and alone, because nobody waits there (``workers/programs/chain_program.py``). Chains
 are found once for each set of outputs, until a model changes.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import NotFound
@@ -66,7 +68,7 @@ class EnsembleChain:
         if rows not in self._by_rows:
             self._by_rows[rows] = self._build(rows)
         found = self._by_rows[rows]
-        return None if found is None or found.long else found
+        return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[ChainProgram | None]:
         """As ``JaxModel.programs``: by the rows that wait, up to ``most``."""
@@ -77,12 +79,18 @@ class EnsembleChain:
         requests = execution.requests
         arguments, execution.copied_byte_size = program.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
-        arrays = program.compute(arguments)
+        made = program.compute(arguments)
+        contents = program.contents_of(made)
         execution.computed_ns = time.monotonic_ns()
-        found = dict(zip(self._outputs, arrays, strict=True))
+        found = {
+            name: np.frombuffer(content, np.dtype(array.dtype)).reshape(array.shape)
+            if isinstance(content, bytes)
+            else content
+            for name, array, content in zip(self._outputs, made, contents, strict=True)
+        }
         if program.layout is None:
             program.layout = layout_of(self._signature, found, self._signature.batches)
-        execution.computed(uncut(program.layout, arrays), lambda: self._cut(requests, found))
+        execution.computed(uncut(program.layout, contents), lambda: self._cut(requests, found))
 
     def _cut(self, requests: Sequence[Request], found: Mapping[str, Array]) -> list[Result]:
         if not self._signature.batches:
@@ -143,7 +151,7 @@ class EnsembleChain:
             made_on.update(dict.fromkeys(step.outputs.values(), here))
             links.append(Link(executable, tuple(inputs), tuple(step.outputs.items())))
         wide = any(step.version.signature.wide for step in self._steps)
-        return ChainProgram(self._signature, links, self._outputs, rows, wide)
+        return ChainProgram(self._signature, links, self._outputs, rows, wide, executables[0].device)
 
     def __repr__(self) -> str:
         return f"<EnsembleChain {' '.join(step.version.name for step in self._steps)}>"
@@ -178,7 +186,7 @@ class EnsembleChains:
                 # One of its models has gone, and the step will say so.
                 return None
         program = chain.program(sum([request.rows for request in requests]))
-        return None if program is None or not chain.free else (chain, program)
+        return None if program is None or not chain.free or not program.takes(requests) else (chain, program)
 
     def __repr__(self) -> str:
         return f"<EnsembleChains {len(self._known)}>"

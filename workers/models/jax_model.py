@@ -5,36 +5,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-import jax
 import numpy as np
 
 from tensord.shm.arrays import Array
-from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Unsupported
-from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.models.execution import Execution, describe_failure
 from tensord.workers.models.free_state import FreeState
 from tensord.workers.models.statistics import Turns
-from tensord.workers.native import output_memory
 from tensord.workers.programs.carry import Carry
-from tensord.workers.programs.executable import Content, Executable, Wanted
+from tensord.workers.programs.executable import Content, Executable, Outputs, Wanted
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.gathered_run import GatheredRun
 from tensord.workers.programs.lowering import is_numeric
-from tensord.workers.programs.series import MOST, Series
-from tensord.workers.programs.series_program import SeriesProgram
-from tensord.workers.requests.places import Places
+from tensord.workers.programs.series import Series
+from tensord.workers.programs.series_program import MOST, SeriesProgram
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
-from tensord.workers.tensors.batch_outputs import LIMIT, BatchOutputs, uncut
 from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes, sliced
 from tensord.workers.tensors.ragged import cut
 from tensord.workers.tensors.signature import Signature
-
-#: By name, and what they lie in where they were fetched from a GPU together.
-_Outputs = tuple[dict[str, Array], list[bytes] | None]
+from tensord.workers.threads.cancellation import Cancellation
 
 
 class JaxModel:
@@ -64,12 +56,7 @@ class JaxModel:
         reshaped = any(spec.reshaped for spec in signature.outputs.values())
         #: Where requests cannot share a batch, quick ones may share a call.
         alone = bool(alone or signature.batches or buckets.axes or reshaped or instances > 1)
-        # A series is stacked by the host, for programs of which a call is most of the cost.
-        self.series = (
-            None
-            if alone or executables.device is not None
-            else Series(signature, executables.apply, self._single_program)
-        )
+        self.series = None if alone else Series(signature, executables.apply)
         #: The state of its sequences, if it keeps any, where the worker's loop runs it.
         self._carry = executables.carry()
         self._version = version
@@ -94,8 +81,6 @@ class JaxModel:
         #: The rows of an output are, byte by byte, what its clients get.
         self._plain = not self._cut and free_state is None
         self.free_state = free_state
-        #: And it is made in host memory.
-        self._processor = self._plain and executables.device is None
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
         """The same model and programs, executed by so many threads; for one without sequences. ``alone``: as it was made."""
@@ -125,24 +110,20 @@ class JaxModel:
         Asking changes nothing.
         """
         if self.series is not None:
-            if self.series.shares(key) or not self._plain:
-                return [self.series.ready(key, waiting) for waiting in range(1, MOST + 1)]
-            # What does not share calls is run one after the other.
-            single = self.executables.find(Wanted(1, key))
-            return [single] * MOST
+            # What does not share calls, or not yet, is run one after the other.
+            single = self.executables.find(Wanted(1, key)) if self._plain else None
+            return [self.series.find(key, waiting) or single for waiting in range(1, MOST + 1)]
         if not self._plain or self.ragged:
             return []
         planned = [self.executables.planned(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
         return [program if program is not None and program.gathers else None for program in planned]
 
-    def prepare_series(self) -> None:
+    def prepare_series(self, cancellation: Cancellation) -> None:
         """Makes the programs for requests that share calls, when those that run one are made. Raises whatever tracing raises."""
         if self.series is not None:
-            self.series.prepare([shapes for _, shapes in self._buckets.planned()], self.executables.placement)
-
-    def _single_program(self, shapes: Shapes) -> jax.stages.Compiled | None:
-        found = self.executables.find(Wanted(1, shapes))
-        return None if found is None else found.program
+            planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
+            singles = [single for single in planned if single is not None]
+            self.series.prepare(singles, self.executables.kept_series(cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
         """What runs requests of sequences that are gathered into the memory of that program.
@@ -154,36 +135,24 @@ class JaxModel:
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """What runs so many rows of inputs of those shapes on the processor, if it takes and gives them as they are."""
+        """What runs so many rows of inputs of those shapes, if it takes and gives them as they are."""
         several = self.executables.several is not None
-        if not self._processor or self._carry is not None or self._buckets.axes or self.ragged or several:
+        if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | SeriesProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Output -> bytes, if they are large, known, and as the program makes them what a lone request is answered with.
-
-        On a GPU also if they are small and wanted there.
-        """
+        """Output -> bytes, where it pays to find places for what a lone request is answered with before the run."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
-        if executable.device is not None:
-            if not self._plain or not self._whole(requests, executable.wanted.rows):
-                return None
-            sizes = executable.output_sizes
-            return sizes if sum(sizes.values()) > LIMIT or _stays(requests[0]) else None
-        if executable.memory_of_outputs is None:
-            return None
-        sizes = executable.memory_of_outputs.sizes
-        alone = self._processor and self._whole(requests, executable.wanted.rows)
-        return sizes if alone and max(sizes.values(), default=0) >= output_memory.WORTH else None
+        return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
 
     def is_whole(self, execution: Execution) -> bool:
         """Whether a run was of one request, its inputs as the program takes them, and its outputs as they were made."""
         executable, requests = execution.executable, execution.requests
         if (
             not isinstance(executable, Executable)
-            or not self._processor
+            or not self._plain
             or self._carry is not None
             or self.ragged
             or not self._whole(requests, executable.wanted.rows)
@@ -219,21 +188,14 @@ class JaxModel:
         execution.gathered_ns = time.monotonic_ns()
         places = execution.places
         if carry is None:
-            made = executable.compute(arguments, {} if places is None else places.addresses)
-            # All of them are waited for: only then has the program read its last input.
-            if places is not None and executable.device is not None:
-                outputs, contents = self._delivered(executable.device, made, requests[0], places), None
-            else:
-                outputs, contents = self._outputs(executable, made, requests)
+            outputs = executable.compute(arguments, requests, places)
         else:
-            outputs, contents = self._step(carry, executable, arguments, requests)
-        if places is not None and executable.device is None:
-            places.written = executable.written(outputs, places.addresses)
+            outputs = self._step(carry, executable, arguments, requests)
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
         execution.computed(
-            self._uncut(executable, outputs, contents) if self._plain and places is None and _leave(requests) else None,
-            lambda: self._split(requests, rows, outputs),
+            executable.uncut(outputs) if self._plain and places is None and _leave(requests) else None,
+            lambda: self._split(requests, rows, outputs.arrays),
         )
         if self._pads or len(requests) > 1 or requests[0].rows != rows:
             execution.padding = self._padding(executable, requests)
@@ -269,41 +231,12 @@ class JaxModel:
 
     def _step(
         self, carry: Carry, executable: Executable, arguments: dict[str, Any], requests: Sequence[Request]
-    ) -> _Outputs:
+    ) -> Outputs:
         made = carry.run(executable.call, arguments, executable.wanted.rows, requests)
         try:
-            return self._outputs(executable, made, requests)
+            return executable.outputs(made, requests)
         except BaseException as error:
             raise carry.failed() from error
-
-    def _outputs(self, executable: Executable, made: dict[str, Any], requests: Sequence[Request]) -> _Outputs:
-        device = executable.device
-        if device is None:
-            return {name: np.asarray(made[name]) for name in self._signature.outputs}, None
-        contents = None if any(_stays(request) for request in requests) else executable.fetch(device, made)
-        if contents is not None:
-            return executable.arrays_in(contents, made), contents
-        outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
-        # Not arrays of the host yet: where they go decides which way they leave the device.
-        kept = cast(list[Array], [device.keep(output) for output in outputs])
-        return dict(zip(self._signature.outputs, kept, strict=True)), None
-
-    def _delivered(
-        self, device: CudaDevice, made: dict[str, Any], request: Request, places: Places
-    ) -> dict[str, Array]:
-        """The outputs of a lone request, brought to their places by the GPU."""
-        reached = places.reached()
-        outputs = device.deliver({name: made[name] for name in self._signature.outputs}, reached)
-        places.written = reached.keys()
-        request.copied_byte_size += sum([places.sizes[name] for name in reached])
-        return cast(dict[str, Array], outputs)
-
-    def _uncut(
-        self, executable: Executable, outputs: dict[str, Array], contents: list[bytes] | None
-    ) -> BatchOutputs | None:
-        if contents is not None:
-            return BatchOutputs(executable.layout_of(outputs), contents)
-        return None if executable.device is not None else uncut(executable.layout_of(outputs), [*outputs.values()])
 
     def _execute_series(self, execution: Execution, program: SeriesProgram) -> None:
         execution.copied_byte_size = program.gather(execution.requests)
@@ -344,11 +277,6 @@ class JaxModel:
 
     def describe(self, error: BaseException) -> str:
         return describe_failure(self._signature.model, self._version, error)
-
-
-def _stays(request: Request) -> bool:
-    """Whether its outputs may be wanted on the GPU: by another model, or in a client's memory there."""
-    return request.sink is not None or any(isinstance(region, CudaRegion) for region in request.regions)
 
 
 def _leave(requests: Sequence[Request]) -> bool:

@@ -10,21 +10,19 @@ inputs of one travel while another's batch is computed and the outputs of a thir
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 
-from tensord.shm.cuda_regions import CudaError, DeviceLost
-from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.execution_device import ExecutionDevice
 
 
 class JittedInstance:
     """Everything is called from the one thread."""
 
-    def __init__(self, model: JaxModel, device: CudaDevice | None = None) -> None:
-        """``device``: the GPU, if the model is on one, as that thread has it."""
+    def __init__(self, model: JaxModel, device: ExecutionDevice) -> None:
+        """``device``: as that thread has it."""
         self._model = model
         self._device = device
         #: The state of the sequences that run here, if the model keeps any.
@@ -51,6 +49,4 @@ class JittedInstance:
     def close(self) -> None:
         """Gives its memory to gather in back."""
         self._twins.clear()
-        if self._device is not None:
-            with contextlib.suppress(CudaError, DeviceLost):  # it goes with the process
-                self._device.close()
+        self._device.close()

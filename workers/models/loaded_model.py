@@ -55,10 +55,8 @@ class LoadedModel:
     made_inputs: MadeInputs = field(default_factory=MadeInputs)
     #: The model that is stepped, if it is one.
     stepped: SteppedModel | None = None
-    #: Of an ensemble, which has nothing else to run, unless it is one program.
+    #: Of an ensemble, which has nothing else to run.
     ensemble: EnsembleGraph | None = None
-    #: Whether that is to be one program; then ``jitted`` runs it.
-    fuses: bool = False
     #: Of a model that says itself whether it is ready.
     is_ready_calls: IsReadyCalls | None = None
     #: What it takes.

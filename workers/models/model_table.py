@@ -5,13 +5,10 @@ A version that is loaded again replaces the one before it in one step: requests 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 
 from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound
-from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
-from tensord.workers.models.statistics import ModelStatistics
 
 
 class ModelTable:
@@ -45,8 +42,6 @@ class ModelTable:
         self._serving[version.name, version.version] = version
         self._index(version.name)
         version.serve()
-        if version.loaded.fuses:
-            version.statistics.steps = functools.partial(self._steps, version.loaded)
         if old is not None:
             version.statistics.succeed(old.statistics)
             self._drain(old, version.statistics.inherit)
@@ -81,14 +76,6 @@ class ModelTable:
         if (name, 0) in self._found:
             raise NotFound(f"{UNKNOWN_MODEL}'{name}' version {number} is not found")
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
-
-    def _steps(self, loaded: LoadedModel) -> list[ModelStatistics]:
-        """What the steps of an ensemble are counted in; of one that loses a model this moment, in nothing."""
-        assert loaded.ensemble is not None
-        try:
-            return [self.find(step.model, step.version).statistics for step in loaded.ensemble.steps]
-        except NotFound:
-            return []
 
     def serves(self, name: str, number: int) -> bool:
         """Whether it takes requests here; for any thread."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tensord.shm.errors import ServingError
@@ -104,8 +104,6 @@ class ModelStatistics:
         #: What programs took besides requests, because of their buckets: rows, and elements of inputs.
         self.padded_rows = 0
         self.padded_elements = 0
-        #: Of an ensemble that is one program: who counts its steps, which share the time evenly.
-        self.steps: Callable[[], Sequence[ModelStatistics]] = list
         self._batches: dict[int, BatchStatistics] = {}
         #: Time to the first response, and how many came within each bound.
         self._first = Duration()
@@ -159,11 +157,6 @@ class ModelStatistics:
             self.padded(*execution.padding)
         size = rows // runs + execution.rows_of_nobody
         self._count_batches(size, runs, input_ns, infer_ns, output_ns)
-        if steps := self.steps():
-            batch = (size, runs, 0, infer_ns, 0)
-            turns = Turns(good, rows, runs, 0, 0, 0, (0, good * infer_ns, 0), [batch])
-            for step in steps:
-                step.add(turns.part(1, len(steps)))
 
     def _count_batches(self, size: int, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         batch = self._batches.get(size)
@@ -232,8 +225,6 @@ class ModelStatistics:
         self.copied_byte_size += turns.copied_byte_size
         for size, count, input_ns, infer_ns, output_ns in turns.batches:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
-        for step in (steps := self.steps()):
-            step.add(turns.part(1, len(steps)))
 
     def padded(self, rows: int, elements: int) -> None:
         """Counts what was computed for nobody."""

@@ -1,6 +1,6 @@
 /* Runs one large request by itself, with its tensors where they lie in the arenas.
  *
- *     RequestRecord ─▶ (place or bytes, ...) ─▶ plan->alone (workers/dispatch/lone_run.py) ─▶ lease, small outputs ─▶ AnswerRecord
+ *     RequestRecord ─▶ (place or bytes, ...) ─▶ plan->alone (workers/processor/lone_run.py) ─▶ lease, small outputs ─▶ AnswerRecord
  *
  * ``alone`` returns (segment, offset, generation, [small output, ...]), where segment -1 means that there is no lease, or None: then
  * the request is for Python.

@@ -8,6 +8,7 @@ Rows of the bucket that no request fills are zeros for the first program, and wh
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
-from tensord.shm.arrays import Array, address_of
+from tensord.shm.arrays import address_of
 from tensord.workers.jax_internals.wide import enable_x64
-from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.executable import Content, Executable
+from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.gather_buffer import GatherBuffer
 from tensord.workers.programs.weight import work_of
 from tensord.workers.requests.request import Request
@@ -47,13 +49,20 @@ class ChainProgram:
     memory_needed = None
 
     def __init__(
-        self, signature: Signature, links: Sequence[Link], outputs: Sequence[str], rows: int, wide: bool
+        self,
+        signature: Signature,
+        links: Sequence[Link],
+        outputs: Sequence[str],
+        rows: int,
+        wide: bool,
+        device: ExecutionDevice,
     ) -> None:
         """
         Args:
           signature: of the chain as a model.
           outputs: those of its tensors that are wanted.
           wide: whether any of the programs speaks of 64-bit elements.
+          device: what all of them run on.
         """
         self.rows = rows
         self._outputs = tuple(outputs)
@@ -61,12 +70,11 @@ class ChainProgram:
             (link.executable.call, link.inputs, link.outputs) for link in links
         ]
         taken = {tensor for link in links for _, tensor, _ in link.inputs}
-        self._buffers = {
-            spec.name: GatherBuffer(spec.name, rows, spec.model_dims, spec.dtype, signature.batches)
-            for spec in signature.inputs.values()
-            if spec.name in taken
-        }
-        self._gathered: dict[str, Any] = {name: buffer.array for name, buffer in self._buffers.items()}
+        self._specs = [spec for spec in signature.inputs.values() if spec.name in taken]
+        self._batches = signature.batches
+        lead = (rows,) if signature.batches else ()
+        self._device = device
+        self._inputs = device.inputs([(spec.name, spec.dtype, (*lead, *spec.model_dims)) for spec in self._specs])
         self._wide = wide
         #: As ``weight.share_of``.
         self.share = sum([link.executable.share for link in links])
@@ -78,6 +86,23 @@ class ChainProgram:
         self.long = sum([max(work_of(link.executable.program)) for link in links]) > _MOST_WORK
 
     @property
+    def gathers(self) -> bool:
+        """Whether there is room for its inputs where the host gathers them."""
+        return self._inputs.fit
+
+    @functools.cached_property
+    def _buffers(self) -> dict[str, GatherBuffer]:
+        arrays = self._inputs.arrays
+        return {
+            spec.name: GatherBuffer(spec.name, self.rows, spec.model_dims, spec.dtype, self._batches, arrays[spec.name])
+            for spec in self._specs
+        }
+
+    def takes(self, requests: Sequence[Request]) -> bool:
+        """Whether these are best gathered by the host: on a GPU, where they came in their records, and their outputs leave it."""
+        return not self._device.remote or all(request.small and not self._device.keeps(request) for request in requests)
+
+    @property
     def memory(self) -> list[tuple[str, int, int]]:
         """Where each input of the first row is gathered: name, address, and how far behind it the next row is."""
         return [
@@ -86,23 +111,32 @@ class ChainProgram:
 
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """The arguments for a batch, and how many bytes were copied for them."""
-        arguments, copied = dict(self._gathered), 0
+        lying: dict[str, Any] = {}
+        copied = 0
         alone = len(requests) == 1 and requests[0].rows == self.rows and not requests[0].small
         for name, buffer in self._buffers.items():
             array: Any = requests[0].arrays[name] if alone else None
             # What is not in memory yet is fetched by gathering it.
             if isinstance(array, np.ndarray) and not address_of(array) % ALIGNMENT:
-                arguments[name] = array
+                lying[name] = array
             else:
                 copied += buffer.fill(requests)
-        return arguments, copied
+        return self._sent() | lying, copied
 
-    def run(self) -> list[Array]:
+    def _sent(self) -> dict[str, Any]:
+        with enable_x64(True) if self._wide else contextlib.nullcontext():
+            return self._inputs.send()
+
+    def run(self) -> list[Content]:
         """Computes what was gathered into ``memory``; returns the outputs, readable, when nobody reads it any more."""
-        return self.compute(self._gathered)
+        return self.contents_of(self.compute(self._sent()))
 
-    def compute(self, arguments: Mapping[str, Any]) -> list[Array]:
-        """The outputs, readable. Raises whatever a program raises."""
+    def contents_of(self, made: Sequence[Any]) -> list[Content]:
+        """The outputs in the host's memory. Raises what a run raised."""
+        return self._device.contents_of(made)
+
+    def compute(self, arguments: Mapping[str, Any]) -> list[Any]:
+        """Begins to compute the outputs. Raises whatever a program raises."""
         tensors = dict(arguments)
         with enable_x64(True) if self._wide else contextlib.nullcontext():
             began = time.monotonic_ns()
@@ -115,7 +149,7 @@ class ChainProgram:
                 ended = time.monotonic_ns()
                 self.call_ns[number] += ended - began
                 began = ended
-            return [np.asarray(tensors[name]) for name in self._outputs]
+            return [tensors[name] for name in self._outputs]
 
     def __repr__(self) -> str:
         return f"<ChainProgram of {len(self._links)} programs, {self.rows} rows>"

@@ -21,23 +21,23 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
 
-from tensord.shm.errors import Internal
-from tensord.workers.compiling.compilers import CompilerDied
 from tensord.workers.devices.device_cpu import thread_count
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.gpu_versions import gpu_versions
 from tensord.workers.programs.jax_cache import JaxCache
-from tensord.workers.programs.outside_compiler import OutsideCompiler
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.serialized import serialize
-from tensord.workers.programs.small_programs import SmallPrograms
 from tensord.workers.threads.cancellation import Cancellation
+
+if TYPE_CHECKING:
+    from tensord.workers.processor.outside_compiler import OutsideCompiler
+    from tensord.workers.processor.small_programs import SmallPrograms
 
 _log = logging.getLogger(__name__)
 #: Before JAX 0.7 a program is loaded for the devices that it was compiled for, and nobody is asked.
@@ -135,11 +135,8 @@ class ExecutableCache:
         with contextlib.ExitStack() as stack:
             if self._programs is not None:
                 stack.enter_context(self._programs.passed_over())
-            known = [] if self._outside is None else stack.enter_context(self._outside.compiling(cancellation))
-            try:
-                program = make()
-            except CompilerDied as error:
-                raise Internal(f"{what}: the process that compiled it {error}") from None
+            known = [] if self._outside is None else stack.enter_context(self._outside.compiling(what, cancellation))
+            program = make()
         return self.store(key, program, known, what)
 
     @staticmethod
@@ -168,7 +165,7 @@ class ExecutableCache:
             return None
         try:
             where, *program = pickle.loads(content)
-            here = usual.several is not None or where == (usual.device is not None)
+            here = usual.several is not None or where == usual.is_single_thread
             placement = usual if here else None if small is None else small.open()
             if placement is None:
                 return None
@@ -194,7 +191,7 @@ class ExecutableCache:
             return program
         try:
             several = program.placement.several
-            where = program.placement.device is not None if several is None else several.order(program.call)
+            where = program.placement.is_single_thread if several is None else several.order(program.call)
             executable = program.call.runtime_executable()
             content = pickle.dumps(
                 (where, *serialize(program.call, next((kept for one, kept in known if one is executable), None)))
@@ -218,8 +215,8 @@ def _name(key: str) -> str:
 def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, ...]) -> jax.stages.Compiled:
     # Said in any case: else it is loaded for all devices of its worker.
     on: dict[str, Any] = {"execution_devices": jax.local_devices()[:1]}
-    if placement.device is not None:
-        on = {"backend": placement.device.client, "execution_devices": [placement.device]}
+    if placement.is_single_thread:
+        on = {"backend": placement.client, "execution_devices": [placement.device]}
     elif placement.several is not None:
         on = {"execution_devices": placement.several.ordered(where)}
     if not _LOADS_FOR_DEVICES:

@@ -12,7 +12,7 @@ Parameters are arguments, never constants: a constant would be copied into every
 from __future__ import annotations
 
 import functools
-import time
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,25 +20,25 @@ from typing import Any
 import jax
 
 from tensord.workers.devices import device_memory
-from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.several_devices import SeveralDevices
-from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.constants import warn_of_constants
 from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision
-from tensord.workers.programs.small_programs import SmallPrograms
+from tensord.workers.programs.weight import work_of
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
 from tensord.workers.tensors.state import InitialState
+from tensord.workers.threads.cancellation import Cancellation
 
-#: For the first runs of a version's executables.
-_WARM_NS = 20_000_000
+#: Floating-point operations and bytes in the first runs of a version's executables; a core takes some milliseconds for as much.
+_WARM_WORK = 1 << 26
 Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
@@ -54,14 +54,13 @@ class Executables:
         cache: ExecutableCache,
         source: bytes,
         max_unexpected: int,
-        device: CudaDevice | None = None,
-        single_thread: SingleThreadDevice | None = None,
+        device: ExecutionDevice,
         initial: InitialState | None = None,
         several: SeveralDevices | None = None,
     ) -> None:
         """
         Args:
-          single_thread: where small programs run, if they can.
+          device: what they run on, as the thread has it that runs them.
           initial: of a model with state, where that begins.
           several: the devices it runs on, where that is not its worker's own.
         Raises: Internal: there is no memory for the parameters.
@@ -75,14 +74,16 @@ class Executables:
         self.source = source
         self._max_unexpected = max_unexpected
         self.apply = apply
-        self._lowering = Lowering(signature, apply, device is not None)
+        self._lowering = Lowering(signature, apply, device.remote)
         if several is None:
             fresh = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters) if not isinstance(leaf, jax.Array))
             device_memory.check(signature.model, "its parameters need", fresh, jax.local_devices()[:1])
             with precision(signature):
                 parameters = jax.device_put(parameters)
         self._usual = Placement(parameters, None, several)
-        self._small = None if single_thread is None else SmallPrograms(signature, single_thread, self._usual.parameters)
+        self._small = device.small_programs(signature, self._usual.parameters)
+        #: What determines its programs, as far as that is the same for all of them.
+        self._identity: tuple[str | bytes, ...] = ()
         self._planned: dict[Wanted, Executable] = {}
         #: Those compiled because a request asked, least recently used first.
         self._unexpected: OrderedDict[Wanted, Executable] = OrderedDict()
@@ -104,14 +105,12 @@ class Executables:
         warn_of_constants(self._signature.model, self._lowering.constant_byte_size, len(planned))
         program = b"" if first is None else first.as_text().encode()
 
+        self._identity = (self.source, program, repr(self._signature))
+
         def make(wanted: Wanted) -> tuple[CompiledProgram, bool]:
-            key = self._cache.key(
-                (self.source, program, repr(self._signature), repr(wanted), f"{self._small} {self._usual.several}")
-            )
-            what = f"model '{self._signature.model}', program for {wanted}"
             lowered = first if wanted == planned[0] else None
             compiling = functools.partial(self._compile, wanted, lowered)
-            return self._cache.found_or_made(key, self._usual, self._small, what, compiling, progress.cancellation)
+            return self._kept((repr(wanted),), f"program for {wanted}", compiling, progress.cancellation)
 
         # Of several devices the first program says where the parameters are, for which the others are compiled.
         made = ahead(make, planned, self._cache.threads if self._usual.several is None else 1)
@@ -122,12 +121,31 @@ class Executables:
                 compiled = compiled._replace(placement=self._placed(self._usual.several, compiled.call))
                 progress.parameters(self._usual.parameters)
             progress.made(wanted, compiled, is_new)
-            self._planned[wanted] = Executable(wanted, self._signature, compiled, self.device)
+            self._planned[wanted] = self.device.executable(wanted, self._signature, compiled)
         taken, several = progress.footprint(), self._usual.several
         what = f"besides its parameters, its program for {taken.largest} needs"
         devices = jax.local_devices()[:1] if several is None else several.devices
         device_memory.check(self._signature.model, what, taken.batch_byte_size, devices)
         self._run_once()
+
+    def _kept(
+        self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
+    ) -> tuple[CompiledProgram, bool]:
+        """A program out of the cache, or one that is made; and whether it was. ``parts``: which of this version's it is."""
+        key = self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
+        what = f"model '{self._signature.model}', {what}"
+        return self._cache.found_or_made(key, self._usual, self._small, what, make, cancellation)
+
+    def kept_series(
+        self, cancellation: Cancellation
+    ) -> Callable[[Shapes, Callable[[], CompiledProgram]], CompiledProgram]:
+        """Makes programs for several requests of planned shapes, or finds them in the cache."""
+
+        def make(shapes: Shapes, compile_it: Callable[[], CompiledProgram]) -> CompiledProgram:
+            parts = ("series", repr(shapes))
+            return self._kept(parts, f"program for several requests of {shapes}", compile_it, cancellation)[0]
+
+        return make
 
     def _placed(self, several: SeveralDevices, program: jax.stages.Compiled) -> Placement:
         with precision(self._signature):
@@ -162,24 +180,25 @@ class Executables:
         return Carry(self._signature, self._initial, self._usual.device)
 
     def _run_once(self) -> None:
-        """Runs the planned executables on zeros, smallest first, for a bounded time.
+        """Runs the planned executables on zeros: the smallest one, and further ones while all of them have little to do.
 
         A program's first run is slower (measured: the first of a process by 30 ms, the first of each executable by 3 ms), and a
         model that cannot run at all is found out before it serves.
         """
-        end_ns = time.monotonic_ns() + _WARM_NS
-        carry = self.carry()
+        carry, work = self.carry(), 0.0
         for wanted, executable in self._planned.items():
+            own = work_of(executable.program)
+            work += max(own) if min(own) >= 0 else math.inf
+            if work > _WARM_WORK and executable is not next(iter(self._planned.values())):
+                return
             inputs = self._lowering.zeros(*wanted)
             with precision(self._signature):
                 made = executable.call(inputs) if carry is None else carry.run(executable.call, inputs, wanted.rows, ())
                 jax.block_until_ready(made)
-            if time.monotonic_ns() > end_ns:
-                return
 
     def compile(self, wanted: Wanted) -> Executable:
         """Makes an executable nobody planned. Raises Internal: wrong outputs; or whatever tracing raises."""
-        return Executable(wanted, self._signature, self._compile(wanted, None), self.device)
+        return self.device.executable(wanted, self._signature, self._compile(wanted, None))
 
     def find(self, wanted: Wanted) -> Executable | None:
         """A ready executable, or None."""
@@ -211,11 +230,6 @@ class Executables:
             wanted.rows for made in (self._planned, self._unexpected) for wanted in made if wanted.shapes == shapes
         )
         return max(ready, default=0)
-
-    def placement(self, shapes: Shapes) -> Placement:
-        """Where a request of those shapes is run when it is alone, and a series of them as well."""
-        found = self.find(Wanted(1, shapes))
-        return self._usual if found is None else found.placement
 
     def _compile(self, wanted: Wanted, lowered: jax.stages.Lowered | None) -> CompiledProgram:
         lowered = lowered if lowered is not None else self._lowering.lower(*wanted, self._usual)

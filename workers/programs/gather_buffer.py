@@ -26,15 +26,44 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return memory[start : start + byte_size].view(dtype).reshape(shape)
 
 
+class HostInputs:
+    """The arguments of a program, in memory that only it gathers in. Used by the execution thread only."""
+
+    #: Whether there is room for them.
+    fit = True
+
+    def __init__(self, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
+        """``inputs``: name, dtype, and the shape that the program takes."""
+        self.arrays = {name: aligned(shape, dtype) for name, dtype, shape in inputs}
+
+    def send(self) -> dict[str, Any]:
+        """What was gathered, as arguments."""
+        return self.arrays
+
+    def __repr__(self) -> str:
+        return f"<HostInputs {len(self.arrays)} inputs>"
+
+
 class GatherBuffer:
     """One input of one program. Used by the execution thread only."""
 
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
-    def __init__(self, name: str, slots: int, shape: tuple[int, ...], dtype: np.dtype[Any], lead: bool) -> None:
-        """``slots`` of that shape; ``lead``: whether the program sees them as a first dimension (else there is one)."""
+    def __init__(
+        self,
+        name: str,
+        slots: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        lead: bool,
+        memory: Array | None = None,
+    ) -> None:
+        """``slots`` of that shape; ``lead``: whether the program sees them as a first dimension (else there is one).
+
+        ``memory``: of just these, where they are to lie; None: memory of its own.
+        """
         self._name = name
-        self._slots = aligned((slots, *shape), dtype)
+        self._slots = aligned((slots, *shape), dtype) if memory is None else memory.reshape((slots, *shape))
         #: The program's argument.
         self.array = self._slots if lead else self._slots[0, ...]  # a view, also of a single number
         self._slot_byte_size = self._slots.nbytes // slots

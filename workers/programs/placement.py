@@ -12,24 +12,30 @@ from jax.sharding import SingleDeviceSharding
 
 from tensord.workers.devices.several_devices import SeveralDevices
 
-#: Changes nothing for a client with one thread, but it is part of the key of JAX's own cache, which knows nothing of threads. A
-#: program that was compiled for several must not come from there, nor go from here to a client with several.
-_SINGLE_THREAD: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
-
 
 class Placement(NamedTuple):
     """A device with the version's parameters on it."""
 
     parameters: Any
-    #: The single-thread device; None: the worker's own.
+    #: Where arrays are put for its programs, as JAX is told; None: the worker's own device.
     device: jax.Device | None = None
     #: Of a model that runs on several devices. Its parameters lie there once a program has said where.
     several: SeveralDevices | None = None
+    #: As a program is lowered for that device; None: as JAX does it without being told.
+    sharding: SingleDeviceSharding | None = None
+    #: Options of XLA with which its programs are compiled.
+    options: Mapping[str, str | bool] = MappingProxyType({})
+    #: Whose executables are loaded for it; None: JAX's usual back end.
+    client: Any = None
 
     def spec(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
         """An argument, as a program is lowered for it."""
-        where = None if self.device is None else SingleDeviceSharding(self.device)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+    @property
+    def is_single_thread(self) -> bool:
+        """Whether it is the one for small programs, beside the worker's own device."""
+        return bool(self.options)
 
     @property
     def parameter_specs(self) -> Any:
@@ -47,8 +53,7 @@ class Placement(NamedTuple):
         self, lowered: jax.stages.Lowered, options: Mapping[str, str | bool] = MappingProxyType({})
     ) -> jax.stages.Compiled:
         """Compiles what was lowered for it. ``options``: of XLA, besides those of the device."""
-        given = dict(options) if self.device is None else _SINGLE_THREAD | dict(options)
-        return lowered.compile(given or None)
+        return lowered.compile({**self.options, **options} or None)
 
 
 class CompiledProgram(NamedTuple):

@@ -1,11 +1,15 @@
 """A program that applies a model to several requests, one after the other, and to each as if it had come alone.
 
     argument   | request 0: its inputs | request 1: its inputs | ... |      one for each dtype among the inputs (``Packing``)
-    program    loop: unpack ▸ apply ▸ pack
+               | how many requests there are |
+    program    loop, so many times: unpack ▸ apply ▸ pack
     result     | request 0: its outputs | request 1: its outputs | ... |    one for each dtype among the outputs
 
-``apply`` stays a computation of its own inside the loop. Were it compiled together with what is around it, XLA would put other
-operations into one kernel than it does for a request alone, and a product that is added to something would be rounded, or not.
+One program is compiled for each shape, with room for ``MOST`` requests; how many there are is said with each call.
+
+``apply`` stays a computation of its own inside the loop, or on a GPU apart from what is around it. Were it compiled together with
+that, XLA would put other operations into one kernel than it does for a request alone, and a product that is added to something
+would be rounded, or not.
 With numbers of 16 bits or fewer that happens all the same on processors that compute with them, so such models have no series.
 From JAX 0.11 on, it also happens to small loops on a CPU, which XLA compiles with what is in them as one function: that is turned
 off for the loop here, and models with loops of their own, which keep it when they run alone, have no series.
@@ -15,25 +19,31 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from tensord.shm.arrays import Array, address_of
+from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.programs.executables import Apply
-from tensord.workers.programs.gather_buffer import aligned, copy_into
-from tensord.workers.programs.placement import Placement
+from tensord.workers.programs.execution_device import Inputs
+from tensord.workers.programs.gather_buffer import copy_into
+from tensord.workers.programs.placement import CompiledProgram
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import memory_needed
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.tensors.batch_outputs import BatchOutputs, Packing, layout_of_rows, uncut
-from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature
 
+#: The requests that a program has room for. More do not share a call.
+MOST = 8
+#: The name of the argument that says how many there are; those of the stacks are numbers.
+_COUNT = "count"
 #: A value of such a type, as JAX prints what it traced.
 _NARROW_FLOAT = re.compile(r"\b(bf16|f16|f8_\w+|f4_\w+)\[")
 #: An operation that is a loop, as JAX prints what it traced.
@@ -42,11 +52,8 @@ _JOINS_SMALL_LOOPS = jax.__version_info__[:2] > (0, 10)
 _OPTIONS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if _JOINS_SMALL_LOOPS else {}
 
 
-class SeriesWanted(NamedTuple):
-    """A program: how many requests of which shapes."""
-
-    length: int
-    shapes: Shapes
+class NoSeries(Exception):
+    """A program for several requests might not give what each of them gets alone."""
 
 
 class _Place(NamedTuple):
@@ -58,75 +65,103 @@ class _Place(NamedTuple):
     content: memoryview
 
 
-class SeriesProgram:
-    """One compiled program with the memory its requests are stacked in. Used by the execution thread only."""
+class SeriesMemory:
+    """The memory that the requests of one compiled program are stacked in. Used by the execution thread only."""
 
-    __slots__ = ("_arguments", "_byte_size", "_call", "_layout", "_outputs", "_places", "_signature", "wanted")
+    def __init__(self, packing: Packing, inputs: Inputs) -> None:
+        self._packing = packing
+        self._inputs = inputs
+
+    @functools.cached_property
+    def stacks(self) -> list[Array]:
+        """A row of each for each request."""
+        arrays = self._inputs.arrays
+        return [arrays[str(number)] for number in range(len(self._packing.rows))]
+
+    @functools.cached_property
+    def places(self) -> list[list[_Place]]:
+        """Those of each request in turn."""
+        return [
+            [
+                _Place(name, array, array.reshape(-1).view(np.uint8).data)
+                for name, array in self._packing.unpack([stack[i] for stack in self.stacks]).items()
+            ]
+            for i in range(MOST)
+        ]
+
+    @functools.cached_property
+    def _count(self) -> Array:
+        return self._inputs.arrays[_COUNT]
+
+    def send(self, count: int) -> dict[str, Any]:
+        """The arguments for the first ``count`` requests in it."""
+        self._count[...] = count
+        return self._inputs.send()
+
+
+class SeriesProgram:
+    """A compiled program for so many requests at a time; all of one shape share its memory. Used by the execution thread only."""
+
+    __slots__ = ("_call", "_layout", "_memory", "_outputs", "_read", "_signature", "rows")
 
     def __init__(
         self,
-        wanted: SeriesWanted,
+        rows: int,
         signature: Signature,
         call: functools.partial[Any],
-        inputs: Packing,
+        memory: SeriesMemory,
         outputs: Packing,
+        read: Callable[[Sequence[Any]], list[Content]],
     ) -> None:
-        """``call`` is the compiled program with its parameters, and takes the stacks."""
-        self.wanted = wanted
+        """
+        Args:
+          rows: how many requests it is for.
+          call: the compiled program with its parameters.
+          read: brings its results to the host.
+        """
+        self.rows = rows
         self._signature = signature
         self._call = call
+        self._memory = memory
         self._outputs = outputs
+        self._read = read
         self._layout = layout_of_rows(signature, outputs)
-        self._arguments = tuple([aligned((wanted.length, size), dtype) for dtype, size in inputs.rows])
-        #: The inputs of one request.
-        self._byte_size: int = sum([stack.nbytes for stack in self._arguments]) // wanted.length
-        #: Of each request in turn.
-        self._places = [
-            [
-                _Place(name, array, array.reshape(-1).view(np.uint8).data)
-                for name, array in inputs.unpack([stack[i] for stack in self._arguments]).items()
-            ]
-            for i in range(wanted.length)
-        ]
-
-    @property
-    def rows(self) -> int:
-        """How many requests it is for."""
-        return self.wanted.length
 
     @property
     def memory_needed(self) -> int | None:
         """As ``run_errors.memory_needed``."""
         return memory_needed(self._call.func)
 
-    #: What earlier requests left behind them is computed once more, and nobody looks at it.
+    #: What earlier requests left behind them is not looked at.
     clears = False
 
     @property
     def share(self) -> float:
         """As ``weight.share_of``. XLA does not count its loop; only programs with little to do are repeated in one."""
-        return self.wanted.length / 64
+        return self.rows / 64
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
         """Where each input of the first request goes: name, address, and how far behind it that of the next request is."""
-        steps = [stack.strides[0] for stack in self._arguments]
-        starts = [address_of(stack) for stack in self._arguments]
+        stacks = self._memory.stacks
+        steps = [stack.strides[0] for stack in stacks]
+        starts = [address_of(stack) for stack in stacks]
         found: list[tuple[str, int, int]] = []
-        for name, array, _ in self._places[0]:
+        for name, array, _ in self._memory.places[0]:
             at = address_of(array)
             (step,) = [step for start, step in zip(starts, steps, strict=True) if start <= at < start + step]
             found.append((name, at, step))
         return found
 
     def gather(self, requests: Sequence[Request]) -> int:
-        """Stacks the inputs of at most ``wanted.length`` requests; returns the bytes copied.
+        """Stacks the inputs of at most ``rows`` requests; returns the bytes copied.
 
         Raises: ValueError: there are more requests than that.
         """
-        if len(requests) > self.wanted.length:
-            raise ValueError(f"{len(requests)} requests for a program of {self.wanted.length}")
-        for request, places in zip(requests, self._places, strict=False):
+        if len(requests) > self.rows:
+            raise ValueError(f"{len(requests)} requests for a program of {self.rows}")
+        copied = 0
+        for request, places in zip(requests, self._memory.places, strict=False):
             contents = request.contents
             for name, array, target in places:
                 content = None if contents is None else contents[name]
@@ -134,69 +169,123 @@ class SeriesProgram:
                     target[:] = content
                 else:
                     copy_into(array, request.arrays[name])
-        return self._byte_size * len(requests)
+                copied += len(target)
+        return copied
 
-    def run(self) -> list[Array]:
+    def run(self) -> list[Content]:
         """Computes what was gathered; returns when nobody reads it any more. The results' first dimension counts the requests."""
         if self._signature.wide:
             with precision(self._signature):
-                made, _ = self._call(self._arguments)
-        else:
-            made, _ = self._call(self._arguments)
-        return [np.asarray(stack) for stack in made]
+                return self._read(self._call(self._memory.send(self.rows))[0])
+        return self._read(self._call(self._memory.send(self.rows))[0])
 
-    def uncut(self, stacks: Sequence[Array]) -> BatchOutputs | None:
+    def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
         """What ``run`` gave, for answers that are cut from it as bytes. None: it is too large for this."""
         return uncut(self._layout, stacks)
 
-    def split(self, stacks: Sequence[Array]) -> list[Result]:
+    def split(self, stacks: Sequence[Content]) -> list[Result]:
         """What ``run`` gave, for each request by itself, and for each that there was room for."""
-        return [self._outputs.unpack([stack[i] for stack in stacks]) for i in range(self.wanted.length)]
+        arrays = [
+            np.frombuffer(stack, dtype).reshape(MOST, size) if isinstance(stack, bytes) else stack
+            for stack, (dtype, size) in zip(stacks, self._outputs.rows, strict=True)
+        ]
+        return [self._outputs.unpack([array[i] for array in arrays]) for i in range(self.rows)]
 
     def __repr__(self) -> str:
-        return f"<SeriesProgram {self.wanted}>"
+        return f"<SeriesProgram of {self.rows} requests>"
 
 
-def compile_series(
-    wanted: SeriesWanted, signature: Signature, apply: Apply, placement: Placement
-) -> SeriesProgram | None:
-    """Makes a program; in any thread. None: it might not give what each request gets alone. Raises whatever tracing raises.
+class SeriesMaker:
+    """Makes the programs for requests of one shape; in any thread."""
 
-    ``placement``: that of a single request's program, because several threads may add numbers in another order than one.
-    """
+    def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
+        """``single``: what runs one of them, and where they run, because several threads may add in another order than one."""
+        self._single = single
+        self._signature = signature
+        self._apply = apply
+        self._placement = single.placement
+        given = [
+            (spec.name, shape, spec.dtype)
+            for spec, shape in zip(signature.inputs.values(), single.wanted.shapes, strict=True)
+            if shape is not None
+        ]
+        self._inputs = Packing(given)
 
-    def inner(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        # What the model calls in turn is compiled as ever.
-        with set_xla_metadata(inlineable=None):
-            return apply(parameters, inputs)
+    @property
+    def arguments(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+        """Name, dtype and shape of each that the program takes."""
+        stacks = [(str(number), dtype, (MOST, size)) for number, (dtype, size) in enumerate(self._inputs.rows)]
+        return [*stacks, (_COUNT, np.dtype(np.uint32), ())]
 
-    alone = jax.jit(inner)
-    given = {
-        spec.name: placement.spec(shape, spec.dtype)
-        for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True)
-        if shape is not None
-    }
-    with precision(signature):
-        known = placement.parameter_specs
-        traced, made = jax.make_jaxpr(apply, return_shape=True)(known, given)
-        text = str(traced)
-        if _NARROW_FLOAT.search(text) or (_JOINS_SMALL_LOOPS and _LOOP.search(text)):
-            return None
-        inputs = Packing([(name, spec.shape, spec.dtype) for name, spec in given.items()])
-        outputs = Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])
+    def compile(self) -> CompiledProgram:
+        """Makes the program. Raises NoSeries; or whatever tracing raises."""
+        signature, placement, inputs = self._signature, self._placement, self._inputs
 
-        def series(parameters: Any, stacks: tuple[Any, ...]) -> tuple[Any, Any]:
-            def step(_: None, rows: tuple[Any, ...]) -> tuple[None, tuple[Any, Any]]:
-                tensors = inputs.unpack(rows)
-                with set_xla_metadata(inlineable="false"):
-                    results = alone(parameters, tensors)
+        def inner(parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            # What the model calls in turn is compiled as ever.
+            with set_xla_metadata(inlineable=None):
+                return self._apply(parameters, tensors)
+
+        alone = jax.jit(inner)
+
+        def series(parameters: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            stacks = [arguments[str(number)] for number in range(len(inputs.rows))]
+
+            def apply(number: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                tensors = inputs.unpack([jax.lax.dynamic_index_in_dim(stack, number, 0, False) for stack in stacks])
+                made = _apart(alone, parameters, tensors)
                 # Nobody asks for what is not declared, but without it another program would be compiled.
-                undeclared = {name: result for name, result in results.items() if name not in signature.outputs}
-                return None, (outputs.pack(results), undeclared)
+                undeclared = {name: result for name, result in made.items() if name not in signature.outputs}
+                return _packing(signature, made).pack(made), undeclared
 
-            made: tuple[Any, Any] = jax.lax.scan(step, None, stacks, length=wanted.length)[1]
+            def step(number: Any, made: Any) -> Any:
+                def put(stack: Any, row: Any) -> Any:
+                    return jax.lax.dynamic_update_index_in_dim(stack, row, number, 0)
+
+                return jax.tree.map(put, made, apply(number))
+
+            # Not signed, or each would be looked at whether it is negative.
+            first = jnp.uint32(0)
+            rows = jax.eval_shape(apply, first)
+            room = jax.tree.map(lambda row: jnp.zeros((MOST, *row.shape), row.dtype), rows)
+            made: tuple[tuple[Any, ...], dict[str, Any]] = jax.lax.fori_loop(first, arguments[_COUNT], step, room)
             return made
 
-        stacks = tuple([placement.spec((wanted.length, size), dtype) for dtype, size in inputs.rows])
-        call = placement.compile(jax.jit(series).lower(known, stacks), _OPTIONS)
-    return SeriesProgram(wanted, signature, functools.partial(call, placement.parameters), inputs, outputs)
+        specs = {name: placement.spec(shape, dtype) for name, dtype, shape in self.arguments}
+        with precision(signature):
+            traced = jax.jit(series).trace(placement.parameter_specs, specs)
+            text = str(traced.jaxpr)
+            # One of the loops is that of the series.
+            if _NARROW_FLOAT.search(text) or (_JOINS_SMALL_LOOPS and len(_LOOP.findall(text)) > 1):
+                raise NoSeries
+            return CompiledProgram(placement.compile(traced.lower(), _OPTIONS), placement)
+
+    def programs(self, compiled: CompiledProgram, lengths: Sequence[int]) -> list[SeriesProgram]:
+        """That program, for so many requests at a time."""
+        inputs = self._single.device.inputs(self.arguments)
+        if not inputs.fit:
+            return []
+        call = functools.partial(compiled.call, compiled.placement.parameters)
+        made: Any = self._single.program.out_info
+        memory, outputs = SeriesMemory(self._inputs, inputs), _packing(self._signature, made)
+        read = self._single.device.contents_of
+        return [SeriesProgram(length, self._signature, call, memory, outputs, read) for length in lengths]
+
+    def __repr__(self) -> str:
+        return f"<SeriesMaker of {self._inputs}>"
+
+
+def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """What a model makes of those tensors, by operations of which none is joined with others of the program."""
+    if jax.default_backend() == "cpu":
+        with set_xla_metadata(inlineable="false"):
+            made: dict[str, Any] = alone(parameters, tensors)
+        return made
+    # Compilers for GPUs have no calls within a program.
+    made = alone(parameters, jax.lax.optimization_barrier(tensors))
+    return cast(dict[str, Any], jax.lax.optimization_barrier(made))
+
+
+def _packing(signature: Signature, made: Any) -> Packing:
+    """How outputs of those shapes lie side by side."""
+    return Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])

@@ -20,14 +20,13 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.constants import constant_byte_size, warn_of_constants
 from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision
-from tensord.workers.programs.small_programs import SmallPrograms
 from tensord.workers.programs.step_program import INSERT_CARRY, STEP_CARRY, StepPrograms
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
@@ -65,7 +64,7 @@ class StepExecutables:
         parameters: Any,
         cache: ExecutableCache,
         source: bytes,
-        single_thread: SingleThreadDevice | None = None,
+        device: ExecutionDevice,
     ) -> None:
         """``step_slots``: ascending, the last one is ``slots``. ``insert_rows``: as of ``StepPrograms``."""
         self._step_slots = step_slots
@@ -84,7 +83,7 @@ class StepExecutables:
         self._step = jax.jit(programs.step, donate_argnums=STEP_CARRY)
         with precision(signature):
             self._place = Placement(jax.device_put(parameters))
-        self._small = None if single_thread is None else SmallPrograms(signature, single_thread, self._place.parameters)
+        self._small = device.small_programs(signature, self._place.parameters)
         #: Of (): the carry.
         self.init: Call
         #: Of (inputs, slots, carry), by the shapes of one request's inputs: rows and carry.

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import jax
 
-#: Operations of a compiled program whose cost XLA does not count, as its text has them.
-_UNCOUNTED = re.compile(r" (while|custom-call)\(")
+#: Operations whose cost XLA does not count, as the text of a program has them, compiled or only lowered.
+_UNCOUNTED = re.compile(r" (while|custom-call)\(|stablehlo\.(while|custom_call)\b")
+Program = jax.stages.Lowered | jax.stages.Compiled
 
 
 class Weight(enum.IntEnum):
@@ -29,7 +30,9 @@ class Weight(enum.IntEnum):
     TINY = 2
 
 
-class _Most(NamedTuple):
+class Most(NamedTuple):
+    """A bound of the work of a program."""
+
     flops: int
     byte_size: int
 
@@ -37,14 +40,14 @@ class _Most(NamedTuple):
 #: Floating-point operations in a sine or an exponential, which XLA counts apart.
 _TRANSCENDENTAL = 16
 #: One core does a few of either in a nanosecond.
-_LIGHT = _Most(1 << 18, 512 << 10)
-_TINY = _Most(1 << 14, 64 << 10)
+_LIGHT = Most(1 << 18, 512 << 10)
+_TINY = Most(1 << 14, 64 << 10)
 
 #: Operations, or bytes, that the loop has programs do before it looks at anything else: about a millisecond of one core.
 _ITERATION = 1 << 22
 
 
-def work_of(program: jax.stages.Compiled) -> tuple[float, float]:
+def work_of(program: Program) -> tuple[float, float]:
     """Returns the floating-point operations of a program and the bytes they read and write; -1: XLA does not tell."""
     cost = program.cost_analysis() or {}
     flops = cost.get("flops", -1.0)
@@ -53,19 +56,26 @@ def work_of(program: jax.stages.Compiled) -> tuple[float, float]:
     return flops, cost.get("bytes accessed", -1.0)
 
 
-def share_of(program: jax.stages.Compiled) -> float:
+def is_within(program: Program, most: Most, text: Program | None = None) -> bool:
+    """Whether a program has no more to do than that. One whose cost is not known, or not wholly, has more.
+
+    ``text``: where it is looked for what is not counted, if not in the program.
+    """
+    flops, byte_size = work_of(program)
+    if not (0 <= flops <= most.flops and 0 <= byte_size <= most.byte_size):
+        return False
+    return not _UNCOUNTED.search((text or program).as_text() or "")
+
+
+def share_of(program: Program) -> float:
     """Returns what a program has to do as a part of one iteration of the loop; infinite: more than that, or not known."""
-    flops, byte_size = work_of(program)
-    if flops < 0 or byte_size < 0 or flops + byte_size > _ITERATION or _UNCOUNTED.search(program.as_text() or ""):
-        return math.inf
-    return (flops + byte_size) / _ITERATION
+    share = sum(work_of(program)) / _ITERATION
+    return share if share <= 1 and is_within(program, Most(_ITERATION, _ITERATION)) else math.inf
 
 
-def weight_of(program: jax.stages.Compiled) -> Weight:
+def weight_of(program: Program) -> Weight:
     """Returns the weight of a program. One whose cost XLA does not tell is heavy."""
+    if not is_within(program, _LIGHT):
+        return Weight.HEAVY
     flops, byte_size = work_of(program)
-    if not (0 <= flops <= _LIGHT.flops and 0 <= byte_size <= _LIGHT.byte_size):
-        return Weight.HEAVY
-    if _UNCOUNTED.search(program.as_text() or ""):
-        return Weight.HEAVY
     return Weight.TINY if flops <= _TINY.flops and byte_size <= _TINY.byte_size else Weight.LIGHT

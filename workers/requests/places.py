@@ -8,37 +8,17 @@ the rest           one lease in the lane's response arena, each tensor at a mult
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
 
 from tensord.shm.arena import ALIGNMENT, Lease, LeaseKey
-from tensord.shm.arrays import address_of
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Internal
 from tensord.shm.messages import RegionSlice, Slice
 from tensord.shm.regions import Region, check_range
-from tensord.shm.snapshot_region import SnapshotRegion
-from tensord.workers.native import output_memory
-from tensord.workers.native.output_memory import OutputMemory
 from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.requests.request import Request
 
 #: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
 _INLINE_TENSORS = 8
-
-#: A range of a file: which one, start, end.
-_Range = tuple[tuple[int, int], int, int]
-
-
-class Program(Protocol):
-    """What the outputs come from."""
-
-    @property
-    def memory_of_outputs(self) -> OutputMemory | None:
-        """What was learned of its allocations; None: nothing."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether all it does is compute."""
 
 
 class Places:
@@ -122,38 +102,6 @@ class Places:
                 found[name] = memory
         return found
 
-    def offer(self, request: Request, program: Program) -> None:
-        """Finds which outputs the program may write to their places by itself: large and aligned ones.
-
-        A region's owner may write to it while the program runs and reads it again, so only a plain one is let there; nor may it
-        write where it reads, or two outputs to the same bytes. Regions are the same memory where their files are.
-        """
-        outputs = program.memory_of_outputs
-        if outputs is None:
-            return
-        used, offerable = self._ranges(request) if self.in_regions else [], outputs.offerable
-        for name, size in self.sizes.items():
-            memory = self.memory(name) if name in offerable and size >= output_memory.WORTH else None
-            address = 0 if memory is None else address_of(memory)
-            if memory is None or address % ALIGNMENT:
-                continue
-            if name in self.in_regions:
-                place, region = self.in_regions[name]
-                assert isinstance(region, Region)
-                # One of those used is its own.
-                if not program.plain or _overlapping(_range(region, place.offset, size), used) > 1:
-                    continue
-            self.offered[name] = memory
-            self.addresses[name] = address
-
-    def _ranges(self, request: Request) -> list[_Range]:
-        """What of regions that are not a GPU's the request reads, and writes."""
-        files = {region.name: region for region in request.regions if not isinstance(region, CudaRegion)}
-        read = [tensor.region for tensor in request.prepared.inputs if tensor.region is not None]
-        used = [(place.region, place.offset, place.byte_size) for place in read]
-        used += [(place.region, place.offset, self.sizes[name]) for name, (place, _) in self.in_regions.items()]
-        return [_range(files[name], offset, size) for name, offset, size in used if name in files]
-
     def take_lease(self) -> LeaseKey | None:
         """The key of the lease, which is the reader's to give back from now on."""
         lease, self.lease = self.lease, None
@@ -164,25 +112,8 @@ class Places:
         if self.lease is not None:
             self.lease.release()
 
-    def close(self) -> bool:
-        """The answer is announced, or there is none. False: somebody keeps an output that the program wrote to its place."""
-        self.release()
-        free = [output_memory.given_up(self.addresses[name], memory) for name, memory in self.offered.items()]
-        self.offered.clear()
-        return all(free)
-
     def __repr__(self) -> str:
         return f"<Places of {len(self.sizes)} outputs: {len(self.in_regions)} in regions, {len(self.offsets)} in {self.lease}>"
-
-
-def _range(region: Region | SnapshotRegion, offset: int, byte_size: int) -> _Range:
-    start = region.offset + offset
-    return region.file, start, start + byte_size
-
-
-def _overlapping(one: _Range, others: list[_Range]) -> int:
-    file, start, end = one
-    return sum([file == other and start < other_end and begin < end for other, begin, other_end in others])
 
 
 def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:

@@ -125,8 +125,8 @@ def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
     return OutputLayout(outputs, signature.batches)
 
 
-def uncut(layout: OutputLayout, arrays: Sequence[Array]) -> BatchOutputs | None:
+def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
     """None: they are too large for this."""
-    if sum([array.nbytes for array in arrays]) > LIMIT:
+    if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > LIMIT:
         return None
-    return BatchOutputs(layout, [array.tobytes() for array in arrays])
+    return BatchOutputs(layout, [content if isinstance(content, bytes) else content.tobytes() for content in contents])

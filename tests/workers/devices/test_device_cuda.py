@@ -26,6 +26,7 @@ from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.host_staging import StagingPool
 from tensord.workers.devices.pinned_budget import PinnedBudget
 from tensord.workers.dispatch.answers import complete
+from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.programs.executable import Wanted
@@ -75,7 +76,7 @@ def model_of(
 ) -> JaxModel:
     signature = of(inputs, outputs, max_batch_size)
     buckets = Buckets(signature, more.get("batch", (1,)), more.get("axes", {}))
-    executables = Executables(signature, buckets, apply, None, ExecutableCache(None), b"", 4, device)
+    executables = Executables(signature, buckets, apply, None, ExecutableCache(None), b"", 4, Gpu(device))
     model = JaxModel(1, signature, buckets, executables)
     executables.warm(LoadProgress("m", 1))
     return model
@@ -290,6 +291,26 @@ def test_gathered_by_others(device: CudaDevice, cuda_stub: CudaStub) -> None:
     assert (after.queued - before.queued, after.waited - before.waited) == (2, 2)
     large = model_of(device, twice, {"x": "FP32[100000]"}, {"y": "FP32[100000]"}, 8, batch=(2,))
     assert large.programs(((100000,),), 2) == [None, None]
+
+
+def test_requests_that_share_a_call_cross_the_bus_together(device: CudaDevice, cuda_stub: CudaStub) -> None:
+    """With their number among the inputs, and each gets what it gets alone."""
+    model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"})
+    single = model.executables.planned(Wanted(1, ((4,),)))
+    assert model.series is not None
+    assert single is not None
+    assert model.series.wants(single)
+    programs = model.series.compile(single)
+    assert [program.rows for program in programs] == [8, 4, 2, 1]
+    for program in programs:
+        each = [np.random.default_rng(seed).random(4, np.float32) for seed in range(program.rows)]
+        execution = Execution([request_of({"x": x}, 1, ((4,),)) for x in each], 0, program)
+        before = cuda_stub.host(os.getpid())
+        model.execute(execution)
+        after = cuda_stub.host(os.getpid())
+        assert (after.queued - before.queued, after.waited - before.waited) == (2, 2)
+        assert [cast(Any, result)["y"].tolist() for result in execution.results] == [(2 * x).tolist() for x in each]
+        assert execution.runs == program.rows
 
 
 def test_two_threads_do_not_gather_in_one_buffer(device: CudaDevice) -> None:

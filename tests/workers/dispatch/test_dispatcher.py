@@ -24,7 +24,6 @@ from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable_cache import ExecutableCache
-from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.threads.inbox import Inbox
@@ -152,53 +151,17 @@ def test_what_waits_runs_together(bench: Bench) -> None:
     assert bench.turn() is None
 
 
-def quick_series(bench: Bench) -> tuple[ModelVersion, Callable[[int], SeriesProgram]]:
-    """A model whose requests are so small that they share calls, and what makes and adds the program for so many of them."""
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 9, 17])
+def test_what_waits_without_a_batch_dimension_shares_calls_once_a_program_for_that_is_made(
+    bench: Bench, count: int
+) -> None:
+    """Each request gets its own answer, before, and however many wait together."""
     version = bench.load("any")
-    assert version.jitted is not None
-    series, executables = version.jitted.series, version.jitted.executables
-    assert series is not None
     bench.submit("any", 1, 2)
     bench.turn()
     bench.compiler.work()
     bench.turn()
-    (key,) = {known.key for known in version.familiar._known.values()}
-
-    def add(length: int) -> SeriesProgram:
-        program = series.compile(SeriesWanted(length, key), executables.placement(key))
-        series.add(program)
-        return program
-
-    return version, add
-
-
-def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready(bench: Bench) -> None:
-    version, add = quick_series(bench)
-    programs = [add(length) for length in (4, 2)]
-    bench.lane.sent.clear()
-    executed = version.statistics.execution_count
-    numbers = [bench.submit("any", i, 10 * i) for i in range(7)]
-    bench.submit("any", 1, 2, 4, 5)
-    while bench.turn() is not None:
-        pass
-    bench.compiler.work()
-    bench.turn()
-    given = {answer.request_id: cast(bytes, answer.outputs[0].place) for answer in bench.lane.sent}
-    assert [np.frombuffer(given[n], np.float32).tolist() for n in numbers] == [[2 * i, 20 * i] for i in range(7)]
-    assert list(given)[:7] == numbers
-    stacked = [program._arguments[0].tolist() for program in programs]
-    assert stacked == [[[0, 0], [1, 10], [2, 20], [3, 30]], [[4, 40], [5, 50]]]
-    assert version.statistics.execution_count == executed + 8
-    assert len(bench.submitter.in_flight) == 0
-
-
-@pytest.mark.parametrize("lengths", [(1,), (2, 1), (4, 1), (8, 4, 2, 1)])
-def test_whatever_programs_are_ready_each_request_gets_its_own_answer(bench: Bench, lengths: tuple[int, ...]) -> None:
-    """So many wait together that there is one program for each of them, or for some, or for more."""
-    version, add = quick_series(bench)
-    for length in lengths:
-        add(length)
-    for count in (1, 2, 3, 5, 9, 17):
+    for _ in range(3):
         bench.lane.sent.clear()
         executed = version.statistics.execution_count
         numbers = [bench.submit("any", i, 10 * i) for i in range(count)]
@@ -210,6 +173,27 @@ def test_whatever_programs_are_ready_each_request_gets_its_own_answer(bench: Ben
         ]
         assert version.statistics.execution_count == executed + count
         assert len(bench.submitter.in_flight) == 0
+        # The first time round they went one by one.
+        for _ in range(len(bench.compiler.jobs)):
+            bench.compiler.work()
+
+
+def test_a_program_for_several_requests_is_compiled_when_none_waits_for_one(bench: Bench) -> None:
+    version = bench.load("any")
+    assert version.jitted is not None
+    series = version.jitted.series
+    assert series is not None
+    for length in (2, 4):
+        bench.submit("any", *range(length))
+        bench.turn()
+    found = []
+    while bench.compiler.jobs:
+        bench.compiler.work()
+        found.append([series.find(((length,),), 4) is not None for length in (2, 4)])
+    assert found == [[False, False], [False, False], [True, False], [True, True]], (
+        "both for one request, and then one after the other"
+    )
+    assert version.jitted.executables.unexpected == {((2,),), ((4,),)}
 
 
 def test_models_take_turns_by_the_age_of_their_oldest_request(bench: Bench) -> None:
@@ -295,7 +279,8 @@ def test_an_evicted_shape_is_compiled_again(bench: Bench) -> None:
     for n in (1, 2, 4, 1):
         bench.submit("any", *range(n))
         bench.turn()
-        bench.compiler.work()
+        while bench.compiler.jobs:
+            bench.compiler.work()
         bench.turn()
     assert bench.sent() == [(1, ""), (2, ""), (3, ""), (4, "")]
 

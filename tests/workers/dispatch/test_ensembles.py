@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.config.model_config import parse_pbtxt
-from tensord.shm.control_records import Load, Loaded
 from tensord.shm.messages import RequestedOutput
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
@@ -219,86 +217,3 @@ def test_a_model_that_waits_for_company_is_no_link(loop: WorkerLoop, tmp_path: P
     before = int(version(loop, "square").queue._sequence)
     assert ask(loop, [1, 2]) == {"y": [16, 49]}
     assert int(version(loop, "square").queue._sequence) == before + 2
-
-
-# ---------------------------------------------------------------------------------------------------------- one program
-
-FUSED = 'parameters { key: "tensord_fuse" value { string_value: "true" } }'
-
-
-def fused(loop: WorkerLoop, repository: Path) -> WorkerLoop:
-    """``chain`` as one program."""
-    scale_model(repository)
-    write_model(repository, "square", SQUARE.replace("BUCKETS", "(1, 8)"))
-    steps = [("scale", {"x": "x"}, {"y": "scaled"}), ("square", {"x": "scaled"}, {"y": "y", "same": "same"})]
-    ensemble(repository, "chain", ["x FP32 4"], ["scaled FP32 4", "y FP32 4", "same FP32 4"], steps, 8, FUSED)
-    load(loop, repository, "scale", "square", "chain")
-    return loop
-
-
-@pytest.mark.parametrize("together", [1, 3, 8, 20])
-def test_one_program_gives_what_the_models_give(loop: WorkerLoop, tmp_path: Path, together: int) -> None:
-    fused(loop, tmp_path)
-    values = [n / 2 for n in range(together)]
-    scaled = [3 * x + 1 for x in values]
-    for _ in range(4):
-        assert ask(loop, values) == {"scaled": scaled, "y": [x**2 for x in scaled], "same": scaled}
-    assert ask(loop, values, "y") == {"y": [x**2 for x in scaled]}
-    assert int(version(loop, "scale").queue._sequence) == 0
-
-
-@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=in_c)])
-def test_one_program_counts_for_its_models_which_share_the_time(loop: WorkerLoop, tmp_path: Path, fast: bool) -> None:
-    fused(loop, tmp_path)
-    if fast:
-        known(loop, lambda: ask(loop, [1, 2, 3]))
-    before = {name: counts(loop, name) for name in ("chain", "scale", "square")}
-    ask(loop, [1, 2, 3])
-    after = {name: counts(loop, name) for name in before}
-    for name, was in before.items():
-        now = after[name]
-        assert (now["answered"] - was["answered"], now["rows"] - was["rows"]) == (3, 3)
-        assert (now["executions"] - was["executions"], now["sizes"][3] - was["sizes"].get(3, 0)) == (1, 1)
-    took = [after[name]["infer"] - before[name]["infer"] for name in ("scale", "square", "chain")]
-    assert took[0] == took[1] == took[2] // 2
-
-
-def test_a_traced_request_to_one_program_is_told_of_each_step(loop: WorkerLoop, tmp_path: Path) -> None:
-    fused(loop, tmp_path)
-    submit(loop, [1], "y")
-    submit(loop, [2], "y", own={"trace": 1})
-    assert sorted(read(loop.answers(2))["y"]) == [16, 49]
-    assert int(version(loop, "scale").queue._sequence) == 1
-
-
-def test_one_program_is_made_anew_with_its_models(loop: WorkerLoop, tmp_path: Path) -> None:
-    fused(loop, tmp_path)
-    known(loop, lambda: ask(loop, [1]))
-    scale_model(tmp_path, factor=5)
-    load(loop, tmp_path, "scale", "chain")
-    assert ask(loop, [2], "y") == {"y": [121]}
-
-
-HOST = """
-    inputs = {"x": "FP32[4]"}
-    outputs = {"y": "FP32[4]"}
-    max_batch_size = 8
-    host = True
-
-    def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"]}), {}
-"""
-
-
-def test_what_is_not_compiled_cannot_be_part_of_one_program(loop: WorkerLoop, tmp_path: Path) -> None:
-    write_model(tmp_path, "host", HOST)
-    ensemble(tmp_path, "chain", ["x FP32 4"], ["y FP32 4"], [("host", {"x": "x"}, {"y": "y"})], 8, FUSED)
-    load(loop, tmp_path, "host")
-    config = (tmp_path / "chain" / "config.pbtxt").read_text()
-    record = Load(
-        "chain", 1, str(tmp_path), str(tmp_path / "chain" / "1"), parse_pbtxt(config, "chain").SerializeToString()
-    )
-    loop.tell(record)
-    assert loop.hear(Loaded).reason == (
-        "ensemble 'chain' cannot be one program, as tensord_fuse asks for: model 'host' is not compiled"
-    )

@@ -17,8 +17,8 @@ from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import AnswerRecord, Release, RequestedOutput, RequestRecord, Slice
 from tensord.shm.record import encoder
-from tensord.workers.native import output_memory
 from tensord.workers.native.extensions import available
+from tensord.workers.processor import output_memory
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
 from tests.workers.dispatch.test_fast_path import Native, native, request

@@ -14,11 +14,12 @@ import pytest
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable
-from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.execution import run as run_model
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.jitted_instance import JittedInstance
+from tensord.workers.processor.processor import Processor
+from tensord.workers.processor.single_thread import SingleThreadDevice
 from tensord.workers.programs.carry import StateLost, check_state_size
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Executables
@@ -75,7 +76,15 @@ def stateful(
     buckets = Buckets(described, batch if described.batches else (1,), {})
     first = InitialState({"sum": FIRST} if initial is None else initial)
     executables = Executables(
-        described, buckets, apply, np.float32(1), cache or ExecutableCache(None), b"", 4, None, single_thread, first
+        described,
+        buckets,
+        apply,
+        np.float32(1),
+        cache or ExecutableCache(None),
+        b"",
+        4,
+        Processor(single_thread),
+        first,
     )
     model = JaxModel(1, described, buckets, executables, instances)
     executables.warm(LoadProgress("m", 1))
@@ -226,7 +235,7 @@ def test_state_goes_in_under_one_name_and_comes_out_under_another() -> None:
 
 def test_instances_have_carries_of_their_own() -> None:
     shared = stateful(instances=2)
-    instances = [JittedInstance(shared), JittedInstance(shared)]
+    instances = [JittedInstance(shared, Processor()), JittedInstance(shared, Processor())]
     assert [answers(run(each, Ask(0, x, True))) for each, x in zip(instances, (1, 2), strict=True)] == [
         [[101, 201]],
         [[102, 202]],

@@ -16,9 +16,10 @@ from jax._src.interpreters import pxla
 from tensord.config.model_config import empty
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.errors import Internal, InvalidArgument
-from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.processor.processor import Processor
+from tensord.workers.processor.single_thread import SingleThreadDevice
 from tensord.workers.programs.executable import Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.programs.executables import Executables
@@ -52,7 +53,7 @@ def model_of(
     made = of(inputs, outputs, max_batch_size)
     buckets = Buckets(made, batch, axes or {})
     cache = cache or ExecutableCache(None)
-    executables = Executables(made, buckets, apply, parameters, cache, b"", max_unexpected, None, single_thread)
+    executables = Executables(made, buckets, apply, parameters, cache, b"", max_unexpected, Processor(single_thread))
     model = JaxModel(1, made, buckets, executables)
     executables.warm(LoadProgress("m", 1))
     return model

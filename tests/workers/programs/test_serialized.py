@@ -10,10 +10,11 @@ from jax.experimental import serialize_executable
 
 from tensord.workers.compiling.compilers import Compilers
 from tensord.workers.jax_internals import interfaces
-from tensord.workers.programs import outside_compiler, serialized
+from tensord.workers.processor import outside_compiler
+from tensord.workers.processor.outside_compiler import OutsideCompiler
+from tensord.workers.programs import serialized
 from tensord.workers.programs.executable_cache import ExecutableCache
-from tensord.workers.programs.outside_compiler import OutsideCompiler
-from tests.workers.programs.test_outside_compiler import answers, model
+from tests.workers.processor.test_outside_compiler import answers, model
 
 
 @pytest.fixture(params=["nothing", "another one"])

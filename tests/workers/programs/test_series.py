@@ -1,4 +1,4 @@
-"""Series: programs for several requests are made at load, and wished for only where they are missed, light and small."""
+"""Series: programs for several requests are made of what is light and small, and found by how many wait."""
 
 from __future__ import annotations
 
@@ -9,39 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tensord.config.model_config import parse_pbtxt
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.executable import Executable, Wanted
+from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Apply
-from tensord.workers.programs.placement import Placement
 from tensord.workers.programs.series import LENGTHS, Series
-from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted
-from tensord.workers.requests.request import Request
-from tensord.workers.tensors.signature import signature
-from tests.workers import made_requests
+from tensord.workers.threads.cancellation import Cancellation
+from tests.workers.programs.test_executables import model_of
 
-SIGNATURE = signature(
-    parse_pbtxt(
-        """name: "m"
-        input { name: "a" data_type: TYPE_FP32 dims: [ -1 ] }
-        input { name: "b" data_type: TYPE_FP32 dims: [ 2 ] }
-        output { name: "sum" data_type: TYPE_FP32 dims: [ -1 ] }
-        output { name: "largest" data_type: TYPE_FP32 dims: [ 1 ] }""",
-        "m",
-    ),
-    {},
-    {},
-)
 KEY = ((3,), (2,))
-PLACEMENT = Placement({"scale": np.float32(3)})
 
 
 def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     a, b = inputs["a"], inputs["b"]
     return {"sum": parameters["scale"] * a + b.sum(), "largest": a.max(keepdims=True)}
-
-
-def request_of(seed: int) -> Request:
-    rng = np.random.default_rng(seed)
-    return made_requests.request_of({"a": rng.random(3, np.float32), "b": rng.random(2, np.float32)}, key=KEY)
 
 
 def light(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -51,88 +33,53 @@ def light(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return made | {"largest": made["largest"] + 0 * jnp.sin(square).sum(keepdims=True)[0]}
 
 
-def single(of: Apply = apply, key: Any = KEY) -> Any:
-    """The program for one request of that shape."""
-    given = {name: PLACEMENT.spec(shape, np.dtype(np.float32)) for name, shape in zip("ab", key, strict=True)}
-    return PLACEMENT.compile(jax.jit(of).lower(PLACEMENT.parameter_specs, given))
+def model(of: Apply = apply, size: int = 3, cache: ExecutableCache | None = None) -> JaxModel:
+    return model_of(
+        of,
+        {"a": f"FP32[{size}]", "b": "FP32[2]"},
+        {"sum": f"FP32[{size}]", "largest": "FP32[1]"},
+        parameters={"scale": np.float32(3)},
+        cache=cache,
+    )
 
 
-def series(of: Apply = light) -> Series:
-    return Series(SIGNATURE, of, {KEY: single(of)}.get)  # type: ignore[arg-type]
+def series(made: JaxModel) -> tuple[Series, Executable]:
+    """With what runs one of its requests."""
+    assert made.series is not None
+    ((_, shapes),) = made._buckets.planned()
+    single = made.executables.find(Wanted(1, shapes))
+    assert single is not None
+    return made.series, single
 
 
-def with_program(made: Series, length: int) -> SeriesProgram:
-    program = made.compile(SeriesWanted(length, KEY), PLACEMENT)
-    made.add(program)
-    return program
+def lengths_of(made: Series) -> list[int]:
+    """How many go together where so many wait."""
+    return [0 if program is None else program.rows for program in [made.find(KEY, waiting) for waiting in range(12)]]
 
 
-def wish_of(made: Series, waiting: int) -> SeriesWanted:
-    for _ in range(200):
-        assert made.find(KEY, waiting) is None
-        if made.wish is not None:
-            break
-    wish = made.take_wish()
-    assert wish is not None
-    assert made.take_wish() is None
-    return wish
+@pytest.mark.parametrize(
+    ("of", "lengths"),
+    [
+        (light, [0, 1, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8]),
+        # Rather in one call that is not full. Three are not worth one of four: with so few in flight, two batches keep client,
+        # front and worker busy at a time.
+        (apply, [0, 1, 2, 2, 4, 8, 8, 8, 8, 8, 8, 8]),
+    ],
+)
+def test_how_many_go_together(of: Apply, lengths: list[int]) -> None:
+    made, single = series(model(of))
+    assert made.wants(single)
+    assert lengths_of(made) == [0] * 12
+    made.add(single, made.compile(single))
+    assert lengths_of(made) == lengths
+    assert not made.wants(single), "once"
 
 
-def test_a_program_is_wished_for_when_it_was_missed_often_and_then_used() -> None:
-    made = series()
-    wish = wish_of(made, 5)
-    assert wish == SeriesWanted(4, KEY)
-    for _ in range(200):
-        assert made.find(KEY, 5) is None
-    assert made.wish is None, "one at a time"
-    four = made.compile(wish, PLACEMENT)
-    made.add(four)
-    assert [made.find(KEY, waiting) for waiting in (5, 4, 3)] == [four, four, None]
-    assert wish_of(made, 1) == SeriesWanted(1, KEY)
-    one = with_program(made, 1)
-    assert [made.find(KEY, waiting) for waiting in (5, 4, 3, 1)] == [four, four, one, one]
-
-
-@pytest.mark.parametrize("order", [LENGTHS, LENGTHS[::-1]])
-def test_the_longest_that_is_ready_for_those_who_wait(order: tuple[int, ...]) -> None:
-    made = series()
-    for length in order:
-        made.add(made.compile(SeriesWanted(length, KEY), PLACEMENT))
-    lengths = [0 if program is None else program.wanted.length for program in [made.find(KEY, n) for n in range(12)]]
-    assert lengths == [0, 1, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8]
-    for _ in range(500):
-        assert made.find(KEY, 11) is not None
-    assert made.wish is None
-
-
-def test_tiny_requests_rather_share_a_series_that_is_not_full() -> None:
-    made = series(apply)
-    wish = wish_of(made, 5)
-    assert wish.length == 8
-    for length in LENGTHS:
-        made.add(made.compile(SeriesWanted(length, KEY), PLACEMENT))
-    lengths = [0 if program is None else program.wanted.length for program in [made.find(KEY, n) for n in range(12)]]
-    # Three are not worth one of four: with so few in flight, two batches keep client, front and worker busy at a time.
-    assert lengths == [0, 1, 2, 2, 4, 8, 8, 8, 8, 8, 8, 8]
-
-
-def test_a_shorter_one_is_used_while_a_longer_one_is_missed() -> None:
-    made = series()
-    two = made.compile(SeriesWanted(2, KEY), PLACEMENT)
-    made.add(two)
-    for _ in range(200):
-        assert made.find(KEY, 9) is two
-    assert made.take_wish() == SeriesWanted(8, KEY)
-
-
-def test_what_was_never_run_alone_is_not_missed() -> None:
-    """And once there is a program for one, nobody who comes alone misses another."""
-    made = series()
-    one = with_program(made, 1)
-    for _ in range(500):
-        assert made.find(KEY, 1) is one
-        assert made.find("another shape", 8) is None
-    assert made.wish is None
+def test_one_program_for_all_of_them() -> None:
+    made, single = series(model())
+    programs = made.compile(single)
+    assert [program.rows for program in programs] == list(LENGTHS)
+    assert len({program._call for program in programs}) == 1
 
 
 def looping(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -146,47 +93,35 @@ def multiplying(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return made | {"sum": made["sum"] + (square @ square).sum()}
 
 
-@pytest.mark.parametrize("of", [looping, multiplying])
-def test_what_has_much_to_do_or_nobody_knows_how_much_goes_alone(of: Apply) -> None:
-    made = series(of)
-    for _ in range(500):
-        assert made.find(KEY, 8) is None
-    assert made.wish is None
-    assert not made.shares(KEY)
+@pytest.mark.parametrize(("of", "size"), [(looping, 3), (multiplying, 3), (apply, 1 << 13)])
+def test_what_has_much_to_do_or_nobody_knows_how_much_goes_alone(of: Apply, size: int) -> None:
+    made, single = series(model(of, size))
+    assert not made.wants(single)
 
 
-def test_large_inputs_go_alone() -> None:
-    key = ((1 << 20,), (2,))
-    made = Series(SIGNATURE, apply, {key: single(key=key)}.get)  # type: ignore[arg-type]
-    for _ in range(500):
-        assert made.find(key, 8) is None
-    assert made.wish is None
+def test_shapes_that_are_known_at_load_have_their_programs_then_and_keep_them(tmp_path: Any) -> None:
+    def traced(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        times.append(1)
+        return apply(parameters, inputs)
+
+    counts = []
+    for _ in range(2):
+        times: list[int] = []
+        cache = ExecutableCache(CacheDirectory(tmp_path / "cache"))
+        version = model(traced, cache=cache)
+        before = len(times)
+        version.prepare_series(Cancellation())
+        counts.append(((cache.hits, cache.misses), len(times) - before))
+        made, _ = series(version)
+        assert lengths_of(made)[:4] == [0, 1, 2, 2]
+    # One program for one request, and one for several; the second start traces nothing for these.
+    assert counts == [((0, 2), 1), ((2, 0), 0)]
 
 
-def test_shapes_that_are_known_at_load_have_their_programs_then() -> None:
-    made = series()
-    assert made.ready(KEY, 1) is None
-    made.prepare([KEY], lambda shapes: PLACEMENT)
-    ready = [made.ready(KEY, waiting) for waiting in range(1, 9)]
-    assert [program and program.wanted.length for program in ready] == [1, 2, 2, 4, 4, 4, 4, 8]
-    for _ in range(500):
-        assert made.find(KEY, 3) is ready[2]
-    assert made.wish is None
-
-
-def test_shapes_that_are_known_at_load_are_not_forgotten_for_others() -> None:
-    program = single(apply)
-    made = Series(SIGNATURE, apply, lambda shapes: program)
-    made.prepare([KEY], lambda shapes: PLACEMENT)
-    for length in range(100):
-        assert made.find(((4 + length,), (2,)), 1) is None
-    assert made.ready(KEY, 8) is not None
-    assert "33 shapes" not in repr(made), "others are bounded"
-
-
-def test_a_shape_without_a_program_is_not_known_yet() -> None:
-    programs: dict[Any, Any] = {}
-    made = Series(SIGNATURE, apply, programs.get)
-    assert not made.shares(KEY)
-    programs[KEY] = single()
-    assert made.shares(KEY)
+def test_what_is_not_compiled_any_more_is_forgotten() -> None:
+    made, single = series(model())
+    made.wants(single)
+    made.add(single, made.compile(single))
+    made.forget(KEY)
+    assert lengths_of(made) == [0] * 12
+    assert made.wants(single)

@@ -13,9 +13,9 @@ import pytest
 from tensord.shm.arrays import DTYPES, Array
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
-from tensord.workers.programs.placement import Placement
+from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.series import LENGTHS
-from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted
+from tensord.workers.programs.series_program import SeriesProgram
 from tensord.workers.requests.request import Request
 from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of
@@ -111,8 +111,16 @@ def program_of(model: JaxModel, length: int) -> SeriesProgram:
 
 def asked_of(model: JaxModel, length: int) -> SeriesProgram | None:
     assert model.series is not None
-    shapes = model.key(some(model))
-    return model.series.compile(SeriesWanted(length, shapes), model.executables.placement(shapes))
+    single = single_of(model, some(model))
+    return next(iter(model.series.compile(single, lengths=[length])), None)
+
+
+def single_of(model: JaxModel, given: dict[str, Array]) -> Executable:
+    """What runs such requests one by one."""
+    run(model, given)
+    single = model.executables.find(Wanted(1, model.key(given)))
+    assert single is not None
+    return single
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -167,7 +175,8 @@ def test_one_argument_and_one_result_for_each_dtype() -> None:
     for name, arguments, results in (("scaled", 1, 1), ("kinds", 4, 5), ("nothing-in", 0, 1)):
         apply, inputs, outputs = MODELS[name]
         program = program_of(model_of(apply, inputs, outputs, parameters={"w": WEIGHTS}), 2)
-        assert len(program._arguments) == arguments
+        # And how many requests there are.
+        assert len(program._memory.send(2)) == arguments + 1
         assert len(program.run()) == results
 
 
@@ -177,8 +186,8 @@ def test_an_input_that_may_be_left_out() -> None:
 
     model = model_of(apply, {"a": "FP32[2]", "b": "FP32[2]"}, {"y": "FP32[2]"}, parameters={})
     assert model.series is not None
-    program = model.series.compile(SeriesWanted(2, ((2,), None)), Placement({}))
-    assert program is not None
+    single = model.executables.compile(Wanted(1, ((2,), None)))
+    (program,) = model.series.compile(single, lengths=[2])
     requests = [request_of({"a": np.full(2, i, np.float32)}) for i in (3, 4)]
     assert program.gather(requests) == 16
     assert [one["y"].tolist() for one in program.split(program.run()) if isinstance(one, dict)] == [[6, 6], [8, 8]]

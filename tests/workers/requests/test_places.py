@@ -22,10 +22,12 @@ from tensord.shm.errors import Internal, InvalidArgument
 from tensord.shm.messages import RegionSlice, RequestedOutput
 from tensord.shm.regions import Region, open_object
 from tensord.shm.snapshot_region import SnapshotRegion
-from tensord.workers.native import output_memory
 from tensord.workers.native.extensions import available
-from tensord.workers.native.output_memory import OutputMemory
-from tensord.workers.programs.executable import Executable, Wanted
+from tensord.workers.processor import output_memory
+from tensord.workers.processor.host_executable import HostExecutable
+from tensord.workers.processor.output_memory import OutputMemory
+from tensord.workers.processor.processor import Processor
+from tensord.workers.programs.executable import Wanted
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.requests.places import Places
@@ -33,7 +35,7 @@ from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature, signature
 from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of
-from tests.workers.native.test_output_memory import Lying
+from tests.workers.processor.test_output_memory import Lying
 from tests.workers.worker_loop import DEVICE
 
 MIB = 1 << 20
@@ -136,13 +138,13 @@ def programs(leaves_nothing: None) -> dict[bool, Any]:
     }
 
 
-def executable_of(program: Any, sizes: Mapping[str, int], unknown: tuple[str, ...] = ()) -> Executable:
+def executable_of(program: Any, sizes: Mapping[str, int], unknown: tuple[str, ...] = ()) -> HostExecutable:
     """One of which it is known how all its outputs are allocated but those ``unknown``."""
     made: Any = {name: Lying(size, 4096 * number) for number, (name, size) in enumerate(sizes.items(), 1)}
     allocations = [
         (made[name].nbytes, made[name].__array_interface__["data"][0]) for name in sizes if name not in unknown
     ]
-    executable = Executable(Wanted(1, ((4,),)), SIGNATURE, CompiledProgram(program, Placement({})))
+    executable = HostExecutable(Wanted(1, ((4,),)), SIGNATURE, CompiledProgram(program, Placement({})), Processor())
     executable.memory_of_outputs = OutputMemory(made, allocations)
     return executable
 
@@ -164,7 +166,7 @@ def test_small_ones_go_into_the_record_until_it_is_full(lane: ALane) -> None:
     assert in_arena["y8"].offset - in_arena["large"].offset == 2 * ALIGNMENT
     assert in_arena["y8"].byte_size == INLINE
     assert lane.leases == 1
-    places.close()
+    places.release()
     assert lane.leases == 0
 
 
@@ -191,7 +193,7 @@ def test_whatever_the_sizes_no_two_places_meet(sizes: list[int]) -> None:
         memory.release()
     assert inline <= 8 * INLINE
     assert lane.leases == (len(used) > 0)
-    places.close()
+    places.release()
     assert lane.leases == 0
     lane.arena.close()
 
@@ -202,13 +204,13 @@ def test_a_full_arena(lane: ALane) -> None:
     assert lane.leases == 4
     # What needs no room there finds its place all the same.
     assert found(request_for(lane), {"y": INLINE}).lease is None
-    held.pop().close()
+    held.pop().release()
     held.append(found(request_for(lane), {"y": MIB // 4}))
     with pytest.raises(InvalidArgument, match="cannot fit"):
         Places.find(request_for(lane), {"y": 2 * MIB}, INLINE)
     assert lane.leases == 4
     for places in held:
-        places.close()
+        places.release()
     assert lane.leases == 0
 
 
@@ -241,7 +243,7 @@ def test_what_a_region_takes_needs_no_other_room(lane: ALane, objects: Objects) 
     assert objects.regions["whole"].read(64, 4) == b"here"
     assert places.memory("z") is None
     memory[:4] = bytes(4)
-    places.close()
+    places.release()
 
 
 def test_the_region_that_was_checked_and_no_other_of_its_name(lane: ALane, objects: Objects) -> None:
@@ -255,10 +257,10 @@ def test_the_region_that_was_checked_and_no_other_of_its_name(lane: ALane, objec
 # ----------------------------------------------------------------------------------------------------------- to offer
 
 
-def offered(request: Request, executable: Executable, sizes: Mapping[str, int]) -> dict[str, int]:
+def offered(request: Request, executable: HostExecutable, sizes: Mapping[str, int]) -> dict[str, int]:
     """Output -> bytes of what the program may write by itself; nothing is left of it."""
     places = found(request, sizes)
-    places.offer(request, executable)
+    executable.offer(request, places)
     made = {name: len(memory) for name, memory in places.offered.items()}
     for name, address in places.addresses.items():
         assert address % ALIGNMENT == 0
@@ -266,8 +268,10 @@ def offered(request: Request, executable: Executable, sizes: Mapping[str, int]) 
         assert memory is not None
         assert address == output_memory.address_of(memory)
         del memory
-    assert places.close()
+    places.release()
+    executable.settle(places)
     assert places.offered == {}
+    assert not made or executable.memory_of_outputs is None or executable.memory_of_outputs.offerable
     return made
 
 
@@ -284,7 +288,7 @@ def test_what_was_not_learned_is_not_offered(lane: ALane, programs: dict[bool, A
     assert offered(request_for(lane), executable_of(programs[True], both, ("y",)), both) == {"z": LARGE}
     executable = executable_of(programs[True], {"y": LARGE})
     assert executable.memory_of_outputs is not None
-    executable.keep_outputs()
+    executable.memory_of_outputs.refuse()
     assert offered(request_for(lane), executable, {"y": LARGE}) == {}
     executable.memory_of_outputs = None
     assert offered(request_for(lane), executable, {"y": LARGE}) == {}
@@ -390,13 +394,11 @@ def test_a_lease_is_given_back_once_or_taken(lane: ALane) -> None:
     assert places.take_lease() == key
     assert places.take_lease() is None
     places.release()
-    assert places.close()
     assert lane.leases == 1
     assert lane.arena.release(key)
     places = found(request_for(lane), {"y": LARGE})
     for _ in range(2):
         places.release()
-        assert places.close()
     assert lane.leases == 0
 
 
@@ -405,7 +407,8 @@ def test_without_room_in_the_arena_there_is_nothing_to_give_back(lane: ALane) ->
     assert places.take_lease() is None
     assert places.in_arena("y") is None
     assert places.memory("y") is None
-    assert places.close()
+    places.release()
+    assert lane.leases == 0
 
 
 @pytest.mark.skipif(not available, reason="the C extension was not built")
@@ -415,17 +418,20 @@ def test_an_output_that_is_kept(lane: ALane, monkeypatch: pytest.MonkeyPatch) ->
     output_memory.attach()
     spec = jax.ShapeDtypeStruct((LARGE // 4,), np.float32)
     compiled = jax.jit(lambda _, inputs: {"y": inputs["x"] + 1}).lower({}, {"x": spec}).compile()
-    executable = Executable(Wanted(1, ((LARGE // 4,),)), SIGNATURE, CompiledProgram(compiled, Placement({})))
+    executable = HostExecutable(
+        Wanted(1, ((LARGE // 4,),)), SIGNATURE, CompiledProgram(compiled, Placement({})), Processor()
+    )
     # Pages begin at a multiple of 64.
     x = np.frombuffer(mmap.mmap(-1, LARGE), np.float32)
-    executable.compute({"x": x}, {})
+    executable.computed({"x": x}, {})
     places = found(request_for(lane), {"y": LARGE})
-    places.offer(request_for(lane), executable)
-    kept = np.asarray(executable.compute({"x": x}, places.addresses)["y"])
+    executable.offer(request_for(lane), places)
+    kept = np.asarray(executable.computed({"x": x}, places.addresses)["y"])
     assert output_memory.address_of(kept) == places.addresses["y"]
     assert executable.written({"y": kept}, places.addresses) == ["y"]
     assert executable.memory_of_outputs is not None
-    assert not places.close()
-    assert places.close()
+    executable.settle(places)
+    executable.settle(places)
+    assert executable.memory_of_outputs.offerable == frozenset()
     assert len(output_memory._kept) == 1
     assert (kept == 1).all()

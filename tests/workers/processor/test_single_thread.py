@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from tensord.config.options import Workers
-from tensord.workers.devices import single_thread
-from tensord.workers.devices.single_thread import SingleThreadDevice, choose, share
 from tensord.workers.jax_internals import interfaces
+from tensord.workers.processor import single_thread
+from tensord.workers.processor.single_thread import SingleThreadDevice, choose, share
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tests.repositories import write_model
 from tests.workers.worker_process import WorkerProcess
@@ -71,7 +71,7 @@ def test_a_jax_without_such_a_function(monkeypatch: pytest.MonkeyPatch, caplog: 
     # As in a process that has none yet.
     monkeypatch.setattr(single_thread, "_opened", single_thread._opened.__wrapped__)
     monkeypatch.setattr(single_thread, "thread_count", lambda: 4)
-    with caplog.at_level(logging.INFO, "tensord.workers.devices.single_thread"):
+    with caplog.at_level(logging.INFO, "tensord.workers.processor.single_thread"):
         assert choose(jax.devices()[0], 5) is None
     # The worker says it as it starts.
     assert not caplog.records
@@ -107,7 +107,7 @@ def told(script: str, threads: int, *arguments: str) -> str:
 
 def test_where_there_is_one() -> None:
     script = (
-        "import jax\nfrom tensord.workers.devices.single_thread import choose\n"
+        "import jax\nfrom tensord.workers.processor.single_thread import choose\n"
         "print([choose(jax.devices()[0], flops) for flops in (5, 0)])\n"
     )
     assert told(script, 4) == "[<SingleThreadDevice up to 5 flops>, None]"
@@ -122,11 +122,12 @@ def test_programs_are_cut_for_one_thread_whatever_is_in_the_cache_of_jax(tmp_pat
         "from tensord.workers.programs.cache_directory import CacheDirectory\n"
         "from tensord.workers.programs.jax_cache import use_persistent_cache\n"
         "from tensord.workers.programs.placement import Placement\n"
-        "from tensord.workers.devices.single_thread import SingleThreadDevice\n"
+        "from tensord.workers.processor.single_thread import SingleThreadDevice\n"
+        "from tensord.workers.processor.small_programs import placed\n"
         "use_persistent_cache(CacheDirectory(Path(sys.argv[1])))\n"
-        "for device, compiling in ((jax.devices()[0], None), (SingleThreadDevice(1).device,) * 2):\n"
-        "    given = Placement(None, device).spec((1 << 22,), np.dtype('f'))\n"
-        "    program = Placement(None, compiling).compile(jax.jit(lambda x: x * 1.5).lower(given))\n"
+        "for place in (Placement(None), placed(None, SingleThreadDevice(1).device)):\n"
+        "    given = jax.ShapeDtypeStruct((1 << 22,), np.dtype('f'), sharding=place.sharding)\n"
+        "    program = place.compile(jax.jit(lambda x: x * 1.5).lower(given))\n"
         "    print('outer_dimension_partitions' in program.as_text())\n"
     )
     for _ in range(2):

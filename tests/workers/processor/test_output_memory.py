@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.shm.arrays import Array, address_of
-from tensord.workers.native import output_memory
 from tensord.workers.native.extensions import available
-from tensord.workers.native.output_memory import OutputMemory, given_up, watched
+from tensord.workers.processor import output_memory
+from tensord.workers.processor.output_memory import OutputMemory, given_up, watched
 from tests.daemon_process import ROOT
 from tests.workers.worker_loop import DEVICE
 
@@ -346,7 +346,7 @@ def test_what_does_not_come_true_at_the_start_is_never_relied_upon(
         monkeypatch.setattr(output_memory, "_tried_at", keep)
     else:
         monkeypatch.setattr(OutputMemory, "run", lambda self, call, addresses: call())
-    with caplog.at_level(logging.INFO, "tensord.workers.native.output_memory"):
+    with caplog.at_level(logging.INFO, "tensord.workers.processor.output_memory"):
         assert not output_memory.attach()
     assert not output_memory.attached()
     (record,) = caplog.records
@@ -368,7 +368,7 @@ def test_no_output_is_learned_where_another_thread_computes() -> None:
     script = (
         "import sys\nimport jax, numpy as np\n"
         "jax.config.update('jax_cpu_enable_async_dispatch', sys.argv[1] == 'True')\njax.devices()\n"
-        "from tensord.workers.native import output_memory\noutput_memory.attach()\n"
+        "from tensord.workers.processor import output_memory\noutput_memory.attach()\n"
         "call = jax.jit(lambda x: {'y': x * 2}).lower(jax.ShapeDtypeStruct((1 << 22,), np.float32)).compile()\n"
         "x = np.ones((1 << 22) + 16, np.float32)\nat = -x.__array_interface__['data'][0] % 64 // 4\n"
         "x = x[at : at + (1 << 22)]\n"

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.processor.single_thread import SingleThreadDevice
 from tensord.workers.programs.executable import Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
-from tensord.workers.programs.series_program import SeriesWanted
 from tests.workers.made_requests import request_of
 from tests.workers.programs.test_executables import model_of, run
 
@@ -96,7 +95,9 @@ def test_64_bit_parameters() -> None:
 
     device = SingleThreadDevice(1000)
     model = model_of(shift, {"x": "INT64[2]"}, {"y": "INT64[2]"}, parameters=np.int64(1), single_thread=device)
-    assert model.executables.placement(((2,),)).device is device.device
+    single = model.executables.find(Wanted(1, ((2,),)))
+    assert single is not None
+    assert single.placement.device is device.device
     assert run(model, {"x": np.array([2**40 + 4, -(2**62)])})[0]["y"].tolist() == [2**40 + 5, 1 - 2**62]
 
 
@@ -107,7 +108,8 @@ def test_on_demand_as_well() -> None:
     )
     for size in (100, 101):
         assert run(model, {"x": np.ones(size, np.float32)})[0]["y"].tolist() == [2.0] * size
-    found = [model.executables.placement(((size,),)).device for size in (100, 101)]
+    singles = [model.executables.find(Wanted(1, ((size,),))) for size in (100, 101)]
+    found = [None if single is None else single.placement.device for single in singles]
     assert found == [device.device, None]
 
 
@@ -143,7 +145,7 @@ def test_a_version_that_cannot_be_there_serves_as_ever(
     for lines, counts in ((1, (0, 3)), (0, (3, 0))):
         caplog.clear()
         cache = ExecutableCache(folder)
-        with caplog.at_level(logging.INFO, "tensord.workers.programs.small_programs"):
+        with caplog.at_level(logging.INFO, "tensord.workers.processor.small_programs"):
             model = products(apply, parameters, cache=cache)
         assert len(caplog.records) == lines
         assert not lines or ("its programs get all threads" in caplog.text and words in caplog.text)
@@ -184,10 +186,11 @@ def test_a_series_is_where_its_requests_are_when_they_are_alone() -> None:
             parameters={"w": weights},
             single_thread=SingleThreadDevice(flops),
         )
-        placement = model.executables.placement(((100,),))
-        assert (placement.device is None) == (flops == 1)
+        single = model.executables.find(Wanted(1, ((100,),)))
+        assert single is not None
+        assert (single.placement.device is None) == (flops == 1)
         assert model.series is not None
-        program = model.series.compile(SeriesWanted(2, ((100,),)), placement)
+        (program,) = model.series.compile(single, lengths=[2])
         given = [{"x": np.random.default_rng(i).random(100, np.float32)} for i in range(2)]
         together = Execution([request_of(one, key=model.key(one)) for one in given], 0, program)
         model.execute(together)

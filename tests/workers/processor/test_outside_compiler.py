@@ -17,11 +17,11 @@ import pytest
 
 from tensord.shm.errors import Internal
 from tensord.workers.compiling.compilers import Compilers
-from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.processor.outside_compiler import OutsideCompiler, outside_compiler
+from tensord.workers.processor.single_thread import SingleThreadDevice
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.executable import Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
-from tensord.workers.programs.outside_compiler import OutsideCompiler, outside_compiler
 from tests.daemon_process import nothing_left_behind, wait_until
 from tests.workers.compiling.test_compilers import processes
 from tests.workers.programs.test_executables import model_of, run

@@ -10,7 +10,7 @@ where its tensors lie. Whatever is not as it was then is left to that way.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,11 @@ from tensord.shm.arrays import DTYPES, Array, address_of
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import PreparedAnswer, PreparedTensor, Slice
 from tensord.shm.prepared import Numbered
-from tensord.workers.models.execution import Execution
-from tensord.workers.native import output_memory
-from tensord.workers.programs.executable import Executable
-from tensord.workers.requests.preparation import Preparation
+
+if TYPE_CHECKING:
+    from tensord.workers.models.execution import Execution
+    from tensord.workers.processor.host_executable import HostExecutable
+    from tensord.workers.requests.preparation import Preparation
 
 #: Segment and offset in the submitter's arena, or the bytes themselves.
 Place = tuple[int, int] | bytes
@@ -77,7 +78,7 @@ class LoneRun:
 
     def __init__(
         self,
-        executable: Executable,
+        executable: HostExecutable,
         lane: WorkerLane,
         inputs: Sequence[PreparedTensor],
         sizes: Sequence[int],
@@ -90,7 +91,7 @@ class LoneRun:
             (tensor.name, DTYPES[tensor.datatype], tensor.shape, size)
             for tensor, size in zip(inputs, sizes, strict=True)
         ]
-        self._answer = answer
+        self.answer = answer
 
     def __call__(self, places: Sequence[Place]) -> Outcome | None:
         """Runs one. None: it is another way's affair, and nothing is on loan.
@@ -109,18 +110,18 @@ class LoneRun:
                     return None
                 content = self._lane.view(Slice(segment, offset, byte_size))
             arguments[name] = np.frombuffer(content, dtype).reshape(shape)
-        if self._answer.byte_size:
+        if self.answer.byte_size:
             return self._run_leased(arguments)
-        outputs = _waited_for(self._executable.compute(arguments, {}))
-        return -1, 0, 0, [outputs[name] for name in self._answer.inside]
+        outputs = _waited_for(self._executable.computed(arguments, {}))
+        return -1, 0, 0, [outputs[name] for name in self.answer.inside]
 
     def _run_leased(self, arguments: dict[str, Array]) -> Outcome | None:
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
             return None  # it is found out anew how they are allocated
-        if not memory.offerable >= self._answer.leased.keys():
+        if not memory.offerable >= self.answer.leased.keys():
             raise LookupError("outputs are copied to their places")
-        lease = lane.loan(self._answer.byte_size)
+        lease = lane.loan(self.answer.byte_size)
         if lease is None:
             return None
         inside: list[Array] | None = None
@@ -135,18 +136,17 @@ class LoneRun:
     def _run_into(self, arguments: dict[str, Array], lease: Lease) -> list[Array] | None:
         """Returns the outputs that are not in the lease. None: not all of the others are."""
         executable, start = self._executable, address_of(lease.view)
-        addresses = {name: start + at for name, (at, _) in self._answer.leased.items()}
-        outputs = _waited_for(executable.compute(arguments, addresses))
+        addresses = {name: start + at for name, (at, _) in self.answer.leased.items()}
+        outputs = _waited_for(executable.computed(arguments, addresses))
         written = executable.written(outputs, addresses)
-        inside = [outputs[name] for name in self._answer.inside]
+        inside = [outputs[name] for name in self.answer.inside]
         del outputs
-        for name, (at, size) in self._answer.leased.items():
-            if not output_memory.given_up(addresses[name], lease.view[at : at + size]):
-                executable.keep_outputs()
+        for name, (at, size) in self.answer.leased.items():
+            executable.give_up(addresses[name], lease.view[at : at + size])
         return inside if len(written) == len(addresses) else None
 
     def __repr__(self) -> str:
-        return f"<LoneRun of {self._executable.wanted}, {self._answer.byte_size} bytes out>"
+        return f"<LoneRun of {self._executable.wanted}, {self.answer.byte_size} bytes out>"
 
 
 def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:

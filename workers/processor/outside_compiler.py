@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import jax
 
-from tensord.workers.compiling.compilers import Compilers
+from tensord.shm.errors import Internal
+from tensord.workers.compiling.compilers import CompilerDied, Compilers
 from tensord.workers.compiling.records import Compile, Refused
 from tensord.workers.devices.device_cpu import thread_count
 from tensord.workers.jax_internals.interfaces import COMPILER, CUSTOM_CALLS, PICKLER, XLA_CLIENT, Missing
@@ -49,8 +50,10 @@ class OutsideCompiler:
         return self._compilers.count
 
     @contextlib.contextmanager
-    def compiling(self, cancellation: Cancellation) -> Iterator[list[tuple[Any, bytes]]]:
+    def compiling(self, what: str, cancellation: Cancellation) -> Iterator[list[tuple[Any, bytes]]]:
         """What this thread compiles meanwhile is compiled outside, and listed: XLA's executable, and as it was serialised.
+
+        ``what``: for errors. Raises Internal: the process that compiled it died.
 
         It cannot be serialised a second time: that gives one which loads, and lacks functions when it is run (jaxlib 0.10.2).
         """
@@ -61,6 +64,8 @@ class OutsideCompiler:
         self._hook.compile = functools.partial(self._compile, cancellation, made)
         try:
             yield made
+        except CompilerDied as error:
+            raise Internal(f"{what}: the process that compiled it {error}") from None
         finally:
             self._hook.compile = None
 

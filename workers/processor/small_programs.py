@@ -10,17 +10,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from tensord.workers.compiling.compilers import CompilerDied
-from tensord.workers.devices.single_thread import SingleThreadDevice, share
+from tensord.workers.processor.single_thread import SingleThreadDevice, share
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Signature
 
 _log = logging.getLogger(__name__)
+#: Changes nothing for a client with one thread, but it is part of the key of JAX's own cache, which knows nothing of threads. A
+#: program that was compiled for several must not come from there, nor go from here to a client with several.
+_OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
 
 
 class SmallPrograms:
@@ -39,10 +44,9 @@ class SmallPrograms:
         """Where they run; None: this version has none."""
         with self._opening:
             if self._placement is None and self._possible:
-                device = self._device.device
                 try:
                     with precision(self._signature):
-                        self._placement = Placement(share(self._given, device), device)
+                        self._placement = placed(self._given, self._device.device)
                 except Exception as error:
                     self.give_up(error)
             return self._placement
@@ -98,6 +102,13 @@ class SmallPrograms:
 
     def __repr__(self) -> str:
         return f"<SmallPrograms of {self._device}>"
+
+
+def placed(parameters: Any, device: jax.Device) -> Placement:
+    """That device with the same memory as parameters. Raises as ``share``."""
+    return Placement(
+        share(parameters, device), device, None, SingleDeviceSharding(device), MappingProxyType(_OPTIONS), device.client
+    )
 
 
 def _has_open_sizes(lowered: jax.stages.Lowered) -> bool:

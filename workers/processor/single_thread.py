@@ -18,12 +18,11 @@ import numpy as np
 
 from tensord.workers.devices.device_cpu import THREADS_VARIABLE, thread_count
 from tensord.workers.jax_internals.interfaces import CPU_CLIENT, Missing
+from tensord.workers.programs.weight import Most, is_within
 
 _log = logging.getLogger(__name__)
 #: What the operations of a program read and write; more of it comes faster to several cores.
 _MAX_BYTE_SIZE = 8 << 20
-#: The analysis counts one turn of a loop, and nothing of what is called outside of XLA.
-_UNCOUNTED = ("stablehlo.while", "stablehlo.custom_call")
 
 
 class SingleThreadDevice:
@@ -47,12 +46,7 @@ class SingleThreadDevice:
         Args:
           compiled: of one whose cost only its compilation tells, such as an exported program of varying sizes.
         """
-        cost = (lowered if compiled is None else compiled).cost_analysis() or {}
-        flops, byte_size = cost.get("flops", -1.0), cost.get("bytes accessed", -1.0)
-        if not (0 <= flops <= self.max_flops and 0 <= byte_size <= _MAX_BYTE_SIZE):
-            return False
-        text = lowered.as_text()
-        return not any(operation in text for operation in _UNCOUNTED)
+        return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
     def __repr__(self) -> str:
         return f"<SingleThreadDevice up to {self.max_flops} flops>"

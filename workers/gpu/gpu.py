@@ -1,0 +1,57 @@
+"""A GPU as what programs run on, by one thread's own copies to it and from it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tensord.shm.cuda_regions import CudaError, DeviceLost
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.gpu.device_inputs import DeviceInputs
+from tensord.workers.gpu.gpu_executable import GpuExecutable, stays
+from tensord.workers.programs.executable import Content, Executable, Wanted
+from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
+from tensord.workers.programs.placement import CompiledProgram
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.signature import Signature
+
+
+class Gpu(ExecutionDevice):
+    """Belongs to one thread, as its ``CudaDevice`` does."""
+
+    remote = True
+
+    def __init__(self, cuda: CudaDevice) -> None:
+        self._cuda = cuda
+
+    def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
+        return GpuExecutable(wanted, signature, program, self, self._cuda)
+
+    def inputs(self, arguments: Sequence[Argument]) -> Inputs:
+        return DeviceInputs(self._cuda, arguments)
+
+    def contents_of(self, made: Sequence[Any]) -> list[Content]:
+        fetched = self._cuda.take(made)
+        return [np.asarray(array) for array in made] if fetched is None else [*fetched]
+
+    def small_programs(self, signature: Signature, parameters: Any) -> None:
+        """All of them run on it."""
+
+    def keeps(self, request: Request) -> bool:
+        return stays(request)
+
+    def beside(self) -> Gpu:
+        return Gpu(self._cuda.beside())
+
+    def check(self) -> None:
+        self._cuda.check()
+
+    def close(self) -> None:
+        with contextlib.suppress(CudaError, DeviceLost):  # it goes with the process
+            self._cuda.close()
+
+    def __repr__(self) -> str:
+        return f"<Gpu {self._cuda}>"

@@ -1,0 +1,142 @@
+"""A program that runs on a GPU: its inputs are brought there, its outputs fetched, delivered to their places, or left for others.
+
+large inputs    the device's staging buffer
+small ones      by way of page-locked memory, in one transfer (``device_inputs.py``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import numpy as np
+
+from tensord.shm.arrays import Array
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.gpu.device_inputs import DeviceInputs
+from tensord.workers.jax_internals.wide import byte_size_of
+from tensord.workers.programs.executable import Content, Executable, Outputs, Wanted, arguments_of
+from tensord.workers.programs.execution_device import ExecutionDevice
+from tensord.workers.programs.packed_outputs import PACKED, starts
+from tensord.workers.programs.placement import CompiledProgram
+from tensord.workers.programs.precision import precision
+from tensord.workers.requests.places import Places
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.batch_outputs import LIMIT
+from tensord.workers.tensors.ragged import flat
+from tensord.workers.tensors.signature import Signature
+
+if TYPE_CHECKING:
+    from tensord.workers.models.execution import Execution
+    from tensord.workers.requests.preparation import Preparation
+
+
+class GpuExecutable(Executable):
+    """One compiled program that runs on a GPU."""
+
+    delivers = True
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        signature: Signature,
+        program: CompiledProgram,
+        device: ExecutionDevice,
+        cuda: CudaDevice,
+    ) -> None:
+        super().__init__(wanted, signature, program, device, DeviceInputs(cuda, arguments_of(signature, wanted)))
+        self._cuda = cuda
+        #: Of outputs that were fetched: which content, where it begins there, dtype and shape; and where in the one content.
+        self._fetched: list[tuple[str, np.dtype[Any], tuple[int, ...]]] | None = None
+        #: Where each output begins and ends among the packed ones.
+        self._cuts: list[tuple[int, int]] | None = None
+
+    def read(self, made: Mapping[str, Any]) -> list[Content]:
+        found = self._fetch(made)
+        return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
+
+    def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
+        """The contents of its layout out of the device, in one transfer where the program has packed them.
+
+        One for each output in any case: the layouts of a model's programs are alike, packed or not, whatever their rows.
+
+        None: they are too large to be brought together. Raises as ``read``.
+        """
+        packed = made.get(PACKED)
+        if packed is None:
+            return self._cuda.take([made[name] for name in self._signature.outputs])
+        if self._cuts is None:
+            arrays = {name: made[name] for name in self._signature.outputs}
+            self._cuts = [(at, at + byte_size_of(arrays[name])) for name, at in starts(arrays).items()]
+        return self._cuda.take([packed], self._cuts)
+
+    def _arrays_in(self, contents: Sequence[bytes], made: Mapping[str, Any]) -> dict[str, Array]:
+        """The outputs in what was fetched of ``made``."""
+        if self._fetched is None:
+            arrays = {name: made[name] for name in self._signature.outputs}
+            self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in arrays.items()]
+        return {
+            name: np.frombuffer(content, dtype).reshape(shape)
+            for (name, dtype, shape), content in zip(self._fetched, contents, strict=True)
+        }
+
+    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+        rows = (self.wanted.rows,) if self._batches else ()
+        parts: list[tuple[str, np.dtype[Any], tuple[int, ...], list[Array]]] = []
+        for spec, shape in self._specs:
+            if spec.of_batch is not None:
+                parts.append((spec.name, spec.dtype, shape, [self._told(spec, shape, requests)]))
+            elif spec.ragged:
+                parts.append((spec.name, spec.dtype, shape, [flat(request.arrays[spec.name]) for request in requests]))
+            else:
+                arrays = [request.arrays[spec.name] for request in requests]
+                parts.append((spec.name, spec.dtype, (*rows, *shape), arrays))
+        with precision(self._signature):
+            return self._cuda.gather(parts)
+
+    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> Outputs:
+        made = self.call(arguments)
+        return self.outputs(made, requests) if places is None else self._delivered(made, requests[0], places)
+
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> Outputs:
+        contents = None if any(stays(request) for request in requests) else self._fetch(made)
+        if contents is not None:
+            return Outputs(self._arrays_in(contents, made), contents)
+        outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
+        # Not arrays of the host yet: where they go decides which way they leave the device.
+        kept = cast(list[Array], [self._cuda.keep(output) for output in outputs])
+        return Outputs(dict(zip(self._signature.outputs, kept, strict=True)))
+
+    def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> Outputs:
+        """The outputs of a lone request, brought to their places by the GPU."""
+        reached = places.reached()
+        outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
+        places.written = reached.keys()
+        request.copied_byte_size += sum([places.sizes[name] for name in reached])
+        return Outputs(cast(dict[str, Array], outputs))
+
+    def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
+        """If they are large, or small and wanted on the GPU."""
+        if not whole:
+            return None
+        sizes = self.output_sizes
+        return sizes if sum(sizes.values()) > LIMIT or stays(requests[0]) else None
+
+    def offer(self, request: Request, places: Places) -> None:
+        """The GPU is told of the places with the run."""
+
+    def settle(self, places: Places) -> None:
+        """What was delivered is a copy."""
+
+    def lone_run(self, execution: Execution, preparation: Preparation) -> None:
+        """Each request is looked at."""
+
+    def __repr__(self) -> str:
+        return f"<GpuExecutable {self.wanted}>"
+
+
+def stays(request: Request) -> bool:
+    """Whether its outputs may be wanted on the GPU: by another model, or in a client's memory there."""
+    return request.sink is not None or any(isinstance(region, CudaRegion) for region in request.regions)

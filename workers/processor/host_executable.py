@@ -1,0 +1,210 @@
+"""A program that takes its arguments from the host's memory and leaves its outputs there, if it can where they are wanted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.arrays import Array, address_of
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.regions import Region
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.processor import output_memory
+from tensord.workers.processor.lone_run import LoneRun, plan_alone
+from tensord.workers.processor.output_memory import OutputMemory
+from tensord.workers.programs.executable import Executable, Outputs, Wanted, specs_of
+from tensord.workers.programs.execution_device import ExecutionDevice
+from tensord.workers.programs.gather_buffer import GatherBuffer, RaggedBuffer
+from tensord.workers.programs.placement import CompiledProgram
+from tensord.workers.requests.places import Places
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.batch_outputs import BatchOutputs, uncut
+from tensord.workers.tensors.signature import Signature, TensorSpec
+
+if TYPE_CHECKING:
+    from tensord.workers.models.execution import Execution
+    from tensord.workers.requests.preparation import Preparation
+
+#: A range of a file: which one, start, end.
+_Range = tuple[tuple[int, int], int, int]
+
+
+class _Buffers:
+    """The memory that an executable gathers in: a buffer for each input, made when it is first needed."""
+
+    #: Whether there is room for them.
+    fit = True
+
+    def __init__(self, wanted: Wanted, signature: Signature) -> None:
+        self._wanted = wanted
+        self._signature = signature
+        self._buffers: dict[str, GatherBuffer | RaggedBuffer] = {}
+
+    def of(self, spec: TensorSpec, shape: tuple[int, ...]) -> GatherBuffer | RaggedBuffer:
+        """That of one input."""
+        buffer = self._buffers.get(spec.name)
+        if buffer is None:
+            if spec.ragged:
+                buffer = RaggedBuffer(spec.name, shape, spec.dtype)
+            else:
+                buffer = GatherBuffer(spec.name, self._wanted.rows, shape, spec.dtype, self._signature.batches)
+            self._buffers[spec.name] = buffer
+        return buffer
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Array]:
+        """All of it."""
+        return {spec.name: self.of(spec, shape).array for spec, shape in specs_of(self._signature, self._wanted)}
+
+    def send(self) -> dict[str, Any]:
+        """What was gathered, as arguments."""
+        return self.arrays
+
+
+class HostExecutable(Executable):
+    """One compiled program that runs on the processor."""
+
+    def __init__(self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice) -> None:
+        self._buffers = _Buffers(wanted, signature)
+        super().__init__(wanted, signature, program, device, self._buffers)
+        #: Requests of several lengths are laid one behind the other.
+        self._laid = signature.ragged
+        #: How its outputs are allocated, once it has run where that can be learned.
+        self.memory_of_outputs: OutputMemory | None = None
+
+    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+        """As declared. A request that fills the bucket alone is used where it lies, unless that is in its record, which is never
+        aligned; small unaligned arguments are left to XLA, which copies them anyway, but large ones faster by us.
+        """
+        arguments: dict[str, Any]
+        if len(requests) == 1 and requests[0].rows == self.wanted.rows and not (requests[0].small or self._laid):
+            arguments, copied = dict(requests[0].arrays), 0
+            for spec, shape in self._specs:
+                array = arguments[spec.name]
+                exact = (array.shape[1:] if self._batches else array.shape) == shape
+                # What lies in a GPU's memory, for one: a program on several devices takes it from the host.
+                late = not isinstance(array, np.ndarray)
+                if not exact or late or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
+                    arguments[spec.name], byte_size = self._fill(spec, shape, requests)
+                    copied += byte_size
+            return arguments, copied
+        arguments, copied = {}, 0
+        for spec, shape in self._specs:
+            arguments[spec.name], byte_size = self._fill(spec, shape, requests)
+            copied += byte_size
+        return arguments, copied
+
+    def _fill(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> tuple[Array, int]:
+        if self._laid and spec.of_batch is not None:
+            return self._told(spec, shape, requests), 0
+        buffer = self._buffers.of(spec, shape)
+        return buffer.array, buffer.fill(requests)
+
+    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> Outputs:
+        made = self.computed(arguments, {} if places is None else places.addresses)
+        outputs = self.outputs(made, requests)
+        if places is not None:
+            places.written = self.written(outputs.arrays, places.addresses)
+        return outputs
+
+    def computed(self, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
+        """Runs the program; ``addresses``: memory for outputs, which may come to lie there."""
+        learned = self.memory_of_outputs
+        if learned is None and self.placement.several is None and output_memory.attached():
+            run = functools.partial(self.call, arguments)
+            made, self.memory_of_outputs = output_memory.watched(run, self._signature.outputs)
+            return made
+        if learned is not None and addresses:
+            return learned.run(functools.partial(self.call, arguments), addresses)
+        return self.call(arguments)
+
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> Outputs:
+        """All of them are waited for: only then has the program read its last input."""
+        return Outputs({name: np.asarray(made[name]) for name in self._signature.outputs})
+
+    def uncut(self, outputs: Outputs) -> BatchOutputs | None:
+        return uncut(self.layout_of(outputs.arrays), [*outputs.arrays.values()])
+
+    # -------------------------------------------------------------------------------------------------------- outputs in place
+
+    def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
+        """If they are large and it is known how they are allocated."""
+        if self.memory_of_outputs is None or not whole:
+            return None
+        sizes = self.memory_of_outputs.sizes
+        return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
+
+    def offer(self, request: Request, places: Places) -> None:
+        """Finds which outputs the program may write to their places by itself: large and aligned ones.
+
+        A region's owner may write to it while the program runs and reads it again, so only a plain one is let there; nor may it
+        write where it reads, or two outputs to the same bytes. Regions are the same memory where their files are.
+        """
+        outputs = self.memory_of_outputs
+        if outputs is None:
+            return
+        used, offerable = _ranges(request, places) if places.in_regions else [], outputs.offerable
+        for name, size in places.sizes.items():
+            memory = places.memory(name) if name in offerable and size >= output_memory.WORTH else None
+            address = 0 if memory is None else address_of(memory)
+            if memory is None or address % ALIGNMENT:
+                continue
+            if name in places.in_regions:
+                place, region = places.in_regions[name]
+                assert isinstance(region, Region)
+                # One of those used is its own.
+                if not self.plain or _overlapping(_range(region, place.offset, size), used) > 1:
+                    continue
+            places.offered[name] = memory
+            places.addresses[name] = address
+
+    def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
+        """The outputs that lie at those addresses. Unless all do, the next run learns how they are allocated."""
+        found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
+        if len(found) < len(addresses):
+            self.memory_of_outputs = None
+        return found
+
+    def settle(self, places: Places) -> None:
+        """Others own the memory of outputs in place from now on. If somebody keeps one, later outputs are copied."""
+        for name, memory in places.offered.items():
+            self.give_up(places.addresses[name], memory)
+        places.offered.clear()
+
+    def give_up(self, address: int, memory: memoryview) -> None:
+        """Looks whether an output that was offered that memory is gone; else the program's outputs are copied from now on."""
+        if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
+            self.memory_of_outputs.refuse()
+
+    def lone_run(self, execution: Execution, preparation: Preparation) -> LoneRun | None:
+        answer = plan_alone(execution, preparation)
+        if answer is None:
+            return None
+        lane, prepared = execution.requests[0].submitter.lane, preparation.prepared
+        return LoneRun(self, lane, prepared.inputs, preparation.sizes, answer)
+
+    def __repr__(self) -> str:
+        return f"<HostExecutable {self.wanted}>"
+
+
+def _ranges(request: Request, places: Places) -> list[_Range]:
+    """What of regions that are not a GPU's the request reads, and writes."""
+    files = {region.name: region for region in request.regions if not isinstance(region, CudaRegion)}
+    read = [tensor.region for tensor in request.prepared.inputs if tensor.region is not None]
+    used = [(place.region, place.offset, place.byte_size) for place in read]
+    used += [(place.region, place.offset, places.sizes[name]) for name, (place, _) in places.in_regions.items()]
+    return [_range(files[name], offset, size) for name, offset, size in used if name in files]
+
+
+def _range(region: Region | SnapshotRegion, offset: int, byte_size: int) -> _Range:
+    start = region.offset + offset
+    return region.file, start, start + byte_size
+
+
+def _overlapping(one: _Range, others: list[_Range]) -> int:
+    file, start, end = one
+    return sum([file == other and start < other_end and begin < end for other, begin, other_end in others])
