@@ -279,4 +279,4 @@ def test_a_client_that_takes_nothing_holds_its_model_up() -> None:
         one(worker, request.request_id, b"", True)
         assert list(each) == []
         assert client.ends()
-    until(lambda: worker.leases == 0)
+        until(lambda: worker.leases == 0)
