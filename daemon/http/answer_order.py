@@ -15,7 +15,6 @@ from time import monotonic
 from tensord.daemon.front.body_reader import BodyReader
 from tensord.daemon.front.each import call_each
 from tensord.daemon.front.lingering_close import is_quiet
-from tensord.daemon.http.answering import Answering
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.deadlines import Deadlines
 from tensord.daemon.http.exchange import Exchange
@@ -167,7 +166,7 @@ class AnswerOrder:
         finally:
             self._turning = False
 
-    def owes(self, exchange: Answering) -> bool:
+    def owes(self, exchange: Exchange) -> bool:
         """Whether the answer that is written next is that exchange's."""
         return bool(self.requests) and self.requests[0] is exchange
 

@@ -18,11 +18,10 @@ from time import monotonic
 
 from tensord.daemon.front.body_reader import BodyReader
 from tensord.daemon.http.answer_order import AnswerOrder
-from tensord.daemon.http.answering import Phase
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
 from tensord.daemon.http.deadlines import Late
-from tensord.daemon.http.exchange import Exchange
+from tensord.daemon.http.exchange import Exchange, Phase
 from tensord.daemon.http.heads import END
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.parser_feed import ParserFeed

@@ -1,44 +1,98 @@
-"""One inference request, on the short way past ASGI: no task, no queue, no event. This is its incoming half.
+"""One inference request, from its body to its answer: no task, no queue, no event.
 
-    head ─▶ body (reception) ─▶ form (http_forms) ─▶ submit ─▶ answer ─▶ encode (answering) ─▶ socket
-     ╰────── small and whole ────▲
+    head ─▶ body (reception) ─▶ prepared ─▶ submit ─▶ answer ─▶ encode (response_codec) ─▶ socket
+     ╰────── small and whole ───▲                       ╰─ said before: head and tensors ─▲
 
 Each arrow is a call from the connection's or the lane's callback. The connection (answer_order) keeps exchanges in the order in
 which their requests came, so an answer is written only by the exchange whose turn it is.
+
+    AnswerRecord ─▶ with a number: but for its id the head is remembered ─▶ one piece
+                 ├▶ encoded (response_codec), in steps where large       ─▶ pieces; slices of the arena as they lie
+                 ╰▶ compressed, in steps                                 ─▶ one piece
 """
 
 from __future__ import annotations
 
+import asyncio
+import enum
 import logging
 import uuid
+from collections.abc import Callable
 from time import monotonic_ns
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tensord.daemon.front.status import http_status
-from tensord.daemon.http import json_cut, placement, request_codec
-from tensord.daemon.http.answering import DECOUPLED, Answering, Phase
+from tensord.daemon.http import json_cut, placement, request_codec, response_codec
 from tensord.daemon.http.body import Body, CollectedBody, PlacedBody
-from tensord.daemon.http.http_form import Request
-from tensord.daemon.http.http_forms import request_of
+from tensord.daemon.http.compression import Deflation
+from tensord.daemon.http.conversions import Job
 from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
+from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.prepared import Prepared, Request, request_of
 from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
+from tensord.daemon.http.serving import Serving
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.pending import Pending
 from tensord.daemon.submit.scheduling import UNSCHEDULED
+from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
-from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
-from tensord.shm.messages import Content, PreparedRequest, RequestRecord
+from tensord.shm.errors import DEFECT, InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, PreparedRequest, RequestRecord, Slice
 from tensord.shm.prepared import Numbered
 
+if TYPE_CHECKING:
+    from tensord.daemon.http.answer_order import AnswerOrder
+
 _log = logging.getLogger(__name__)
+#: What who asks such a model here is told: Triton's words.
+DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy; ask generate_stream, or a stream over gRPC"
+#: Before which an answer's head says how the connection goes on.
+_LENGTH = b"\r\nContent-Length: "
+
+
+class Phase(enum.Enum):
+    """Where an exchange stands."""
+
+    #: The body is arriving.
+    RECEIVING = "receiving"
+    #: The body is whole, and it is not this exchange's turn, or its tensors wait for room.
+    RECEIVED = "received"
+    #: A worker has it.
+    SUBMITTED = "submitted"
+    #: The answer is written; a part of it may still be in the transport's buffer.
+    ANSWERED = "answered"
+
+
 # A member of an enum is found slowly.
 _RECEIVING, _RECEIVED, _SUBMITTED = Phase.RECEIVING, Phase.RECEIVED, Phase.SUBMITTED
 
 
-class Exchange(Answering):
+class Exchange(Pending):
     """One inference request and its answer."""
 
+    _serving: Serving
+    _head: InferHead
+    _order: AnswerOrder
+    keep_alive: bool
+    #: What the JSON said, once it is read.
+    _asked: Prepared | None = None
+    phase: Phase = Phase.RECEIVING
+    #: The client's, or one that was made here.
+    _client_id: str = ""
+    #: The client is.
+    _gone: bool = False
+    _job: Job | None = None
+    #: The response lease whose bytes the transport still holds.
+    _unwritten: tuple[SubmitterLane, tuple[int, int, int]] | None = None
+    #: Of an answer that is being compressed.
+    _deflation: Deflation | None = None
+    #: Where the request is a sampled one.
+    _trace: Trace | None = None
     #: From ``begin`` until the submitter has the tensors: each refers to the other, and requests shall leave the garbage
     #: collector nothing to do.
     _reception: Reception | None = None
@@ -46,12 +100,16 @@ class Exchange(Answering):
     #: Until it is sent: where tensors lie that did not come in the body's own leases.
     _leases: tuple[Lease, ...] = ()
 
+    @property
+    def account(self) -> Account | None:
+        return self._order.account
+
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
         """The head is complete: prepare a place for the body."""
         reception = self._reception = Reception(
-            self._serving, self._head, self._outlet.pause_body, self._go_on, self._outlet.account
+            self._serving, self._head, self._order.pause_body, self._go_on, self._order.account
         )
         try:
             if self._head.error is not None:
@@ -65,7 +123,7 @@ class Exchange(Answering):
         """Raises NotFound, Unsupported: there is no such model for HTTP."""
         head, table = self._head, self._serving.table
         if head.edition != table.edition:
-            # Of one that is being loaded it is not known yet: see ``Answering.completed``.
+            # Of one that is being loaded it is not known yet: see ``_answer_anew``.
             if table.expect(head.model, head.version).streams:
                 raise Unsupported(DECOUPLED)
             head.edition = table.edition
@@ -126,22 +184,22 @@ class Exchange(Answering):
                     self._trace.stamp(trace_stamps.HTTP_RECV_END)
             ends = begins + head.text_size
             text = data[begins:ends]
-            forms = serving.forms
+            known = serving.prepared
             if head.key is None:
-                request = forms.read(head, text, head.tail_size)
+                request = known.read(head, text, head.tail_size)
             else:
                 key = head.key, text
-                request = forms.texts[key] or forms.meet(head, key)
-            form, client_id, scheduling = request.form, request.id, request.scheduling
-            if form.unpack is None or self._trace is not None:
+                request = known.texts[key] or known.meet(head, key)
+            prepared, client_id, scheduling = request.prepared, request.id, request.scheduling
+            if prepared.unpack is None or self._trace is not None:
                 self._submit(request, CollectedBody.of(data[begins:]))
                 return
             if not client_id and serving.makes_ids:
                 client_id = str(uuid.uuid4())
-            self._asked, self._client_id = form, client_id
-            numbered: Numbered[PreparedRequest] = form.numbered  # type: ignore[assignment]
+            self._asked, self._client_id = prepared, client_id
+            numbered: Numbered[PreparedRequest] = prepared.numbered  # type: ignore[assignment]
             self.numbered = numbered
-            submitter, number, contents = serving.submitter, numbered.number, form.unpack(data, ends)
+            submitter, number, contents = serving.submitter, numbered.number, prepared.unpack(data, ends)
             # Most say nothing of their scheduling, and to unpack that costs more than all else here.
             self.record = (
                 RequestRecord(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
@@ -156,7 +214,7 @@ class Exchange(Answering):
 
     def begin_now(self) -> PlacedBody | None:
         """As ``begin``, of a large binary body whose turn it is. None: nothing happened; it has no place now, or is refused."""
-        reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on, self._outlet.account)
+        reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self._order.account)
         try:
             body = reception.begin_now()
             if body is None:
@@ -224,23 +282,23 @@ class Exchange(Answering):
         self._job = self._serving.conversions.run(json_cut.steps(text), cut, self._not_converted)
 
     def _decode(self, text: bytes | memoryview, apart: json_cut.Cut | None, body: Body, size: int) -> None:
-        request = self._serving.forms.read(self._head, text, size - len(text), apart)
-        form = request.form
-        if form.placed is None or type(body) is not PlacedBody or self._serving.makes_ids:
+        request = self._serving.prepared.read(self._head, text, size - len(text), apart)
+        prepared = request.prepared
+        if prepared.placed is None or type(body) is not PlacedBody or self._serving.makes_ids:
             self._submit(request, body)
             return
-        self._asked, self._client_id = form, request.id
-        self._send(request, body.places(len(text), form.placed))
+        self._asked, self._client_id = prepared, request.id
+        self._send(request, body.places(len(text), prepared.placed))
 
     def _submit(self, request: Request, body: Body) -> None:
         if self._serving.makes_ids and not request.id:
             request = msgspec.structs.replace(request, id=str(uuid.uuid4()))
-        self._asked, self._client_id = request.form, request.id
+        self._asked, self._client_id = request.prepared, request.id
         size = placement.room(request.sources, body, self._serving.submitter.inline_byte_size)
         if size == 0:
             self._place(request, body, None)
             return
-        lease = self._serving.submitter.loan(size, self._outlet.account)
+        lease = self._serving.submitter.loan(size, self._order.account)
         if lease is not None:
             self._place(request, body, lease)
             return
@@ -251,7 +309,7 @@ class Exchange(Answering):
             elif not self._gone:
                 self._answer_if_refused(self._place_granted, request, body, lease)
 
-        self._serving.submitter.wait_for_room(size, granted, self._head.model, self._outlet.account)
+        self._serving.submitter.wait_for_room(size, granted, self._head.model, self._order.account)
 
     def _place_granted(self, request: Request, body: Body, lease: Lease | ServingError) -> None:
         if isinstance(lease, ServingError):
@@ -281,19 +339,199 @@ class Exchange(Answering):
             self._leases = ()
         if reception is not None:
             leases = reception.leave() + leases
-        submitter, form, trace, noted = self._serving.submitter, request.form, self._trace, 0
-        numbered = form.numbered or form.on_lane(submitter.numbers, submitter.inline_byte_size)
+        submitter, asked, trace, noted = self._serving.submitter, request.prepared, self._trace, 0
+        numbered = asked.numbered or asked.on_lane(submitter.numbers, submitter.inline_byte_size)
         if trace is not None:
             noted = trace.level
             trace.client_id = request.id
             trace.stamp(trace_stamps.REQUEST_START)
-        prepared = form.prepared if numbered is None else numbered.number
+        prepared = asked.record if numbered is None else numbered.number
         self.record = RequestRecord(
             submitter.next_id(), prepared, contents, request.id, 0, monotonic_ns(), *request.scheduling, noted
         )
         self.numbered, self.leases = numbered, leases
         submitter.send(self)
         self.phase = _SUBMITTED
+
+    # ----------------------------------------------------------------------------------------------- answer
+
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        if type(own.prepared) is not int or not prepared.final or self._trace is not None or not self._head.is_plain:
+            self._answer_anew(prepared, own, lane)
+            return
+        asked: Prepared = self._asked  # type: ignore[assignment]
+        text, lease = asked.last_answer, own.lease
+        pieces: list[response_codec.Buffer] | None = None
+        if lease is None:
+            if text is None or text.prepared is not prepared:
+                text = asked.answer(prepared, own, lane.view)  # type: ignore[union-attr]
+            answer = text.whole(self._client_id, own)
+            if answer is not None:
+                if self.keep_alive:
+                    self._order.answer_whole(answer)
+                    return
+                pieces = [answer]
+        else:
+            assert lane is not None
+            try:
+                if text is None or text.prepared is not prepared:
+                    text = asked.answer(prepared, own, lane.view)
+                pieces = text.pieces(self._client_id, own, lane.view)
+            except Exception:
+                pieces = None  # the ordinary way says what is wrong
+            if pieces is not None:
+                self._unwritten = lane, lease
+        if pieces is None:
+            self._answer_anew(prepared, own, lane)
+            return
+        if not self.keep_alive:
+            pieces[0] = bytes(pieces[0]).replace(_LENGTH, b"\r\n" + response_codec.CLOSE + _LENGTH[2:], 1)
+        self.phase = Phase.ANSWERED
+        if self._order.answer_pieces(pieces):
+            self.written()
+
+    def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        """Answers with nothing that is remembered."""
+        if own.lease is not None and lane is not None:
+            self._unwritten = (lane, own.lease)
+        if self._trace is not None:
+            self._trace.completed(prepared.version, own.trace)
+        if own.code:
+            self._answer_error(http_status(own.code), own.message)
+            return
+        if not prepared.final:
+            # It came while its model was being loaded, and nobody knew that this one answers with several responses.
+            self._serving.submitter.cancel(self.record.request_id)
+            error = Unsupported(DECOUPLED)
+            self._answer_error(http_status(error), error.message)
+            return
+        assert lane is not None
+        assert self._asked is not None
+        asked = self._asked.asked
+        if own.lease is not None and response_codec.is_large(prepared, own.contents, asked.binary, asked.all_binary):
+            steps = response_codec.encode_in_steps(
+                prepared,
+                own.contents,
+                self._head.model,
+                self._client_id,
+                asked.binary,
+                asked.all_binary,
+                lane.view,
+            )
+            self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
+            return
+        self._encode(prepared, own, lane.view)
+
+    def _encode(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> None:
+        assert self._asked is not None
+        asked = self._asked.asked
+        try:
+            head, parts = response_codec.encode(
+                prepared, own.contents, self._head.model, self._client_id, asked.binary, asked.all_binary, view
+            )
+        except ServingError as error:
+            self._answer_error(http_status(error), error.message)
+            return
+        except Exception:
+            self._answer_defect()
+            return
+        self._answer([head], parts)
+
+    def undelivered(self) -> None:
+        if self.phase is Phase.ANSWERED or self._gone or not self._order.owes(self):
+            # Some of the answer may have left: nothing else can follow it.
+            self._order.cut()
+        else:
+            self._answer_error(500, DEFECT)
+
+    def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
+        self._job = None
+        head, parts = answer
+        if not parts:
+            self.written()  # the tensors are text now, and the transport holds that
+        self._answer_or_cut(self._answer, head, parts)
+
+    def _answer_or_cut(self, step: Callable[..., None], *arguments: object) -> None:
+        """The next step of an answer, where the caller is the loop."""
+        try:
+            step(*arguments)
+        except Exception:
+            self.fail_delivery()
+
+    def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
+        json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))
+        if self._head.accepts:
+            self._deflation = Deflation(self._head.accepts, self._serving.compression, (*head, *parts))
+            self._deflate(self._deflation, json_size, bool(sum(map(len, parts))))
+            return
+        line = response_codec.response_head(json_size, sum(map(len, parts)), self._connection_line())
+        self.phase = Phase.ANSWERED
+        # Small pieces are cheaper joined; slices of the arena go to the socket as they lie.
+        pieces: list[response_codec.Buffer] = [line, *head, *parts]
+        if self._unwritten is None:
+            pieces = [b"".join(pieces)]
+        self._hand_over(pieces)
+
+    def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
+        """The answer goes to the connection, whole."""
+        if self._trace is not None:
+            self._trace.stamp(trace_stamps.HTTP_SEND_START)
+        if self._order.answer_pieces(pieces):
+            self.written()
+
+    def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
+        """A step of it, and in the end the answer. The lease is given back then: the compressed bytes are our own."""
+        if self._gone:
+            return
+        if deflation.step():
+            asyncio.get_running_loop().call_soon(self._answer_or_cut, self._deflate, deflation, json_size, binary)
+            return
+        self.written()
+        self.phase = Phase.ANSWERED
+        body = b"".join(deflation.compressed)
+        line = response_codec.compressed_head(
+            json_size if binary else None, deflation.coding, len(body), self._connection_line()
+        )
+        self._hand_over([line + body])
+
+    def _answer_error(self, status: int, message: str) -> None:
+        self._give_back()
+        self.written()
+        self.phase = Phase.ANSWERED
+        self._hand_over([response_codec.error_response(status, message, self._connection_line())])
+
+    def _connection_line(self) -> bytes:
+        lines = self._head.keep_alive_line if self.keep_alive else response_codec.CLOSE
+        return self._head.origin_lines + lines
+
+    def _answer_defect(self) -> None:
+        """Ours or a worker's, and no reason to leave a client without its answer."""
+        _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
+        self._answer_error(500, DEFECT)
+
+    def written(self) -> None:
+        """The transport holds nothing of the answer any more."""
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is not None:
+            self._serving.submitter.release(*unwritten)
+        if self._trace is not None and self.phase is Phase.ANSWERED:
+            self._trace.stamp(trace_stamps.HTTP_SEND_END)
+            self._trace.end()
+            self._trace = None
+
+    def _not_converted(self, error: Exception) -> None:
+        self._job = None
+        self._answer_if_refused(_raise, error)
+
+    def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
+        """Does the next step for a request whose caller is the loop and not the connection."""
+        try:
+            step(*arguments)
+        except ServingError as error:
+            self._answer_error(http_status(error), error.message)
+        except Exception:
+            _log.exception("a request for model '%s' met a defect of the server", self._head.model)
+            self.undelivered()
 
     # ------------------------------------------------------------------------------------------------ the end
 
@@ -316,3 +554,7 @@ class Exchange(Answering):
         leases, self._leases = self._leases, ()
         for lease in leases:
             self._serving.submitter.give_back(lease)
+
+
+def _raise(error: Exception) -> None:
+    raise error

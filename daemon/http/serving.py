@@ -16,8 +16,8 @@ from tensord.daemon.front.longest_idle import LongestIdle
 from tensord.daemon.http.conversions import Conversions
 from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.heads import Heads
-from tensord.daemon.http.http_forms import HttpForms
 from tensord.daemon.http.message_head import InferRoutes
+from tensord.daemon.http.prepared import PreparedRequests
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Tracer
@@ -32,7 +32,7 @@ class Serving:
     submitter: Submitter
     #: Where this front's connections are counted, and the others' stand.
     seat: Seat
-    forms: HttpForms = field(init=False)
+    prepared: PreparedRequests = field(init=False)
     heads: Heads = field(init=False)
     routes: InferRoutes = field(default_factory=InferRoutes)
     #: What answers everything but inference requests; its front sets it before it serves.
@@ -66,7 +66,7 @@ class Serving:
         http = self.options.http
         requests = self.options.requests
         self.makes_ids = requests.make_ids
-        self.forms = HttpForms(requests.max_forms)
+        self.prepared = PreparedRequests(requests.max_forms)
         self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
         cuts = self.infer_rule is None and self.forwarding is None and self.cross_origin is None

@@ -28,7 +28,7 @@ from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.http import placement
 from tensord.daemon.http import response_codec as http_codec
 from tensord.daemon.http.answer_order import AnswerOrder
-from tensord.daemon.http.http_forms import HttpForms
+from tensord.daemon.http.prepared import PreparedRequests
 from tensord.daemon.submit.arena_space import ArenaSpace
 from tensord.daemon.submit.choice import Choice
 from tensord.daemon.submit.dispatch import Dispatch
@@ -348,7 +348,7 @@ def on_a_bench(make: type[LaneBench], test: Callable[[Any], Coroutine[Any, Any, 
 
 
 HTTP_FAULTS = [
-    (HttpForms, "read"),
+    (PreparedRequests, "read"),
     (placement, "place"),
     (Dispatch, "send"),
     (ArenaSpace, "loan"),

@@ -15,9 +15,8 @@ import pytest
 
 from tensord.daemon.front.memo import Memo
 from tensord.daemon.http import request_codec
-from tensord.daemon.http.http_form import Request
-from tensord.daemon.http.http_forms import request_of
 from tensord.daemon.http.message_head import InferHead, TextKey
+from tensord.daemon.http.prepared import Request, request_of
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import RegionSlice, Slice
 from tests.records import Tensor, WholeAnswer, WholeRequest
@@ -267,7 +266,7 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way() -> N
         counted.append(work.instructions / COUNT)
 
     async def count_ordinary(bench: Bench) -> None:
-        bench.serving.forms = Unremembering()  # type: ignore[assignment]
+        bench.serving.prepared = Unremembering()  # type: ignore[assignment]
         bench.submitter.numbers.number_again = lambda prepared: None  # type: ignore[method-assign]
         await count(bench)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.daemon.http.decoded_request import DecodedRequest
-from tensord.daemon.http.http_form import HttpForm
 from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.prepared import Prepared
 from tensord.daemon.http.response_codec import encode, response_head
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, Slice
 from tensord.shm.prepared import Numbers
@@ -44,10 +44,10 @@ def view(place: Slice) -> memoryview:
     return ARENA[place.offset : place.offset + place.byte_size]
 
 
-def known() -> HttpForm:
+def known() -> Prepared:
     """Of a request that wants two outputs as bytes, and any other in the JSON."""
     decoded = DecodedRequest("", [], (), {"y": True, "z": True}, False, {})
-    return HttpForm(InferHead("echo", 0, 10, None, True), decoded)
+    return Prepared(InferHead("echo", 0, 10, None, True), decoded)
 
 
 IDS = st.sampled_from(["", "id-7", "7", '"quoted" \u00e4\n', "i" * 3000]) | st.text(max_size=5)
@@ -120,6 +120,6 @@ def test_a_long_text_is_not_remembered() -> None:
     prepared = WholeAnswer(1, version=1, outputs=(Tensor("y" * 2048, "UINT8", (1,), b""),)).prepared
     asked = DecodedRequest("", [], (), {}, True, {})
     own = AnswerRecord(1, 0, (b"1",))
-    answer = HttpForm(InferHead("echo", 0, 10, None, True), asked).answer(prepared, own, view)
+    answer = Prepared(InferHead("echo", 0, 10, None, True), asked).answer(prepared, own, view)
     assert answer.whole("", own) is None
     assert answer.pieces("", own, view) is None

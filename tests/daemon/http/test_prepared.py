@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tensord.daemon.http import request_codec, request_head
 from tensord.daemon.http.decoded_request import DecodedRequest, Part
-from tensord.daemon.http.http_form import HttpForm, Request
-from tensord.daemon.http.http_forms import HttpForms, request_of
 from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.prepared import Prepared, PreparedRequests, Request, request_of
 from tensord.daemon.http.request_head import Malformed
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import ServingError
@@ -170,7 +169,7 @@ def outcome(read: Any) -> Any:
     except Malformed:
         return ""
     if isinstance(found, Request):
-        asked, model = found.form.asked, found.form.prepared
+        asked, model = found.prepared.asked, found.prepared.record
         return (found.id, found.scheduling, found.sources, model, asked.binary, asked.all_binary)
     return found
 
@@ -197,7 +196,7 @@ def test_both_readers_decide_alike(said: bytes, tail_size: int) -> None:
 @given(st.lists(st.tuples(TEXTS, st.sampled_from([0, 4, 4, 8]), st.sampled_from([0, 0, 0, 1])), max_size=6))
 def test_whatever_came_before_a_request_says_what_it_says(asked: list[tuple[bytes, int, int]]) -> None:
     """Each twice and more, among others, to two models."""
-    forms = HttpForms()
+    forms = PreparedRequests()
     for said, tail_size, model in [*asked, *asked, *asked]:
         meaning = head(model=f"m{model}")
 
@@ -217,8 +216,8 @@ def test_whatever_came_before_a_request_says_what_it_says(asked: list[tuple[byte
 
 def test_requests_that_mean_the_same_are_one_form() -> None:
     """Ids, values, the order of keys, spaces and other headers make no difference."""
-    forms = HttpForms()
-    first = forms.read(head(), text(PLAIN, VALUED, outputs=OUTPUTS), 4).form
+    forms = PreparedRequests()
+    first = forms.read(head(), text(PLAIN, VALUED, outputs=OUTPUTS), 4).prepared
     others = [
         (text(PLAIN, VALUED, outputs=OUTPUTS, id="me"), head()),
         (text(PLAIN, {**VALUED, "data": [3, 4]}, outputs=OUTPUTS), head()),
@@ -230,12 +229,12 @@ def test_requests_that_mean_the_same_are_one_form() -> None:
         (text(PLAIN, VALUED, outputs=OUTPUTS, parameters={"sequence_end": True, "sequence_id": "7"}), head()),
     ]
     for said, meaning in others:
-        assert forms.read(meaning, said, 4).form is first
+        assert forms.read(meaning, said, 4).prepared is first
 
 
 def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> None:
     """They differ from one request to the next, and nothing is minted for that; in texts that came before as well."""
-    forms, lane = HttpForms(), Numbers[PreparedRequest]()
+    forms, lane = PreparedRequests(), Numbers[PreparedRequest]()
     for _ in range(3):
         for number in range(100):
             parameters = {
@@ -247,12 +246,12 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> No
                 "x": 1,
             }
             request = forms.read(head(), text(PLAIN, parameters=parameters), 4)
-            request.form.on_lane(lane, 8)
+            request.prepared.on_lane(lane, 8)
             wanted = [
                 parameters[name] for name in ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end")
             ]
             assert list(request.scheduling) == wanted
-            assert request.form.prepared.parameters == {"x": 1}
+            assert request.prepared.record.parameters == {"x": 1}
     assert lane.minted == 1
 
 
@@ -276,14 +275,14 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> No
 def test_what_says_anything_else_is_another_form(
     inputs: list[Any], fields: Any, meaning: dict[str, Any], tail_size: int
 ) -> None:
-    forms = HttpForms()
+    forms = PreparedRequests()
     known = [
-        forms.read(head(), text(PLAIN), 4).form,
-        *(forms.read(head(), text(PLAIN, parameters={"x": x}), 4).form for x in (2, "1", 0)),
+        forms.read(head(), text(PLAIN), 4).prepared,
+        *(forms.read(head(), text(PLAIN, parameters={"x": x}), 4).prepared for x in (2, "1", 0)),
     ]
-    form = forms.read(head(**meaning), text(*inputs, **fields), tail_size).form
+    form = forms.read(head(**meaning), text(*inputs, **fields), tail_size).prepared
     assert form not in known
-    assert form.prepared != known[0].prepared or form.tail_size != known[0].tail_size or fields
+    assert form.record != known[0].record or form.tail_size != known[0].tail_size or fields
 
 
 def test_a_form_says_all_that_the_request_does() -> None:
@@ -291,8 +290,8 @@ def test_a_form_says_all_that_the_request_does() -> None:
         "id": "me",
         "parameters": {"a": 1, "b": "of the body", "sequence_id": 7, "sequence_end": True, "priority": 3, "timeout": 9},
     }
-    request = HttpForms().read(head(version=5, forwarded={"b": "of the head"}), text(PLAIN, REGION, **fields), 4)
-    whole = request.form.prepared
+    request = PreparedRequests().read(head(version=5, forwarded={"b": "of the head"}), text(PLAIN, REGION, **fields), 4)
+    whole = request.prepared.record
     assert (request.id, whole.version) == ("me", 5)
     assert request.scheduling == Scheduling(3, 9, 7, sequence_end=True)
     assert whole.parameters == {"a": 1, "b": "of the head"}
@@ -301,25 +300,25 @@ def test_a_form_says_all_that_the_request_does() -> None:
 
 def test_a_form_has_a_number_once_it_came_twice() -> None:
     """Shapes and parameters that never repeat are told with their requests, and take no number from those that do."""
-    forms, lane = HttpForms(), Numbers[PreparedRequest]()
-    repeated = forms.read(head(), text(PLAIN), 4).form
+    forms, lane = PreparedRequests(), Numbers[PreparedRequest]()
+    repeated = forms.read(head(), text(PLAIN), 4).prepared
     assert repeated.on_lane(lane, 8) is None
-    number = forms.read(head(), text(PLAIN, id="again"), 4).form.on_lane(lane, 8)
+    number = forms.read(head(), text(PLAIN, id="again"), 4).prepared.on_lane(lane, 8)
     assert number is not None
     for count in range(5000):
-        once = forms.read(head(), text(PLAIN, parameters={"request": count}), 4).form
+        once = forms.read(head(), text(PLAIN, parameters={"request": count}), 4).prepared
         assert once.on_lane(lane, 8) is None
-        assert forms.read(head(), text(PLAIN), 4).form.on_lane(lane, 8) is number
+        assert forms.read(head(), text(PLAIN), 4).prepared.on_lane(lane, 8) is number
     assert (lane.minted, lane.evicted) == (1, 0)
     assert len(lane._once) <= 1024
 
 
 def test_sizes_of_strings_are_no_part_of_what_workers_are_told() -> None:
-    forms, lane = HttpForms(), Numbers[PreparedRequest]()
+    forms, lane = PreparedRequests(), Numbers[PreparedRequest]()
     told = set()
     for size in range(4, 60):
         entry = {"name": "s", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": size}}
-        told.add(forms.read(head(), text(entry), size).form.on_lane(lane, 100))
+        told.add(forms.read(head(), text(entry), size).prepared.on_lane(lane, 100))
     assert len(told) == 2  # nothing for the first
     assert lane.minted == 1
 
@@ -327,8 +326,8 @@ def test_sizes_of_strings_are_no_part_of_what_workers_are_told() -> None:
 def test_tensors_of_a_small_body_are_taken_out_of_it() -> None:
     lane = Numbers[PreparedRequest]()
 
-    def form(*inputs: dict[str, Any], tail_size: int, inline: int = 8) -> HttpForm:
-        made = HttpForms().read(head(), text(*inputs), tail_size).form
+    def form(*inputs: dict[str, Any], tail_size: int, inline: int = 8) -> Prepared:
+        made = PreparedRequests().read(head(), text(*inputs), tail_size).prepared
         made.on_lane(lane, inline)
         made.on_lane(lane, inline)
         return made

@@ -1,0 +1,264 @@
+"""Prepared requests: what inference requests of one kind say over HTTP, and the way there from their JSON. Sans-I/O.
+
+    text ─▶ the same text before ────────────────────────────────────────────▶ Request: prepared, id, sources
+         ├▶ quick (request_head) ─▶ what it says ─▶ said before ─────────────▶
+         │                                       ╰▶ checked (request_codec) ─▶
+         ╰▶ exact: what the quick way does not understand ───────────────────▶
+
+    Prepared ─▶ prepared ─▶ Numbered (tensord.shm.prepared)     what workers are told once
+             ├▶ sources                                         where its tensors are: in the body, a region, the JSON
+             ╰▶ AnswerText, a few                               what the answers say but for their ids and tensors
+
+Two texts that mean the same are one kind, on whichever connection: model, version, names, datatypes, shapes, sizes, regions,
+outputs and parameters. A known one is not checked again but for what is the request's own: its id, what schedules it
+(``submit.scheduling``), the values of its tensors, the order of its keys and the head that it came with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Any, Final
+
+import msgspec
+
+from tensord.daemon.front.memo import Memo
+from tensord.daemon.http import request_codec, request_head, response_codec
+from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source
+from tensord.daemon.http.json_cut import Cut
+from tensord.daemon.http.message_head import MAX_TEXT, InferHead, TextKey
+from tensord.daemon.http.request_head import ABSENT, Malformed, RequestHead
+from tensord.daemon.http.request_parameters import part
+from tensord.daemon.http.response_codec import Buffer
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.datatypes import element_count
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, RegionSlice, Slice
+from tensord.shm.open_shape import is_open
+from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
+
+#: Answers to one kind of requests differ by worker and load; more than these are found out again.
+_MAX_ANSWERS = 16
+#: Stands for tensors that come in the JSON: each request has its own.
+VALUES: Final = b""
+#: What longer ones say, but for large data, is not remembered.
+_MAX_SAID = 4096
+#: Longer texts are not worth remembering.
+_MAX_TEXT = 2048
+_encode = msgspec.json.Encoder().encode
+
+
+class PreparedRequests:
+    """Finds what requests say among what was said before. One per front."""
+
+    def __init__(self, count: int = MAX_NUMBERS) -> None:
+        """``count``: so many are remembered at least, and as many texts."""
+        #: By what is said.
+        self._known: Memo[Any, Prepared] = Memo(count)
+        #: By model, version, size of the tensors behind it, and text: of those that come again with the same id and scheduling.
+        self.texts: Memo[tuple[TextKey, bytes], Request] = Memo(count)
+
+    def read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None) -> Request:
+        """What a request says with that head, and binary parts of ``tail_size`` bytes together.
+
+        ``apart``: what ``json_cut`` found, of a text longer than ``request_codec.MAX_UNCUT``.
+        Raises: as ``request_codec.decode``.
+        """
+        if len(text) > MAX_TEXT or head.forwarded is not None:
+            return self._read(head, text if apart is None else apart.text, tail_size, apart)
+        key = (head.model, head.version, tail_size), bytes(text)
+        return self.texts[key] or self.meet(head, key)
+
+    def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> Request:
+        """What a text says that is not among ``texts``. Raises as ``read``."""
+        (_, _, tail_size), text = key
+        request = self._read(head, text, tail_size, None)
+        prepared = request.prepared
+        # What one step of a sequence says, its next one mostly says again, whatever others say between them.
+        said = request.id, UNSCHEDULED if request.scheduling.goes_on else request.scheduling
+        if prepared.last_said != said:
+            prepared.last_said = said
+        elif not prepared.has_values:
+            self.texts.put(key, request)
+        return request
+
+    def _read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None) -> Request:
+        try:
+            said = request_head.quick(text)
+            scheduling, parameters = part(said.parameters) if said.parameters else (UNSCHEDULED, None)
+            key = (
+                head.model,
+                head.version,
+                tuple([(of.name, of.datatype, of.shape, of.parameters, of.data is ABSENT) for of in said.inputs]),
+                said.outputs,
+                # As text: 1, 1.0 and true are equal, and not the same.
+                repr((parameters, head.forwarded)) if parameters or head.forwarded else None,
+            )
+            prepared = self._known[key]
+            if prepared is not None and prepared.tail_size == tail_size:
+                sources = _values(prepared, said, apart) if prepared.has_values else prepared.sources
+                return Request(prepared, said.id, sources, scheduling)
+            decoded = request_codec.decode_head(said, apart, tail_size, head.model)
+        except Malformed as reason:
+            return request_of(head, request_codec.decode_exactly(text, apart, tail_size, head.model, reason))
+        request = request_of(head, decoded)
+        if len(text) <= _MAX_SAID and not any(not absent and is_open(shape) for _, _, shape, _, absent in key[2]):
+            self._known.put(key, request.prepared)
+        return request
+
+    def __repr__(self) -> str:
+        return f"<PreparedRequests {len(self._known)}, texts {len(self.texts)}>"
+
+
+def request_of(head: InferHead, decoded: DecodedRequest) -> Request:
+    """Returns a request that is not looked for among those that are known."""
+    sources = [source for _, _, _, source in decoded.inputs]
+    return Request(Prepared(head, decoded), decoded.id, sources, decoded.scheduling)
+
+
+def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[Source]:
+    """Raises InvalidArgument, Malformed: as they would for the first of its kind, because all else is right."""
+    sources: list[Source] = []
+    for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
+        if source is VALUES:
+            entry.datatype = datatype  # by the name that it has here
+            source = request_codec.read_values(entry, element_count(entry.shape), apart)
+        sources.append(source)
+    return sources
+
+
+class Prepared:
+    """Holds what requests of one kind have in common, and what was found out about them; all connections of a front share it."""
+
+    __slots__ = (
+        "_answers",
+        "asked",
+        "has_values",
+        "last_answer",
+        "last_said",
+        "model",
+        "numbered",
+        "placed",
+        "record",
+        "sources",
+        "tail_size",
+        "unpack",
+    )
+
+    def __init__(self, head: InferHead, asked: DecodedRequest) -> None:
+        #: As requests name it.
+        self.model = head.model
+        self.record: PreparedRequest = asked.prepared(head.model, head.version, head.forwarded)
+        #: What the JSON said; not its id, its scheduling, nor the values in it.
+        self.asked = asked
+        self.sources: list[Source] = [
+            source if isinstance(source, Part | RegionSlice) else VALUES for _, _, _, source in asked.inputs
+        ]
+        self.has_values = any(source is VALUES for source in self.sources)
+        #: Of all its binary parts together.
+        self.tail_size = sum([source.byte_size for source in self.sources if type(source) is Part])
+        #: Its number on the lanes, once such requests have come twice.
+        self.numbered: Numbered[PreparedRequest] | None = None
+        #: Takes the tensors out of a small body; None: not all of them travel in the record.
+        self.unpack: Callable[[bytes, int], tuple[Any, ...]] | None = None
+        #: Its parts, where none of its tensors travels in the record: so they lie in a body that is placed; None: look at each.
+        self.placed: list[Part] | None = None
+        #: What the last request whose text was not known said of itself.
+        self.last_said: tuple[str, Scheduling] = "", UNSCHEDULED
+        self._answers: dict[int, AnswerText] = {}
+        #: The one that was asked for last: mostly it is asked for again.
+        self.last_answer: AnswerText | None = None
+
+    def on_lane(self, numbers: Numbers[PreparedRequest], inline_byte_size: int) -> Numbered[PreparedRequest] | None:
+        """Returns the number of such requests; None: this is the first one, and says everything itself."""
+        if self.numbered is None:
+            self.numbered = numbers.number_again(self.record)
+            parts = [source for source in self.sources if type(source) is Part]
+            sizes = [part.byte_size for part in parts]
+            if self.numbered is not None and not self.has_values:
+                if max(sizes, default=0) <= inline_byte_size:
+                    self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
+                elif min(sizes) > inline_byte_size:
+                    self.placed = parts
+        return self.numbered
+
+    def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
+        """Returns the text of answers of that kind. Raises InvalidArgument: its tensors are outside of the arena."""
+        known = self._answers.get(id(prepared))
+        if known is None or known.prepared is not prepared:
+            if len(self._answers) >= _MAX_ANSWERS:
+                self._answers.clear()
+            known = self._answers[id(prepared)] = AnswerText(self.model, self.asked, prepared, own, view)
+        self.last_answer = known
+        return known
+
+    def __repr__(self) -> str:
+        return f"<Prepared for {self.model!r}>"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A request as its text says it."""
+
+    prepared: Prepared
+    id: str
+    #: Of each input: where all such requests have it, or its values.
+    sources: list[Source]
+    scheduling: Scheduling = UNSCHEDULED
+
+
+class AnswerText:
+    """The text of answers of one kind to requests of one kind."""
+
+    __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
+
+    def __init__(
+        self,
+        model: str,
+        asked: DecodedRequest,
+        prepared: PreparedAnswer,
+        own: AnswerRecord,
+        view: Callable[[Slice], memoryview],
+    ) -> None:
+        """From the first of them. Raises InvalidArgument: its tensors are outside of the arena."""
+        self.prepared = prepared
+        #: How long the parts are; None: such answers are written one by one.
+        self._sizes: list[int] | None = None
+        self._tail_size = 0
+        self._id = ""
+        self._head = self._rest = b""
+        for tensor in prepared.outputs:
+            if tensor.region is None and not asked.binary.get(tensor.name, asked.all_binary):
+                return  # its values are in the JSON
+        text, parts = response_codec.encode(prepared, own.contents, model, "", asked.binary, asked.all_binary, view)
+        if len(text) <= _MAX_TEXT:
+            self._rest = text[1:]
+            self._sizes = [*map(len, parts)]
+            self._tail_size = sum(self._sizes)
+            self._say("")
+
+    def _say(self, client_id: str) -> None:
+        text = b'{"id":%b,%b' % (_encode(client_id), self._rest) if client_id else b"{" + self._rest
+        self._head = response_codec.response_head(len(text), self._tail_size) + text
+        self._id = client_id
+
+    def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
+        """All of an answer without a lease, of a connection that stays; None: it is to be written by itself."""
+        contents: Any = own.contents
+        if [*map(len, contents)] != self._sizes:
+            return None
+        if client_id != self._id:
+            self._say(client_id)
+        return b"".join((self._head, *contents))
+
+    def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
+        """All of an answer with a lease; its tensors there go as they lie. None: it is to be written by itself.
+
+        view: the bytes of a slice of the response arena. Raises InvalidArgument: it is outside.
+        """
+        if self._sizes is None:
+            return None
+        parts: list[Any] = [view(content) if type(content) is Slice else content for content in own.contents]
+        if [*map(len, parts)] != self._sizes:
+            return None
+        if client_id != self._id:
+            self._say(client_id)
+        return [self._head, *parts]
