@@ -3,20 +3,16 @@
     InferenceRequest ─▶ begin ─▶ tensors into records or the request arena ─▶ Submitter ─▶ on_answer (once with ``final``)
                           ╰─ waits for room where the arena is full
 
-``begin`` calls back; ``answers`` is the same for those who await. What arrived large may lie in the request arena before
-(``tensord.daemon.grpc.reception``). A binary HTTP body does not come this way: it is read straight into the arena before
-anybody knows what it holds (``tensord.daemon.http.exchange``); nor does a message whose kind is known
-(``tensord.daemon.grpc.message_forms``).
+What arrived large may lie in the request arena before (``tensord.daemon.grpc.reception``). A binary HTTP body does not come
+this way: it is read straight into the arena before anybody knows what it holds (``tensord.daemon.http.exchange``); nor does a
+message whose kind is known (``tensord.daemon.grpc.message_forms``).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import msgspec
 
@@ -27,13 +23,12 @@ from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
 from tensord.shm.arena import ALIGNMENT, Lease
-from tensord.shm.errors import DEFECT, Internal, ServingError, from_code
+from tensord.shm.errors import DEFECT, Internal, ServingError
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import (
     LAST,
     AnswerRecord,
     Parameter,
-    Place,
     PreparedAnswer,
     PreparedRequest,
     PreparedTensor,
@@ -41,8 +36,6 @@ from tensord.shm.messages import (
     RequestedOutput,
     RequestRecord,
     Slice,
-    is_mark,
-    placed,
 )
 from tensord.shm.messages import Content as SentContent
 from tensord.shm.prepared import Numbered
@@ -231,82 +224,3 @@ def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> tupl
             contents.append(Slice(lease.place.segment, lease.place.offset + used, size))
             used += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(contents)
-
-
-# ------------------------------------------------------------------------------------------------------------ awaitable
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One good answer; its content is there until the next one is asked for."""
-
-    prepared: PreparedAnswer
-    contents: tuple[SentContent, ...]
-    #: None: nothing of it lies in an arena.
-    lane: SubmitterLane | None
-
-    @property
-    def outputs(self) -> list[tuple[PreparedTensor, Place]]:
-        """Its tensors, each with where its bytes are."""
-        return placed(self.prepared.outputs, self.contents)
-
-    def content(self, place: Place) -> bytes | memoryview:
-        """The bytes of an output that did not go to a region."""
-        assert not isinstance(place, RegionSlice)
-        if isinstance(place, bytes):
-            return place
-        assert self.lane is not None
-        return self.lane.view(place)
-
-
-@contextlib.asynccontextmanager
-async def answers(
-    submitter: Submitter, request: InferenceRequest
-) -> AsyncIterator[AsyncIterator[Answer | ServingError]]:
-    """``async with answers(...) as each: async for answer in each``; one answer, or for a decoupled model any number.
-
-    An error among several answers is an answer, and others may follow. Leaving the block early, by an error or a cancellation
-    too, cancels the request.
-    Raises, also while iterating: the ServingError the request was refused with, or that is its last answer.
-    """
-    arrived: asyncio.Queue[_Arrived] = asyncio.Queue()
-    inference = begin(submitter, request, lambda prepared, own, lane: arrived.put_nowait((prepared, own, lane)))
-    each = _iterate(submitter, arrived)
-    try:
-        yield each
-    finally:
-        inference.cancel()
-        await each.aclose()
-        while not arrived.empty():
-            _release(submitter, *arrived.get_nowait())
-
-
-_Arrived = tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None]
-
-
-async def _iterate(
-    submitter: Submitter, arrived: asyncio.Queue[_Arrived]
-) -> AsyncGenerator[Answer | ServingError, None]:
-    while True:
-        prepared, own, lane = await arrived.get()
-        try:
-            if own.code:
-                error = from_code(own.code, own.message)
-                if prepared.final:
-                    raise error
-                yield error
-            elif lane is not None and not is_mark(prepared, own):
-                yield Answer(prepared, own.contents, lane)
-        finally:
-            _release(submitter, prepared, own, lane)
-        if prepared.final:
-            return
-
-
-def _release(submitter: Submitter, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-    if lane is None:
-        return
-    if not prepared.final:
-        submitter.taken(lane, own)
-    elif own.lease is not None:
-        submitter.release(lane, own.lease)

@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tensord.config.options import Arenas, Options
-from tensord.daemon.submit.inference import InferenceRequest, answers, begin
+from tensord.daemon.submit.inference import InferenceRequest, begin
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
 from tensord.shm.errors import Internal, InvalidArgument, Unavailable
 from tensord.shm.messages import AnswerRecord, RegionSlice, Slice
+from tests.daemon.submit.awaited import answers
 from tests.fakes import INCARNATION, EchoWorker
 from tests.records import WholeRequest
 
