@@ -42,11 +42,18 @@ class Alone:
         self.asked: list[Any] = []
         self.running: list[list[int]] = []
         self.makes: Callable[[], Any] = lambda: (5, 4096, 77, [])
-        said: dict[str, Any] = {"inputs": (1 << 20,), "outputs": ((-1, 64, 1000),), "most": 1, "rows": 1, **changed}
+        said: dict[str, Any] = {
+            "inputs": (1 << 20,),
+            "outputs": ((-1, 64, 1000),),
+            "most": 1,
+            "rows": 1,
+            "share": 0.0,
+            **changed,
+        }
         native.fast.learn_alone(
             native.lane.fileno(),
             4,
-            (self, 7, 1000, False, (), (-1,) * said["most"], None),
+            (self, 7, 1000, said["share"], False, (), (-1,) * said["most"], None),
             said["rows"],
             said["inputs"],
             said["outputs"],
@@ -186,14 +193,8 @@ def test_those_that_fit_into_one_run_are_gathered_in_python(native: Native, most
         assert alone.asked == []
 
 
-def test_after_a_long_run_python_looks_what_else_has_come(native: Native) -> None:
-    alone = Alone(native)
-
-    def makes() -> Any:
-        time.sleep(0.001)
-        return 5, 4096, 77, []
-
-    alone.makes = makes
+def test_after_a_run_with_much_to_do_python_looks_what_else_has_come(native: Native) -> None:
+    Alone(native, share=1.0)
     native.send(large(1), large(2), large(3))
     (events, ((_, (rest, _, _)),), unsent) = native.fast.wait(0, True)
     assert (events, unsent, [answer.request_id for answer in native.answers()]) == ([], [], [1])
