@@ -10,6 +10,7 @@ Source: grpc_service.proto; protobuf's encoding specification.
 from __future__ import annotations
 
 from tensord.daemon.front.entries import MAX_ENTRIES
+from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import Buffer
 
@@ -26,12 +27,13 @@ _CUT_SHORT = "failed to parse the request message: it is cut short"
 
 
 class RefusedRequest(Exception):
-    """A request that cannot be decoded: the error, and the id where it could be read."""
+    """Says that a message becomes no request: the error, its id where that could be read, and its trace where it has one."""
 
-    def __init__(self, error: ServingError, client_id: str = "") -> None:
+    def __init__(self, error: ServingError, client_id: str = "", trace: Trace | None = None) -> None:
         super().__init__(error.message)
         self.error = error
         self.client_id = client_id
+        self.trace = trace
 
 
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:

@@ -21,7 +21,7 @@ from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.process import Front
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.connection import Connection
-from tensord.daemon.grpc.infer_calls import InferCalls
+from tensord.daemon.grpc.infer import Infer
 from tensord.daemon.grpc.management import SERVICE, Management
 from tensord.daemon.grpc.serving import Serving
 from tensord.daemon.grpc.standard_services import StandardServices
@@ -46,7 +46,7 @@ class GrpcFront(Front):
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         pattern = options.grpc.header_forward_pattern
-        calls = InferCalls(
+        infer = Infer(
             self.submitter,
             self.table,
             options.grpc.max_stream_requests,
@@ -58,8 +58,8 @@ class GrpcFront(Front):
         methods: dict[str, Callable[[Stream], Call]] = {
             **dict(Management(endpoints).methods()),
             **dict(StandardServices(endpoints).methods()),
-            f"/{SERVICE}/ModelInfer": functools.partial(UnaryInfer, calls),
-            f"/{SERVICE}/ModelStreamInfer": functools.partial(StreamInfer, calls),
+            f"/{SERVICE}/ModelInfer": functools.partial(UnaryInfer, infer),
+            f"/{SERVICE}/ModelStreamInfer": functools.partial(StreamInfer, infer),
         }
         access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}

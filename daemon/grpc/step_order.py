@@ -10,7 +10,7 @@ Steps are in the order in which their calls began. Where nothing large is on its
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
@@ -18,25 +18,14 @@ from tensord.daemon.grpc.walk import fields
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.messages import Buffer, SequenceId
 
+if TYPE_CHECKING:
+    from tensord.daemon.grpc.unary_infer import UnaryInfer
+
 #: Model and correlation id.
 Sequence = tuple[str, SequenceId]
 #: A message says before that of which sequence it is; clients write tensors last.
 _MAX_BEGINNING = 4096
 _MODEL, _PARAMETER = 0x0A, 0x22
-
-
-class Step(Protocol):
-    """Is a unary call, which may be a step of a sequence."""
-
-    @property
-    def sequence(self) -> Sequence | None:
-        """Returns the sequence that it is of. None: of none, or that is not known yet."""
-
-    def resume(self) -> None:
-        """Goes on: nothing is before it any more."""
-
-    def miss(self, sequence: Sequence) -> None:
-        """Ends: one before it will not run, so it cannot either."""
 
 
 class StepOrder:
@@ -47,16 +36,16 @@ class StepOrder:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         #: In their order; whether each is whole and waits for one before it.
-        self.unsent: dict[Step, bool] = {}
+        self.unsent: dict[UnaryInfer, bool] = {}
         #: Sequences of which one has left that will not be sent.
         self._broken: set[Sequence] = set()
         self._due = False
 
-    def enter(self, step: Step) -> None:
+    def enter(self, step: UnaryInfer) -> None:
         """Adds a call that may be a step, and is not sent at once."""
         self.unsent[step] = False
 
-    def waits(self, step: Step) -> bool:
+    def waits(self, step: UnaryInfer) -> bool:
         """Says whether a call that is whole has to wait: then it is told how it goes on."""
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
@@ -68,7 +57,7 @@ class StepOrder:
                 return True
         return False
 
-    def leave(self, step: Step, sent: bool) -> None:
+    def leave(self, step: UnaryInfer, sent: bool) -> None:
         """Removes a call that is with a worker, or will never be. Harmless for one that is not here."""
         if self.unsent.pop(step, None) is None or not self.unsent:
             return

@@ -14,15 +14,12 @@ from functools import partial
 
 from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import response_codec
-from tensord.daemon.grpc.call import Call, kept
-from tensord.daemon.grpc.call_requests import CallRequest, FormedCallRequest
+from tensord.daemon.grpc.call import kept
 from tensord.daemon.grpc.codes import INTERNAL, OK, number
-from tensord.daemon.grpc.infer_calls import InferCalls, Message, Sent
+from tensord.daemon.grpc.infer import Asked, Infer, InferCall, Message, ReadRequest, Sent
 from tensord.daemon.grpc.reception import Reception
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
-from tensord.daemon.submit.accounts import Account
-from tensord.daemon.submit.inference import InferenceRequest, begin
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.errors import DEFECT, ServingError
 from tensord.shm.lane import SubmitterLane
@@ -33,13 +30,13 @@ _log = logging.getLogger(__name__)
 _MAX_UNSENT = 4 << 20
 
 
-class StreamInfer(Call):
-    """One call."""
+class StreamInfer(InferCall):
+    """Answers the requests of one stream."""
 
-    def __init__(self, calls: InferCalls, stream: Stream) -> None:
-        self._calls = calls
-        self._stream = stream
-        self._in_flight: set[CallRequest | FormedCallRequest] = set()
+    def __init__(self, infer: Infer, stream: Stream) -> None:
+        self._infer = infer
+        self.stream = stream
+        self._in_flight: set[Asked] = set()
         #: Messages that came before there was room for them; bounded by the stream's window.
         self._waiting: deque[Message] = deque()
         #: Its last request waits for room: what comes later is sent later.
@@ -48,50 +45,23 @@ class StreamInfer(Call):
         #: Nothing more is taken.
         self._stopping = False
         #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
-        self._waits_since = time.monotonic_ns() if calls.tracer.on else 0
+        self._waits_since = time.monotonic_ns() if infer.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
-    @property
-    def account(self) -> Account | None:
-        return self._stream.connection.account
-
     def reception(self, byte_size: int) -> Reception:
-        return self._calls.reception(byte_size, self._stream.connection.account)
+        return self._infer.reception(byte_size, self.stream.connection.account)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
-        calls = self._calls
-        if self._stream.held or len(self._in_flight) >= calls.max_stream_requests:
+        if self.stream.held or len(self._in_flight) >= self._infer.max_stream_requests:
             self._wait(kept(content, start, end))
-            return
-        asked = None
-        if not calls.tracer.on:
-            try:
-                asked = calls.ask_formed(self, content, start, end, self._stream.deadline_ns, True)
-            except Exception as error:
-                self._not_sent(error, client_id_of(content[start:end]))
-                return
-        if asked is None:
-            self._ask(content[start:end])
         else:
-            self._in_flight.add(asked)
+            self._ask(content, start, end)
 
     def received(self, message: Reception) -> None:
-        calls = self._calls
-        if self._stream.held or not self._has_room():
+        if self.stream.held or not self._has_room():
             self._wait(message)
-            return
-        asked = None
-        if not calls.tracer.on:
-            try:
-                asked = calls.ask_received(self, message, self._stream.deadline_ns, True)
-            except Exception as error:
-                message.drop()
-                self._not_sent(error, message.client_id)
-                return
-        if asked is None:
-            self._ask(message)
         else:
-            self._in_flight.add(asked)
+            self._ask(message, 0, 0)
 
     def half_closed(self) -> None:
         self._half_closed = True
@@ -103,7 +73,7 @@ class StreamInfer(Call):
 
     def stop(self) -> None:
         # Whatever comes from now on takes the way of what has to wait.
-        self._stopping = self._stream.held = True
+        self._stopping = self.stream.held = True
         self._end_if_done()
 
     def abandoned(self) -> None:
@@ -111,47 +81,41 @@ class StreamInfer(Call):
         in_flight, self._in_flight = self._in_flight, set()
         placed = [message for message in waiting if isinstance(message, Reception)]
         call_each([message.drop for message in placed], "leaving a message")
-        call_each([partial(asked.cancel, self._calls.submitter) for asked in in_flight], "leaving a request")
+        call_each([partial(asked.cancel, self._infer.submitter) for asked in in_flight], "leaving a request")
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def _has_room(self) -> bool:
         if self._placing:
             return False
-        return len(self._in_flight) < self._calls.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
+        return len(self._in_flight) < self._infer.max_stream_requests and self.stream.unsent_size < _MAX_UNSENT
 
     def _wait(self, message: Message) -> None:
         if self._stopping:
             if isinstance(message, Reception):
                 message.drop()
             return
-        self._stream.held = True
+        self.stream.held = True
         self._waiting.append(message)
 
-    def _ask(self, message: Message) -> None:
-        waited_ns, read_ns = self._waits_since, 0
-        if self._calls.tracer.on:
-            read_ns = self._waits_since = time.monotonic_ns()
-        request: InferenceRequest | None = None
-        client_id = ""
+    def _ask(self, message: Message, start: int, end: int) -> None:
+        waited_ns = read_ns = 0
+        if self._infer.tracer.on:
+            read_ns = time.monotonic_ns()
+            waited_ns, self._waits_since = self._waits_since or read_ns, read_ns
         try:
-            decoded, request, state = self._calls.read(self._stream, message)
-            client_id = request.id
-            request.deadline_ns = self._stream.deadline_ns
-            asked = CallRequest(self, decoded, request, state.streams, not state.metadata)
-            if read_ns:
-                self._calls.sample(request, waited_ns or read_ns, read_ns)
-            asked.inference = begin(self._calls.submitter, request, asked.completed)
-            self._in_flight.add(asked)
-            if asked.inference.waits_for_room:
-                self._placing = self._stream.held = True
-                asked.inference.on_room = self._placed
+            asked = self._infer.ask(self, message, start, end, True, waited_ns, read_ns)
         except RefusedRequest as refused:
-            self._not_sent(refused.error, refused.client_id)
+            self._not_sent(refused.error, refused.client_id, refused.trace)
+            return
         except Exception as error:
-            if request is not None:
-                self._calls.drop(request)
-            self._not_sent(error, client_id, None if request is None else request.trace)
+            known = message.client_id if isinstance(message, Reception) else client_id_of(message[start:end])
+            self._not_sent(error, known)
+            return
+        self._in_flight.add(asked)
+        if type(asked) is ReadRequest and asked.inference is not None and asked.inference.waits_for_room:
+            self._placing = self.stream.held = True
+            asked.inference.on_room = self._placed
 
     def _not_sent(self, error: Exception, client_id: str, trace: Trace | None = None) -> None:
         """One of the stream's requests could not be begun; the others go on."""
@@ -169,30 +133,26 @@ class StreamInfer(Call):
     def _go_on(self) -> None:
         """Takes what waited, now that there may be room, and lets the client send more."""
         while self._waiting and self._has_room():
-            self._ask(self._waiting.popleft())
-        if self._stream.held and not self._stopping and not self._waiting and self._has_room():
-            self._stream.held = False
-            self._stream.http2.grant(self._stream)
+            message = self._waiting.popleft()
+            self._ask(message, 0, 0 if isinstance(message, Reception) else len(message))
+        if self.stream.held and not self._stopping and not self._waiting and self._has_room():
+            self.stream.held = False
+            self.stream.http2.grant(self.stream)
         self._end_if_done()
 
     def _end_if_done(self) -> None:
         if self.idle:
             if self._half_closed:
-                self._stream.finish(OK)
+                self.stream.finish(OK)
             elif self._stopping:
-                self._stream.stopped()
+                self.stream.stopped()
 
     # -------------------------------------------------------------------------------------------------- answers
 
-    def completed(
-        self,
-        asked: CallRequest | FormedCallRequest,
-        prepared: PreparedAnswer,
-        own: AnswerRecord,
-        lane: SubmitterLane | None,
-    ) -> None:
+    def completed(self, asked: Asked, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         if prepared.final:
             self._in_flight.discard(asked)
+        sent = self._infer.releaser(prepared, own, lane, asked.trace)
         if own.code:
             self._refused(
                 number(own.code),
@@ -201,47 +161,30 @@ class StreamInfer(Call):
                 # Only what a version has answered is an error of the model.
                 asked.model if prepared.version else "",
                 (not asked.decoupled or prepared.final) if prepared.version else None,
-                self._calls.releaser(prepared, own, lane, asked.trace),
+                sent,
             )
         else:
             assert lane is not None
-            if type(own.prepared) is int and type(asked) is FormedCallRequest:
-                self._answer_known(asked, prepared, own, lane)
-            else:
-                self._answer(asked, prepared, own, lane)
-        if self._waiting or self._half_closed or self._stream.held:
+            self._answer(asked, prepared, own, lane, sent)
+        if self._waiting or self._half_closed or self.stream.held:
             self._go_on()
-
-    def _answer_known(
-        self, asked: FormedCallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane
-    ) -> None:
-        release, submitter = None, self._calls.submitter
-        if not prepared.final:
-            release = partial(submitter.taken, lane, own)
-        elif own.lease is not None:
-            release = partial(submitter.release, lane, own.lease)
-        form = asked.message_form.answer_form(prepared, True)
-        self._send(response_codec.streamed(form.pieces(asked.id, own.contents, lane.view)), release)
 
     def _answer(
         self,
-        asked: CallRequest | FormedCallRequest,
+        asked: Asked,
         prepared: PreparedAnswer,
         own: AnswerRecord,
         lane: SubmitterLane,
+        sent: Callable[[], None] | None,
     ) -> None:
-        sent = self._calls.releaser(prepared, own, lane, asked.trace)
         if asked.decoupled and is_mark(prepared, own):
             if asked.empty_final:
-                empty = response_codec.empty_final(asked.model, asked.client_id)
-                self._send([empty], sent)
+                self._send([response_codec.empty_final(asked.model, asked.client_id)], sent)
             elif sent is not None:
                 sent()
             return
         try:
-            parts = response_codec.encode(
-                prepared, own.contents, asked.model, asked.client_id, lane.view, prepared.final
-            )
+            parts = self._infer.written(asked, prepared, own, lane, True)
         except Exception:
             _log.exception("an answer of model '%s' could not be written", asked.model)
             self._refused(INTERNAL, DEFECT, asked.client_id, sent=sent)
@@ -259,14 +202,14 @@ class StreamInfer(Call):
     ) -> None:
         if self._grpc_errors:
             if sent is not None:
-                self._stream.send_later(sent)
-            self._stream.refuse(code, message)
+                self.stream.send_later(sent)
+            self.stream.refuse(code, message)
             return
         self._send([response_codec.streamed_error(message, client_id, model, final)], sent)
 
     def _send(self, parts: list[Buffer], sent: Callable[[], None] | None = None) -> None:
-        self._stream.send(parts, sent)
+        self.stream.send(parts, sent)
         # A client that does not read gets no more window until it has.
-        if self._stream.unsent_size >= _MAX_UNSENT and not self._stream.held:
-            self._stream.held = True
-            self._stream.send_later(self._go_on)
+        if self.stream.unsent_size >= _MAX_UNSENT and not self.stream.held:
+            self.stream.held = True
+            self.stream.send_later(self._go_on)

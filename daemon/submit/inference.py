@@ -5,7 +5,7 @@
 
 What arrived large may lie in the request arena before (``tensord.daemon.grpc.reception``). A binary HTTP body does not come
 this way: it is read straight into the arena before anybody knows what it holds (``tensord.daemon.http.exchange``); nor does a
-message whose kind is known (``tensord.daemon.grpc.message_forms``).
+message whose kind is known (``tensord.daemon.grpc.prepared``).
 """
 
 from __future__ import annotations

@@ -20,10 +20,8 @@ from tritonclient.grpc import service_pb2
 from tensord.config.options import Arenas, Requests
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc import response_codec as grpc_codec
-from tensord.daemon.grpc.answer_form import AnswerForm
-from tensord.daemon.grpc.infer_calls import InferCalls
-from tensord.daemon.grpc.message_forms import MessageForms
-from tensord.daemon.grpc.request_reader import RequestReader
+from tensord.daemon.grpc.infer import Infer
+from tensord.daemon.grpc.prepared import AnswerLayout, PreparedMessages
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.http import placement
 from tensord.daemon.http import response_codec as http_codec
@@ -404,13 +402,13 @@ def test_http(inject: Callable[..., Fault], owner: Any, name: str, row: HttpRow,
 
 
 GRPC_FAULTS = [
-    (RequestReader, "read"),
-    (RequestReader, "read_received"),
-    (MessageForms, "find"),
-    (AnswerForm, "pieces"),
-    (InferCalls, "ask_formed"),
-    (InferCalls, "ask_received"),
-    (InferCalls, "releaser"),
+    (PreparedMessages, "read"),
+    (PreparedMessages, "read_received"),
+    (PreparedMessages, "find"),
+    (AnswerLayout, "pieces"),
+    (Infer, "_ask_known"),
+    (Infer, "_ask_received"),
+    (Infer, "releaser"),
     (Dispatch, "send"),
     (ArenaSpace, "loan"),
     (Sending, "send"),

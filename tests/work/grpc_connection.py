@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.connection import Connection
-from tensord.daemon.grpc.infer_calls import InferCalls
+from tensord.daemon.grpc.infer import Infer
 from tensord.daemon.grpc.serving import Serving
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.stream_infer import StreamInfer
@@ -50,10 +50,10 @@ class GrpcBench(LaneBench):
 
     def __init__(self) -> None:
         super().__init__()
-        calls = InferCalls(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0, 1000))
+        infer = Infer(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0, 1000))
         methods: dict[str, Callable[[Stream], Call]] = {
-            INFER: functools.partial(UnaryInfer, calls),
-            STREAM: functools.partial(StreamInfer, calls),
+            INFER: functools.partial(UnaryInfer, infer),
+            STREAM: functools.partial(StreamInfer, infer),
         }
         self._serving = Serving(OPTIONS.grpc, methods, self.tally.seat(0), self.submitter.accounts)
 

@@ -14,7 +14,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.message_forms import MessageForms
+from tensord.daemon.grpc.prepared import PreparedMessages
 from tensord.daemon.grpc.walk import walk, walk_in_python
 from tensord.daemon.submit.scheduling import UNSCHEDULED
 from tensord.shm.lane import WorkerLane
@@ -372,7 +372,7 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
 
     never_again = cost()
     for name, nothing in (("find", None), ("decoded", None), ("learn", None), ("scheduling", UNSCHEDULED)):
-        monkeypatch.setattr(MessageForms, name, lambda *arguments, found=nothing: found)
+        monkeypatch.setattr(PreparedMessages, name, lambda *arguments, found=nothing: found)
     assert 0 < never_again <= 1.3 * cost()
 
 

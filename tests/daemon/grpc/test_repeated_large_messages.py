@@ -26,7 +26,7 @@ from tests.daemon.grpc.frame_client import (
     serving,
 )
 from tests.daemon.grpc.requests import Infer
-from tests.daemon.grpc.test_infer_calls import BEGIN, END, traces
+from tests.daemon.grpc.test_infer import BEGIN, END, traces
 from tests.daemon.grpc.test_large_messages import FULL, WHOLE, is_served, send, values
 from tests.daemon.grpc.test_repeated_messages import inner_of, said
 from tests.fakes import MIB, SMALL_BUFFER, EchoWorker, front_process, until

@@ -16,7 +16,7 @@ from tensord.daemon.tracing.trace_counters import TraceTurn
 from tensord.shm.control_records import ModelGone, TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving
-from tests.daemon.grpc.test_infer_calls import BEGIN, END, traces
+from tests.daemon.grpc.test_infer import BEGIN, END, traces
 from tests.fakes import EchoWorker, until
 from tests.records import Tensor, WholeAnswer, is_numbered
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import serialize_byte_tensor
 
-from tensord.daemon.grpc.message_forms import MessageForms
+from tensord.daemon.grpc.prepared import PreparedMessages
 from tensord.daemon.grpc.request_fields import RefusedRequest
-from tensord.daemon.grpc.request_reader import RequestReader
 from tensord.daemon.submit.inference import InferenceRequest
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
@@ -59,14 +58,14 @@ class Numbering:
         self.numbers: Numbers[PreparedRequest] = Numbers()
 
 
-def reader(models: ModelTable | None = None) -> RequestReader:
+def reader(models: ModelTable | None = None) -> PreparedMessages:
     """One that has read nothing yet."""
     models = models or table()
-    return RequestReader(models, forms_of(models))
+    return forms_of(models)
 
 
-def forms_of(models: ModelTable) -> MessageForms:
-    return MessageForms(models, cast(Submitter, Numbering()))
+def forms_of(models: ModelTable) -> PreparedMessages:
+    return PreparedMessages(models, cast(Submitter, Numbering()))
 
 
 def decoded(content: bytes) -> InferenceRequest:

@@ -20,8 +20,8 @@ import pytest
 from tensord.daemon.grpc.response_codec import field, varint
 from tensord.shm.messages import RequestRecord
 from tests.daemon.grpc.requests import Infer
+from tests.daemon.grpc.test_prepared_messages import Front, meaning
 from tests.daemon.grpc.test_request_codec import reader
-from tests.daemon.grpc.test_request_reader import Front, meaning
 from tests.records import whole_request
 
 COUNT = int(os.environ.get("TENSORD_SPELLED_MESSAGES", "2000"))
@@ -131,7 +131,7 @@ def formed(front: Front, content: bytes) -> Any:
         (tensor.name, tensor.datatype, tensor.shape, tensor.place if isinstance(tensor.place, bytes) else None)
         for tensor in whole.inputs
     ]
-    state = front.reader._table.find(whole.model, whole.version)
+    state = front.messages._table.find(whole.model, whole.version)
     return said(
         (whole.model, whole.version, whole.client_id, inputs, whole.outputs, repr(whole.parameters), scheduling, state)
     )
@@ -152,7 +152,7 @@ def test_each_means_what_protobuf_reads() -> None:
         if found is not None:
             of_forms += 1
             assert found == expected, content
-        assert said(meaning(front.reader, content)) == expected, content
+        assert said(meaning(front.messages, content)) == expected, content
     # It was about something.
     assert of_forms > COUNT // 50
     assert requests > COUNT // 4
@@ -169,5 +169,5 @@ def test_a_start_that_is_taken_back_in_another_spelling() -> None:
     for _ in range(3):
         content = of_sequence + start + no_start + rest
         assert formed(front, content) is None
-        assert meaning(front.reader, content)[6] == (0, 0, 5, False, False)
-    assert meaning(front.reader, of_sequence + start + rest)[6] == (0, 0, 5, True, False)
+        assert meaning(front.messages, content)[6] == (0, 0, 5, False, False)
+    assert meaning(front.messages, of_sequence + start + rest)[6] == (0, 0, 5, True, False)

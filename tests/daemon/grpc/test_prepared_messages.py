@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.daemon.grpc.message_forms import MessageForm, MessageForms
+from tensord.daemon.grpc.prepared import PreparedMessage, PreparedMessages
 from tensord.daemon.grpc.request_fields import RefusedRequest
-from tensord.daemon.grpc.request_reader import RequestReader
 from tensord.daemon.grpc.walk import MAX_REST, walk_in_python
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
@@ -28,20 +27,19 @@ class Front:
 
     def __init__(self, models: ModelTable | None = None) -> None:
         models = models or table()
-        self.forms: MessageForms = forms_of(models)
-        self.reader = RequestReader(models, self.forms)
+        self.messages: PreparedMessages = forms_of(models)
 
-    def formed(self, content: bytes) -> tuple[MessageForm, bytes, tuple[Buffer, ...], Scheduling] | None:
+    def formed(self, content: bytes) -> tuple[PreparedMessage, bytes, tuple[Buffer, ...], Scheduling] | None:
         """The form of a message, its id, its tensors and its scheduling. None: it is to be read."""
         walked = walk_in_python(content, 0, len(content), 4096)
         if walked is None:
             return None
         rest, client_id, parameters, raws, _ = walked
-        form, scheduling = self.forms.find(rest, len(raws)), self.forms.scheduling(parameters)
+        form, scheduling = self.messages.find(rest, len(raws)), self.messages.scheduling(parameters)
         return None if form is None or scheduling is None else (form, client_id, raws, scheduling)
 
 
-def meaning(reader: RequestReader, content: bytes | memoryview) -> Any:
+def meaning(reader: PreparedMessages, content: bytes | memoryview) -> Any:
     """What a message is taken for, or why it is refused."""
     try:
         _, request, state = reader.read(content)
@@ -72,8 +70,8 @@ def test_whichever_way_a_message_goes(requests: list[Any], data: st.DataObject) 
     for content in (*contents, *contents):
         expected = meaning(reader(), content)
         found = front.formed(content)
-        assert meaning(front.reader, content) == expected
-        assert meaning(front.reader, memoryview(content)) == expected
+        assert meaning(front.messages, content) == expected
+        assert meaning(front.messages, memoryview(content)) == expected
         if found is None:
             continue
         form, client_id, raws, scheduling = found
@@ -103,14 +101,14 @@ def test_the_second_is_of_a_form_whatever_its_id_and_tensors(client_id: str) -> 
         found = front.formed(content)
         assert (found is not None) == (number > 0)
         if found is None:
-            front.reader.read(content)
+            front.messages.read(content)
         else:
             assert found[1:3] == (given_.encode(), (bytes([number] * (number + 1)),))
     # The same rest without tensors is another request.
     without = message(tensor(), id="late")
     assert front.formed(without) is None
     with pytest.raises(RefusedRequest, match="unable to find data") as caught:
-        front.reader.read(without)
+        front.messages.read(without)
     assert caught.value.client_id == "late"
 
 
@@ -119,7 +117,7 @@ def test_forms_in_turn() -> None:
     front = Front()
     contents = [message(tensor(shape=(size,)), raw=(bytes(size),)) for size in range(1, 9)]
     for content in contents:
-        front.reader.read(content)
+        front.messages.read(content)
     found = [front.formed(content) for content in contents * 2]
     assert all(found)
     assert len({each[0] for each in found if each}) == len(contents)
@@ -140,7 +138,7 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> No
         }
         content = message(tensor(), raw=(b"ab",), parameters=given_)
         found = front.formed(content)
-        request = front.reader.read(content)[1]
+        request = front.messages.read(content)[1]
         wanted = (number % 7, number * 11, f"s{number}" if number % 2 else number, number % 3 == 0, number % 5 == 0)
         assert request.scheduling == wanted
         assert request.parameters == {"x": 1}
@@ -149,7 +147,7 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> No
             assert found[3] == wanted
             assert found[0].decoded.scheduling == UNSCHEDULED
     assert front.formed(message(tensor(), raw=(b"ab",), parameters={"x": Parameter(int64_param=1)}))
-    assert repr(front.forms._submitter.numbers) == "<Numbers 1, 1 minted, 0 evicted>"
+    assert repr(front.messages._submitter.numbers) == "<Numbers 1, 1 minted, 0 evicted>"
 
 
 @pytest.mark.parametrize("name", ["priority", "timeout", "sequence_id"])
@@ -167,13 +165,13 @@ def test_parameters_that_schedule_as_no_client_writes_them(name: str) -> None:
     for entry, meant in entries.items():
         front, content = Front(), written + b"\x22" + bytes((len(entry),)) + entry
         for _ in range(3):
-            request = front.reader.read(content)[1]
+            request = front.messages.read(content)[1]
             assert getattr(request.scheduling, {"timeout": "timeout_us"}.get(name, name)) == meant.get("scheduled", 0)
             assert request.parameters == ({"x": 7} if "x" in meant else {})
             found = front.formed(content)
             assert found is None or found[3] == request.scheduling
         # Whoever says nothing of it is not taken for one that does.
-        assert front.reader.read(written)[1].scheduling == UNSCHEDULED
+        assert front.messages.read(written)[1].scheduling == UNSCHEDULED
         assert (found := front.formed(written)) is None or found[3] == UNSCHEDULED
 
 
@@ -183,9 +181,9 @@ def test_a_wrong_one_beside_a_right_one() -> None:
     right = b"\x22\x0e\x0a\x08priority\x12\x02\x10\x05"
     wrong = b"\x22\x17\x12\x0b\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x0a\x08priority"
     for _ in range(3):
-        assert front.reader.read(message(tensor(), raw=(b"ab",)) + wrong + right)[1].scheduling == Scheduling(5)
+        assert front.messages.read(message(tensor(), raw=(b"ab",)) + wrong + right)[1].scheduling == Scheduling(5)
         with pytest.raises(RefusedRequest, match="invalid value for 'priority'"):
-            front.reader.read(message(tensor(), raw=(b"ab",)) + right + wrong)
+            front.messages.read(message(tensor(), raw=(b"ab",)) + right + wrong)
 
 
 def test_one_in_regions_alone() -> None:
@@ -194,7 +192,7 @@ def test_one_in_regions_alone() -> None:
         content = message(located(region="r", byte_size=2), id=f"id-{number}")
         found = front.formed(content)
         assert (found is not None) == (number > 0)
-        front.reader.read(content)
+        front.messages.read(content)
     assert found is not None
     assert found[1:3] == (b"id-2", ())
 
@@ -205,51 +203,51 @@ def test_a_typed_one_is_of_none() -> None:
     content = message(tensor(uint_contents=[1, 2]))
     for _ in range(3):
         assert front.formed(content) is None
-        front.reader.read(content)
-    assert repr(front.forms) == "<MessageForms <Memo of 0 and 0, 0 forgotten>>"
+        front.messages.read(content)
+    assert repr(front.messages) == "<PreparedMessages <Memo of 0 and 0, 0 forgotten>>"
 
 
 def test_what_is_refused_leaves_nothing() -> None:
     front = Front()
     for content in (b"\xff", message(tensor(), raw=(b"ab", b"cd")), message(tensor(), id="late"), message(tensor("X"))):
         with pytest.raises(RefusedRequest):
-            front.reader.read(content)
-    assert repr(front.forms) == "<MessageForms <Memo of 0 and 0, 0 forgotten>>"
+            front.messages.read(content)
+    assert repr(front.messages) == "<PreparedMessages <Memo of 0 and 0, 0 forgotten>>"
 
 
 def test_what_comes_once_has_no_number() -> None:
     """Nobody can use up the numbers of forms with requests that never repeat."""
     front = Front()
     for number in range(20):
-        front.reader.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
-    assert repr(front.forms._submitter.numbers) == "<Numbers 0, 0 minted, 0 evicted>"
+        front.messages.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
+    assert repr(front.messages._submitter.numbers) == "<Numbers 0, 0 minted, 0 evicted>"
     assert front.formed(message(tensor(name="x7"), raw=(b"cd",)))
-    assert repr(front.forms._submitter.numbers) == "<Numbers 1, 1 minted, 0 evicted>"
+    assert repr(front.messages._submitter.numbers) == "<Numbers 1, 1 minted, 0 evicted>"
 
 
 def test_forms_are_bounded() -> None:
     """Those that come again stay, others go."""
     front = Front()
     used = message(tensor(name="used"), raw=(b"ab",))
-    front.reader.read(used)
+    front.messages.read(used)
     for number in range(3 * MAX_NUMBERS):
-        front.reader.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
+        front.messages.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
         if number % 100 == 0:
             assert front.formed(used)
-    assert 0 < len(front.forms._forms) <= MAX_NUMBERS
-    assert 0 < len(front.forms._forms._old) <= MAX_NUMBERS
+    assert 0 < len(front.messages._known) <= MAX_NUMBERS
+    assert 0 < len(front.messages._known._old) <= MAX_NUMBERS
     assert front.formed(message(tensor(name="x0"), raw=(b"ab",))) is None
-    front.reader.read(message(tensor(name="y" * MAX_REST), raw=(b"ab",)))
+    front.messages.read(message(tensor(name="y" * MAX_REST), raw=(b"ab",)))
     assert front.formed(message(tensor(name="y" * MAX_REST), raw=(b"ab",))) is None
 
 
 def test_an_id_that_is_no_text() -> None:
     front = Front()
     content = message(tensor(), raw=(b"ab",), id="xx")
-    front.reader.read(content)
+    front.messages.read(content)
     assert front.formed(content)
     with pytest.raises(RefusedRequest, match="the request id is not UTF-8 text"):
-        front.reader.read(content.replace(b"xx", b"\xff\xff"))
+        front.messages.read(content.replace(b"xx", b"\xff\xff"))
 
 
 def test_a_model_that_changes() -> None:
@@ -261,14 +259,14 @@ def test_a_model_that_changes() -> None:
         found = front.formed(content)
         return None if found is None else found[0].decoupled
 
-    front.reader.read(content)
+    front.messages.read(content)
     for value in (False, True, False):
         models.update(ModelState("m", 1, "READY", workers=(1,), streams=value, metadata=b"{}"))
         assert decoupled() is value
-        assert front.reader.read(content)[2].streams is value
+        assert front.messages.read(content)[2].streams is value
         models.update(ModelState("m", 1, "UNLOADING"))
         assert decoupled() is None
         assert decoupled() is None
         with pytest.raises(RefusedRequest) as caught:
-            front.reader.read(content)
+            front.messages.read(content)
         assert isinstance(caught.value.error, NotFound)

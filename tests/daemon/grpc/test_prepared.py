@@ -1,4 +1,4 @@
-"""Answers of a form: byte for byte those that are written whole."""
+"""Answers of one kind: byte for byte those that are written whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.daemon.grpc import response_codec
-from tensord.daemon.grpc.answer_form import AnswerForm
-from tensord.daemon.grpc.message_forms import MessageForm
+from tensord.daemon.grpc.prepared import AnswerLayout, PreparedMessage
 from tensord.daemon.grpc.request_codec import DecodedHead
 from tensord.shm.messages import PreparedAnswer, RegionSlice, Slice
 from tests.records import Tensor, WholeAnswer, own_contents
@@ -35,9 +34,9 @@ def view(place: Slice) -> memoryview:
 def test_as_those_written_whole(outputs: Any, parameters: Any, model: str, ids: list[str], final: bool | None) -> None:
     """With any id, however long."""
     completion = WholeAnswer(7, version=3, parameters=parameters, outputs=tuple(outputs))
-    form = AnswerForm(completion.prepared, model, final)
+    layout = AnswerLayout(completion.prepared, model, final)
     for client_id in ids:
-        pieces = form.pieces(client_id.encode(), own_contents(completion.outputs), view)
+        pieces = layout.pieces(client_id.encode(), own_contents(completion.outputs), view)
         assert b"".join(pieces) == b"".join(
             response_codec.encode(completion.prepared, completion.contents, model, client_id, view, final)
         )
@@ -46,13 +45,13 @@ def test_as_those_written_whole(outputs: Any, parameters: Any, model: str, ids: 
         assert sum(isinstance(piece, memoryview) for piece in pieces) == lent
 
 
-def test_those_of_a_message_form_are_bounded() -> None:
+def test_layouts_of_a_message_are_bounded() -> None:
     """Of workers, and of shapes that differ."""
-    form = MessageForm(DecodedHead("m", 0))
-    kinds = [PreparedAnswer(number) for number in range(3 * MessageForm.MAX_ANSWERS)]
+    message = PreparedMessage(DecodedHead("m", 0))
+    kinds = [PreparedAnswer(number) for number in range(3 * PreparedMessage.MAX_ANSWERS)]
     for kind in kinds:
         for streamed in (False, True):
-            known = form.answer_form(kind, streamed)
-            assert form.answer_form(kind, streamed) is known
-            assert known is not form.answer_form(kind, not streamed)
-        assert len(form.unary) <= MessageForm.MAX_ANSWERS >= len(form.streamed)
+            known = message.answer_layout(kind, streamed)
+            assert message.answer_layout(kind, streamed) is known
+            assert known is not message.answer_layout(kind, not streamed)
+        assert len(message.unary) <= PreparedMessage.MAX_ANSWERS >= len(message.streamed)

@@ -1,0 +1,222 @@
+"""Prepared messages: what a front remembers of those that came, and reads exactly of those that it does not know.
+
+    message ─▶ walk ─▶ | id | scheduling | raw tensors | rest |        rest ─▶ PreparedMessage: a request by its number
+    answer  ◀─ | model_name, model_version | id | parameters, outputs | raw tensor | raw tensor | ...
+                 written once                     written once                             (AnswerLayout)
+
+A message's rest is read once, by protobuf. Whoever sends the same rest again, on any connection, with whatever id and tensors,
+asks for the same. What the rest means never changes; whether its model is there is asked again whenever any model has changed.
+
+The first message of a kind is read exactly: by its fields, protobuf and checks, which word what is wrong. So is what is malformed
+or unusual, and what carries its values beside its raw tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from tensord.daemon.front.memo import Memo
+from tensord.daemon.grpc import response_codec
+from tensord.daemon.grpc.reception import Reception
+from tensord.daemon.grpc.request_codec import DecodedHead, decode_head, decode_scheduling
+from tensord.daemon.grpc.request_fields import RefusedRequest, split
+from tensord.daemon.grpc.walk import walk
+from tensord.daemon.submit.inference import Content, InferenceRequest, numbered
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import InvalidArgument, NotFound, ServingError
+from tensord.shm.messages import Buffer, PreparedAnswer, PreparedRequest, Slice, own_count
+from tensord.shm.messages import Content as SentContent
+from tensord.shm.prepared import MAX_NUMBERS, Numbered
+
+#: What a request's head says, the request, and what its model is.
+Understood = tuple[DecodedHead, InferenceRequest, ModelState]
+
+
+class PreparedMessage:
+    """What messages mean that differ in their id, scheduling and raw tensors alone. Owned by ``PreparedMessages``."""
+
+    __slots__ = ("decoded", "decoupled", "edition", "numbered", "streamed", "unary")
+
+    #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
+    MAX_ANSWERS = 8
+
+    def __init__(self, decoded: DecodedHead) -> None:
+        self.decoded = decoded
+        #: What its requests have in common on a lane; there once a second one came, so what comes once takes nobody's number.
+        self.numbered: Numbered[PreparedRequest] | None = None
+        #: Whether its model is decoupled, in that edition of the table.
+        self.decoupled = False
+        self.edition = -1
+        #: How answers are written, by what they have in common: for streams, and for unary calls.
+        self.streamed: dict[int, AnswerLayout] = {}
+        self.unary: dict[int, AnswerLayout] = {}
+
+    def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
+        """Returns how answers with that in common are written."""
+        known = self.streamed if streamed else self.unary
+        # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
+        layout = known.get(id(prepared))
+        if layout is None:
+            if len(known) >= self.MAX_ANSWERS:
+                known.clear()
+            layout = AnswerLayout(prepared, self.decoded.model, prepared.final if streamed else None)
+            known[id(prepared)] = layout
+        return layout
+
+    def __repr__(self) -> str:
+        return f"<PreparedMessage of model '{self.decoded.model}'>"
+
+
+class AnswerLayout:
+    """How answers of one kind are written to messages of one kind: what they have in common once, their own between it."""
+
+    __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
+
+    def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None) -> None:
+        """
+        Args:
+          prepared: what the answers have in common; it is kept.
+          final: what ``triton_final_response`` says; None: not there, as in unary answers.
+        """
+        self._prepared = prepared
+        empty = (b"",) * own_count(prepared.outputs)
+        pieces = response_codec.encode(prepared, empty, model, "", _no_view, final)
+        self._begin = bytes(pieces[0])
+        self._rest = b"".join(pieces[1 : len(pieces) - 2 * len(prepared.outputs)])
+        #: Without an id.
+        self._whole = self._begin + self._rest
+        #: Which outputs are in the answer; those that are not went to regions. None: all of them.
+        owns = [tensor.region is None for tensor in prepared.outputs]
+        self._owns = None if all(owns) else owns
+
+    def pieces(
+        self, client_id: bytes, contents: tuple[SentContent, ...], view: Callable[[Slice], memoryview]
+    ) -> list[Buffer]:
+        """Returns a ModelInferResponse.
+
+        Args:
+          contents: the outputs that went to no region.
+          view: the bytes of a slice of the response arena.
+        """
+        pieces: list[Buffer]
+        if client_id:
+            pieces = [self._begin, response_codec.field_start(0x1A, len(client_id)), client_id, self._rest]
+        else:
+            pieces = [self._whole]
+        for content in contents if self._owns is None else self._with_regions(self._owns, contents):
+            tensor: Buffer = view(content) if type(content) is Slice else content  # type: ignore[assignment]
+            pieces += (response_codec.raw(len(tensor)), tensor)
+        return pieces
+
+    @staticmethod
+    def _with_regions(owns: list[bool], contents: tuple[SentContent, ...]) -> list[SentContent]:
+        """Returns all outputs; one in a region has an empty entry, so that the indices agree."""
+        own = iter(contents)
+        return [next(own) if each else b"" for each in owns]
+
+
+def _no_view(place: Slice) -> memoryview:
+    raise AssertionError(f"{place} in an answer whose contents are not known")
+
+
+class PreparedMessages:
+    """Remembers those of a front: of all that came, the last ones and those that came again since."""
+
+    def __init__(self, table: ModelTable, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
+        """``count``: so many are remembered at least; 0: none."""
+        self._table = table
+        self._submitter = submitter
+        #: By their rest.
+        self._known: Memo[bytes, PreparedMessage] = Memo(count)
+        #: What parameters say that schedule, by their bytes.
+        self._schedulings: Memo[bytes, Scheduling] = Memo(count)
+
+    # ----------------------------------------------------------------------------------------------------------- known
+
+    def find(self, rest: bytes, raws: int) -> PreparedMessage | None:
+        """Returns what messages with that rest and so many raw tensors mean, whose model serves. None: read the message."""
+        known = self._known[rest]
+        if known is None or (known.edition != self._table.edition and not self._serves(known)):
+            return None
+        return known if known.decoded.raw_count == raws else None
+
+    def decoded(self, rest: bytes, raws: int) -> DecodedHead | None:
+        """Returns what the rest of such messages says, whether its model serves or not."""
+        known = self._known[rest]
+        return None if known is None or known.decoded.raw_count != raws else known.decoded
+
+    def scheduling(self, parameters: bytes) -> Scheduling | None:
+        """Returns what parameters say that a message had of its own. None: read the message."""
+        if not parameters:
+            return UNSCHEDULED
+        found = self._schedulings[parameters]
+        if found is None:
+            found = decode_scheduling(parameters)
+            if found is not None:
+                self._schedulings.put(parameters, found)
+        return found
+
+    def learn(self, rest: bytes, decoded: DecodedHead) -> None:
+        """Remembers that a message with that rest became a request."""
+        # Parameters that schedule are in the rest only where clients do not write them like that. Whatever they say, one in
+        # front of them that is no part of the rest may say otherwise, and protobuf takes the last.
+        if decoded.is_raw and not decoded.schedules and self._known[rest] is None:
+            self._known.put(rest, PreparedMessage(decoded))
+
+    def _serves(self, known: PreparedMessage) -> bool:
+        """Returns whether the model is still there, since the table has changed, and notes as what."""
+        decoded = known.decoded
+        try:
+            known.decoupled = self._table.find(decoded.model, decoded.version).streams
+        except NotFound:
+            return False
+        if known.numbered is None:
+            known.numbered = numbered(self._submitter, decoded.request("", [b""] * decoded.raw_count, UNSCHEDULED))
+        known.edition = self._table.edition
+        return True
+
+    # ---------------------------------------------------------------------------------------------------- read exactly
+
+    def read(self, message: Buffer) -> Understood:
+        """Reads a whole message. Raises RefusedRequest."""
+        head, client_id, raws = split(message)
+        return self._understood(head, client_id, [message[begin:end] for begin, end in raws])
+
+    def read_received(self, message: Reception) -> Understood:
+        """Reads one that was placed while it arrived. Its lease is the request's, or given back. Raises RefusedRequest."""
+        try:
+            understood = self._understood(*message.fields())
+        except BaseException:
+            message.drop()
+            raise
+        understood[1].lease = message.take_lease()
+        return understood
+
+    def _understood(self, head: bytes, client_id: bytes, raws: Sequence[Content]) -> Understood:
+        try:
+            text = client_id.decode()
+        except UnicodeDecodeError:
+            raise RefusedRequest(InvalidArgument("the request id is not UTF-8 text")) from None
+        parted = walk(head, 0, len(head), 0)
+        rest, parameters = (head, b"") if parted is None else (parted[0], parted[2])
+        decoded = None if parted is None else self.decoded(rest, len(raws))
+        scheduling = None if decoded is None else self.scheduling(parameters)
+        try:
+            if decoded is None or scheduling is None:
+                decoded = decode_head(head, bool(raws), self._table)
+                scheduling = decoded.scheduling
+            state = self._table.expect(decoded.model, decoded.version)
+            request = decoded.request(text, raws, scheduling)
+        except ServingError as error:
+            raise RefusedRequest(error, text) from None
+        if parted is not None and state.metadata:
+            with contextlib.suppress(ServingError):  # what comes twice, in two spellings, may be right only together
+                self.learn(rest, decode_head(rest, bool(raws), self._table) if parameters else decoded)
+        return decoded, request, state
+
+    def __repr__(self) -> str:
+        return f"<PreparedMessages {self._known!r}>"
