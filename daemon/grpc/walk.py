@@ -1,11 +1,11 @@
-"""One walk over a ModelInferRequest: what is its own, and the rest, by which its form is found. Sans-I/O.
+"""One walk over a ModelInferRequest: what is its own, and the rest, by which it is known. Sans-I/O.
 
     | model_name | id | parameters: priority | inputs | outputs | ... | raw_input_contents | raw_input_contents |
           rest    own            own            rest     rest                 own                  own
 
-Messages of one form differ in their id, in how they are scheduled and in their tensors' bytes alone, wherever these lie, however
+Messages of one kind differ in their id, in how they are scheduled and in their tensors' bytes alone, wherever these lie, however
 long they are. What clients write is walked over: fields of the message whose tag is one byte. Everything else, malformed or
-merely unusual, is the exact reader's (``request_reader``). In C (``daemon/grpc/_walk.c``) where it could be built, because in
+merely unusual, is read exactly (``PreparedMessages.read``). In C (``daemon/grpc/_walk.c``) where it could be built, because in
 Python it is the dearest step of a small request; both find the same.
 """
 
@@ -35,7 +35,7 @@ _MAX_SHIFT = 28
 
 
 def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked | None:
-    """A message, those bytes of ``content``. None: it is to be read by the exact reader.
+    """Walks over a message, those bytes of ``content``. None: it is to be read exactly.
 
     Args:
       inline: raw tensors of at most so many bytes are bytes, larger ones views of ``content``.
@@ -67,9 +67,9 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
 
 
 def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | None:
-    """A message of which the beginning is those bytes of ``content``, as far as its first raw tensor, which need not be there.
+    """Walks over the beginning of a message, those bytes, as far as its first raw tensor, which need not be there.
 
-    None: none begins there, or it is to be read by the exact reader.
+    None: none begins there, or it is to be read exactly.
     """
     own = _Own(parts=False)
     at = start
@@ -88,7 +88,7 @@ def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | N
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """The first fields, as far as they are whole before ``end``: tag, where it begins, where its content begins, and its size."""
+    """Yields the first fields that are whole before ``end``: tag, where it begins, where its content begins, and its size."""
     at = 0
     while at < end and (field := _field(content, at, end)) is not None:
         tag, begin, size = field
@@ -99,7 +99,7 @@ def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, in
 
 
 class _Own:
-    """What was found besides raw tensors."""
+    """Collects what is found besides raw tensors."""
 
     def __init__(self, parts: bool) -> None:
         """``parts``: whether parameters that schedule are no part of the rest."""
@@ -107,7 +107,7 @@ class _Own:
         self.rest = self.client_id = self.scheduling = b""
 
     def take(self, tag: int, view: memoryview, at: int, begin: int, size: int) -> bool:
-        """A field. False: there is too much beside the id."""
+        """Takes a field. Returns False where there is too much beside the id."""
         end = begin + size
         if tag == _ID:
             self.client_id = bytes(view[begin:end])
@@ -119,7 +119,7 @@ class _Own:
 
 
 def _field(content: Buffer | bytearray, at: int, end: int) -> tuple[int, int, int] | None:
-    """The field that begins there: its tag, where its content begins, and its size, wherever that ends."""
+    """Returns the field that begins there: its tag, where its content begins, and its size, wherever that ends."""
     tag = content[at]
     at += 1
     if tag not in _TAGS:
