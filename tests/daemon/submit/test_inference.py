@@ -15,9 +15,9 @@ from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
-from tensord.shm.errors import Internal, InvalidArgument, Unavailable
-from tensord.shm.messages import AnswerRecord, RegionSlice, Slice
-from tests.daemon.submit.awaited import answers
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, Slice
 from tests.fakes import INCARNATION, EchoWorker
 from tests.records import WholeRequest
 
@@ -65,41 +65,69 @@ def request(*contents: bytes | RegionSlice) -> InferenceRequest:
     return InferenceRequest("m", 0, inputs)
 
 
+class Told:
+    """Takes what a request is answered, and keeps it."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self.contents: list[bytes] = []
+        self.errors: list[tuple[str, str]] = []
+
+    def __call__(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        if own.code:
+            self.errors.append((own.code, own.message))
+        for content in own.contents:
+            assert lane is not None
+            self.contents.append(bytes(lane.view(content)) if isinstance(content, Slice) else content)
+        if own.lease is not None:
+            assert lane is not None
+            assert self._setting.worker.lane.arena.statistics()["leased_byte_size"]
+            self._setting.submitter.release(lane, own.lease)
+
+    async def until(self, count: int = 1) -> None:
+        """Returns once so much has come."""
+        while len(self.contents) + len(self.errors) < count:
+            await asyncio.sleep(0.001)
+
+
 async def test_small_tensors_travel_inside_and_large_ones_in_the_arena(setting: Setting) -> None:
-    region = RegionSlice("r", 0, 1)
-    async with answers(setting.submitter, request(b"s", bytes(5000), region, b"l" * 7000)) as each:
-        sent = await setting.next()
-        places = [tensor.place for tensor in sent.inputs]
-        assert [type(place) for place in places] == [bytes, Slice, RegionSlice, Slice]
-        assert setting.worker.content(sent, 3) == b"l" * 7000
-        assert all(place.offset % 64 == 0 for place in places if isinstance(place, Slice))
-        setting.worker.echo(sent)
-        got = [answer.content(answer.contents[0]) async for answer in each]
-    assert got == [b"s"]
+    region, told = RegionSlice("r", 0, 1), Told(setting)
+    begin(setting.submitter, request(b"s", bytes(5000), region, b"l" * 7000), told)
+    sent = await setting.next()
+    places = [tensor.place for tensor in sent.inputs]
+    assert [type(place) for place in places] == [bytes, Slice, RegionSlice, Slice]
+    assert setting.worker.content(sent, 3) == b"l" * 7000
+    assert all(place.offset % 64 == 0 for place in places if isinstance(place, Slice))
+    setting.worker.echo(sent)
+    await told.until()
+    assert told.contents == [b"s"]
     assert setting.on_loan == 0
 
 
-async def test_an_answer_in_the_arena_is_given_back_after_its_turn(setting: Setting) -> None:
-    async with answers(setting.submitter, request(bytes(3))) as each:
-        setting.worker.answer(await setting.next(), b"a" * 9000)
-        async for answer in each:
-            assert bytes(answer.content(answer.contents[0])) == b"a" * 9000
-            assert setting.worker.lane.arena.statistics()["leased_byte_size"]
+async def test_an_answer_in_the_arena_is_given_back(setting: Setting) -> None:
+    told = Told(setting)
+    begin(setting.submitter, request(bytes(3)), told)
+    setting.worker.answer(await setting.next(), b"a" * 9000)
+    await told.until()
+    assert told.contents == [b"a" * 9000]
     while setting.worker.lane.arena.statistics()["leased_byte_size"]:
         setting.worker.poll()
         await asyncio.sleep(0.001)
 
 
-async def test_an_error_is_raised(setting: Setting) -> None:
-    async with answers(setting.submitter, request(bytes(3))) as each:
-        setting.worker.complete((await setting.next()).request_id, code="INTERNAL", message="it broke")
-        with pytest.raises(Internal, match="it broke"):
-            await anext(each)
+async def test_an_error_is_an_answer(setting: Setting) -> None:
+    told = Told(setting)
+    begin(setting.submitter, request(bytes(3)), told)
+    setting.worker.complete((await setting.next()).request_id, code="INTERNAL", message="it broke")
+    await told.until()
+    assert told.errors == [("INTERNAL", "it broke")]
 
 
-async def test_leaving_early_cancels(setting: Setting) -> None:
-    async with answers(setting.submitter, request(bytes(9000))):
-        sent = await setting.next()
+async def test_who_leaves_cancels(setting: Setting) -> None:
+    told = Told(setting)
+    begun = begin(setting.submitter, request(bytes(9000)), told)
+    sent = await setting.next()
+    begun.cancel()
     while not setting.worker.cancelled:
         setting.worker.poll()
         await asyncio.sleep(0.001)
@@ -107,6 +135,7 @@ async def test_leaving_early_cancels(setting: Setting) -> None:
     setting.worker.echo(sent)
     while setting.on_loan:
         await asyncio.sleep(0.001)
+    assert not told.contents + told.errors  # type: ignore[operator]
 
 
 async def test_waiting_for_room(setting: Setting) -> None:
@@ -133,10 +162,13 @@ async def test_waiting_for_room(setting: Setting) -> None:
 
 async def test_no_room_in_time_is_an_answer() -> None:
     setting = Setting(byte_size=MIB, max_byte_size=2 * MIB, wait=0.2)
+    told = Told(setting)
     begin(setting.submitter, request(bytes(900_000)), lambda *_: None)
-    with pytest.raises(Unavailable, match="none came free"):
-        async with answers(setting.submitter, request(bytes(900_000))) as each:
-            await anext(each)
+    begin(setting.submitter, request(bytes(900_000)), told)
+    await told.until()
+    ((code, message),) = told.errors
+    assert code == "UNAVAILABLE"
+    assert "none came free" in message
     setting.close()
 
 
