@@ -32,8 +32,8 @@ from bench import closed_loop, grpc_connection
 from bench.closed_loop import Connection, Row
 from bench.fronts import Run, Server, closed
 from bench.server import ROOT, serving
-from tensord.daemon.submit.pending import Calling, Pending, Worker
-from tensord.daemon.submit.routing import Routing
+from tensord.daemon.submit.in_flight import Calling, Pending, Worker
+from tensord.daemon.submit.sequences import SequenceRouting
 from tensord.shm.control_records import ModelState
 from tensord.shm.messages import PreparedRequest, PreparedTensor, RequestRecord
 from tensord.shm.prepared import Numbered
@@ -142,7 +142,7 @@ def probe(workers: int, rounds: int = 20) -> tuple[float, float]:
     config = json.dumps({"sequence_batching": {"max_sequence_idle_microseconds": 1000}}).encode()
     state = ModelState("m", 1, "READY", workers=tuple(alive), config=config, repeatable=False, sticky=True)
     asked = [_pending(1 + number * 7919 % (workers * _LIVE)) for number in range(_LOOKS)]
-    routing = Routing({}, alive, 100)
+    routing = SequenceRouting({}, alive, 100)
     took = []
     for _ in range(rounds):
         began = time.process_time_ns()

@@ -21,6 +21,8 @@ import msgspec
 
 from tensord.config.options import Options
 from tensord.daemon.control.tally import Tally
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.in_flight import Pending
 from tensord.shm import stack_report
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import (
@@ -35,7 +37,7 @@ from tensord.shm.control_records import (
     Stop,
     WorkerFenced,
 )
-from tensord.shm.lane import WorkerLane
+from tensord.shm.lane import SubmitterLane, WorkerLane
 from tensord.shm.messages import (
     AnswerRecord,
     Cancel,
@@ -107,6 +109,20 @@ def complete_numbered(lane: WorkerLane, answer: WholeAnswer) -> None:
     assert answer.final
     numbered = lane.number(answer.prepared)
     lane.complete(answer.of(numbered.number), numbered)
+
+
+class CalledBack(Pending):
+    """A request in flight whose owner is called back."""
+
+    on_answer: Callable[[PreparedAnswer, AnswerRecord, SubmitterLane | None], None]
+    owner: Account | None = None
+
+    @property
+    def account(self) -> Account | None:
+        return self.owner
+
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        self.on_answer(prepared, own, lane)
 
 
 class EchoWorker:

@@ -28,7 +28,7 @@ from tensord.daemon.grpc.walk import walk
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.inference import Inference, InferenceRequest, begin
 from tensord.daemon.submit.model_table import ModelTable
-from tensord.daemon.submit.pending import Pending
+from tensord.daemon.submit.in_flight import Pending
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace, Tracer

@@ -35,7 +35,7 @@ from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
-from tensord.daemon.submit.pending import Pending
+from tensord.daemon.submit.in_flight import Pending
 from tensord.daemon.submit.scheduling import UNSCHEDULED
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from tensord.daemon.submit.accounts import Account
-from tensord.daemon.submit.pending import OnAnswer
+from tensord.daemon.submit.in_flight import OnAnswer
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace

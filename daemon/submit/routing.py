@@ -1,235 +1,195 @@
-"""Which worker has a sequence. For requests of models that keep sequences, and for these alone.
+"""Which worker a request goes to: of those that have its model, near its regions, the one with the fewest requests in flight.
 
-    a START of this front on its way ─▶ the worker that it was sent to: no page tells of it yet
-    on the page of a worker          ─▶ that worker; on two, the one that has admitted it last
-    a START of neither               ─▶ among the workers with free slots, or else with the shortest backlogs, by rendezvous
-    lost with its worker             ─▶ refused, until a START begins it anew
-    anything else                    ─▶ some worker, whose answer says that it was not begun
-
-A worker writes a sequence on its page (``tensord.shm.sequence_page``) before any answer of it leaves. So whoever waits for the
-answer to its START may go on through any front; who does not wait does so on one connection, and that is one front's.
-
-The rank of a sequence and a device is the same in every front, so fronts that do not know of each other's requests mostly agree.
+Which workers can run the requests of one number is remembered until anything changes that it depends on: the table of models,
+the places of regions, the lanes. Of a model that keeps sequences that alone is remembered: each request goes to the worker that
+has its sequence (``tensord.daemon.submit.sequences``).
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated
+import contextlib
+from collections.abc import Mapping
 
 import msgspec
 
-from tensord.daemon.submit.lost_sequences import LostSequences
-from tensord.daemon.submit.pending import Pending, Worker
-from tensord.daemon.submit.region_places import nearest
-from tensord.shm.control_records import ModelState
-from tensord.shm.errors import Unavailable
-from tensord.shm.sequence_keys import Key, SequenceKeys
-from tensord.shm.sequence_page import SequenceState
+from tensord.daemon.submit.in_flight import Pending, Worker
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.sequences import SequencedModel, SequenceRouting, is_meant_for, lost, nearest
+from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
+from tensord.shm.errors import NotFound, Unavailable
+from tensord.shm.messages import PreparedRequest, RegionSlice
+from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
-_log = logging.getLogger(__name__)
-
-_MASK = (1 << 64) - 1
-_MIX = 0x9E3779B97F4A7C15
-_ENDED = int(SequenceState.ENDED)
-#: STARTs that were answered are looked for when there are so many more than requests in flight.
-_MORE_STARTS = 256
+#: Of so many workers that were full of sequences it is remembered which ones they had.
+_LOST = 4
 
 
 class Routing:
-    """One per front. ``in_flight``: all of its requests, by id; ``workers``: those that are not fenced."""
+    """One per front, and the owner of its workers."""
 
-    def __init__(
-        self,
-        in_flight: Mapping[int, Pending],
-        workers: Mapping[int, Worker],
-        most_lost: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``most_lost``: sequences of dead workers that are remembered."""
-        self._in_flight = in_flight
-        self._workers = workers
-        self._clock = clock
-        self._models: dict[tuple[str, int], SequencedModel] = {}
-        #: The last START of each that was sent, or waits for a worker; some are answered.
-        self._starts: dict[Key, Pending] = {}
-        self._lost = LostSequences(most_lost)
+    def __init__(self, table: ModelTable, row: int, in_flight: Mapping[int, Pending], max_sequences: int) -> None:
+        """``row``: the front's place among those of its protocol. ``in_flight``: all of its requests, by id.
 
-    def model_changed(self, name: str, version: int) -> None:
-        """What was known of it may not hold any more."""
-        self._models.pop((name, version), None)
-
-    def model(self, state: ModelState) -> SequencedModel:
-        """What its requests need of a model, until it changes."""
-        return self._models.get((state.name, state.version)) or self._learn(state)
-
-    def find(self, pending: Pending, model: SequencedModel, gpu: str) -> Worker | None:
-        """The worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
-
-        Args:
-          gpu: where the regions of the request are; "": anywhere. A sequence stays where it is, whatever its requests name.
-        Raises: Unavailable: it was lost.
+        ``max_sequences``: as many may live on one worker.
         """
-        record, state = pending.record, model.state
-        key = pending.sequence = model.keys.key(record.sequence_id)
-        first = self._starts.get(key)
-        if first is None or first is pending or first.record.request_id not in self._in_flight:
-            # Of the only worker there is nothing has to be read, unless others had sequences that were lost.
-            alone = len(self._workers) == 1 and not self._lost
-            worker = (self._sole(state) if alone else None) or self._holder(key)
-            if record.sequence_start:
-                self._lost.forget(key)
-                if worker is None or worker.closed:
-                    worker = self._place(key, model.keys.slots, state, gpu)
-                self._note(key, pending)
-            elif worker is None:
-                if self._lost.holds(key, model.idle_seconds, self._clock()):
-                    raise lost(pending)
-                worker = max(self._candidates(state, gpu), key=lambda each: _rank(key, each), default=None)
+        self._table = table
+        self._row = row
+        self._places = RegionPlaces()
+        self._workers: dict[int, Worker] = {}
+        self._sequences = SequenceRouting(in_flight, self._workers, _LOST * max_sequences)
+        #: Whoever looks here finds some, or nothing.
+        self.remembered: dict[Numbered[PreparedRequest] | None, tuple[Worker, ...]] = {}
+        #: Of those of a model that keeps sequences: which one it is.
+        self._sequenced: dict[Numbered[PreparedRequest] | None, SequencedModel] = {}
+
+    def _forget(self) -> None:
+        self.remembered.clear()
+        self._sequenced.clear()
+
+    @property
+    def workers(self) -> dict[int, Worker]:
+        """Those that are not fenced, by incarnation. A closed one is never chosen."""
+        return self._workers
+
+    def add(self, worker: Worker) -> None:
+        """Its lane is open."""
+        self._workers[worker.incarnation] = worker
+        self._forget()
+
+    def close(self, worker: Worker) -> None:
+        """Nothing is sent to it any more."""
+        worker.closed = True
+        self._forget()
+
+    def bury(self, worker: Worker) -> dict[int, Unavailable]:
+        """It is fenced, so its requests have none. Returns which are lost with their sequences, by id, and their answers."""
+        del self._workers[worker.incarnation]
+        for pending in worker.in_flight.values():
+            pending.worker = None
+        gone = self._sequences.bury(worker, worker.in_flight.values())
+        return {pending.record.request_id: lost(pending) for pending in gone}
+
+    def model_changed(self, state: ModelState | ModelGone) -> None:
+        """The supervisor told of a version."""
+        self._sequences.model_changed(state.name, state.version)
+        if isinstance(state, ModelState):
+            # Where all workers are idle the first is chosen: another one by each front.
+            turn = self._row % max(1, len(state.workers))
+            self._table.update(
+                msgspec.structs.replace(state, workers=state.workers[turn:] + state.workers[:turn]) if turn else state
+            )
         else:
-            worker = first.worker
-            if record.sequence_start and worker is not None:
-                self._note(key, pending)
-        if worker is None or worker.closed:
-            return None
-        return worker
+            self._table.remove(state)
+        self._forget()
 
-    def bury(self, worker: Worker, orphans: Iterable[Pending]) -> set[Pending]:
-        """A worker is dead, and its page says what it had. Returns those of its requests that are lost with their sequences.
+    def region_placed(self, place: RegionPlace) -> None:
+        """Requests that name the region go to that GPU from now on, if their model is there."""
+        self._places.update(place)
+        self._forget()
 
-        The others are to be sent again, in their order: nothing of their sequences has run.
+    def find(self, pending: Pending) -> Worker | None:
+        """The one for that request; None: there is none now.
+
+        Raises: NotFound: there is no such model.  Unavailable: its sequence was lost.
         """
-        runs: dict[Key, list[Pending]] = {}
-        for pending in orphans:
-            if pending.sequence is not None:
-                runs.setdefault(pending.sequence, []).append(pending)
-        states = {key: state for key, state, _ in worker.sequences.sequences()}
-        had = [key for key, state in states.items() if state is not SequenceState.ENDED]
-        now = self._clock()
-        # What has ended is there while its last answers have not left: its client is told that it is lost, by whichever front.
-        for key in states:
-            self._lost.add(key, now)
-        if had:
-            _log.warning("the worker on %s had %d sequences: what had begun of them is lost", worker.device, len(had))
-        gone: set[Pending] = set()
-        for key, run in runs.items():
-            if self._starts.get(key) in run:
-                del self._starts[key]
-            kept = _unharmed(run, states.get(key))
-            if len(kept) < len(run):
-                gone.update(run[: len(run) - len(kept)])
-            if not kept:
-                self._lost.add(key, now)
-        return gone
+        numbered = pending.numbered
+        sequenced = self._sequenced.get(numbered)
+        if sequenced is not None and pending.record.sequence_id:
+            return self._sequences.find(pending, sequenced, "")
+        prepared = pending.prepared
+        state = self._table.expect(prepared.model, prepared.version)
+        gpu = self._places.gpu_of(prepared) if self._places else ""
+        if state.sticky:
+            # A request of no sequence goes anywhere, to be refused.
+            if pending.record.sequence_id:
+                sequenced = self._sequences.model(state)
+                if numbered is not None and not self._places:
+                    if len(self._sequenced) >= MAX_NUMBERS:
+                        self._sequenced.clear()
+                    self._sequenced[numbered] = sequenced
+                return self._sequences.find(pending, sequenced, gpu)
+            numbered = None
+        workers: list[Worker] = []
+        for incarnation in state.workers:
+            worker = self._workers.get(incarnation)
+            if worker is not None and not worker.closed:
+                workers.append(worker)
+        if gpu:
+            workers = [*nearest(workers, gpu, state)]
+        if not workers:
+            return None
+        if numbered is not None:
+            if len(self.remembered) >= MAX_NUMBERS:
+                self.remembered.clear()
+            self.remembered[numbered] = tuple(workers)
+        return min(workers, key=load)
 
-    # ---------------------------------------------------------------------------------------------------------- choosing
+    def state_of(self, prepared: PreparedRequest) -> ModelState | None:
+        """Of its model; None: that is gone."""
+        with contextlib.suppress(NotFound):
+            return self._table.expect(prepared.model, prepared.version)
+        return None
 
-    def _sole(self, state: ModelState) -> Worker | None:
-        """The only worker, if it has the model."""
-        (worker,) = self._workers.values()
-        return worker if worker.incarnation in state.workers else None
+    def is_loading(self, model: str, version: int) -> bool:
+        """Returns whether a version is being loaded and no version that would answer for it serves."""
+        with contextlib.suppress(NotFound):
+            return self._table.expect(model, version).state == "LOADING"
+        return False
 
-    def _holder(self, key: Key) -> Worker | None:
-        """Who has it, dead or not."""
-        found, newest = None, 0
-        for worker in self._workers.values():
-            value = worker.sequences.value(key)
-            if value > newest and value & 3 != _ENDED:
-                found, newest = worker, value
-        return found
+    def is_step(self, pending: Pending) -> bool:
+        """Whether it belongs to a sequence that a worker has, or is to have."""
+        state = self.state_of(pending.prepared)
+        return bool(pending.record.sequence_id) and state is not None and state.sticky
 
-    def _candidates(self, state: ModelState, gpu: str) -> Sequence[Worker]:
-        """Those that would take a new sequence."""
-        found = [self._workers[number] for number in state.workers if number in self._workers]
-        found = [worker for worker in found if not worker.closed]
-        return nearest(found, gpu, state) if gpu else found
-
-    def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> Worker | None:
-        """Where a new sequence goes."""
-        best, best_rank = None, (0, -1)
-        for worker in self._candidates(state, gpu):
-            rank = (min(1, _spare(worker, slots)), _rank(key, worker))
-            if best is None or rank > best_rank:
-                best, best_rank = worker, rank
-        if best is not None and (told := best.sequences.slots(slots)) is not None:
-            edition, count = best.starts.get(slots, (0, 0))
-            best.starts[slots] = (told.edition, count + 1 if edition == told.edition else 1)
-        return best
-
-    def _note(self, key: Key, start: Pending) -> None:
-        if len(self._starts) > 2 * len(self._in_flight) + _MORE_STARTS:
-            alive = self._in_flight
-            self._starts = {key: each for key, each in self._starts.items() if each.record.request_id in alive}
-        self._starts[key] = start
-
-    def _learn(self, state: ModelState) -> SequencedModel:
-        model = self._models[state.name, state.version] = SequencedModel(state)
-        return model
+    def gpu_of(self, prepared: PreparedRequest) -> str:
+        """The GPU whose worker it waits for, because of its regions; "": any worker."""
+        gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
+        return gpu if state is not None and is_meant_for(state, gpu) else ""
 
     def __repr__(self) -> str:
-        return f"<Routing {len(self._starts)} STARTs, {len(self._lost)} lost>"
+        return f"<Routing to {len(self._workers)} workers>"
 
 
-def lost(pending: Pending) -> Unavailable:
-    """What a request is answered whose sequence went with its worker."""
-    return Unavailable(
-        f"sequence {pending.record.sequence_id} of model '{pending.prepared.model}' was lost when its worker died; "
-        "start it again with the START flag"
-    )
+def load(worker: Worker) -> int:
+    """Its requests in flight."""
+    return len(worker.in_flight)
 
 
-def _unharmed(run: list[Pending], state: SequenceState | None) -> list[Pending]:
-    """The last ones of a sequence's requests that a dead worker has not begun. ``state``: what it last said; None: nothing.
+# ------------------------------------------------------------------------------------------------------------- regions on GPUs
 
-    All of a sequence from its START on, or none: what another front had sent, or a client took back, would be missing.
+
+class RegionPlaces:
+    """Knows on which GPU each region is that is on one, as the supervisor said.
+
+    Empty unless there are several workers, some of them on GPUs, and clients have registered CUDA regions: everything else is as
+    near to each worker. A worker on another device can use such a region as well, by a copy between the two.
     """
-    if state is SequenceState.BEGUN or state is SequenceState.ENDED:
-        return []
-    kept = run
-    if state is SequenceState.WAITING:
-        # That is said of the sequence that it admitted last; one before it, of the same id, may have run.
-        ends = [number for number, pending in enumerate(run[:-1]) if pending.record.sequence_end]
-        kept = run[ends[-1] + 1 :] if ends else run
-        if not kept[0].record.sequence_start:
-            return []
-    return [] if any(pending.cancelled for pending in kept) else kept
+
+    def __init__(self) -> None:
+        self._gpus: dict[str, str] = {}
+
+    def update(self, place: RegionPlace) -> None:
+        """Notes that a region came or went."""
+        if place.device:
+            self._gpus[place.region] = place.device
+        else:
+            self._gpus.pop(place.region, None)
+
+    def __bool__(self) -> bool:
+        return bool(self._gpus)
+
+    def gpu_of(self, prepared: PreparedRequest) -> str:
+        """Returns the GPU that has most of the bytes that the request has in regions, "cuda:1"; "": any will do."""
+        sizes: dict[str, int] = {}
+        for place in _regions(prepared):
+            if gpu := self._gpus.get(place.region, ""):
+                sizes[gpu] = sizes.get(gpu, 0) + place.byte_size
+        return max(sizes, key=lambda gpu: sizes[gpu], default="")
+
+    def __repr__(self) -> str:
+        return f"<RegionPlaces {len(self._gpus)} regions>"
 
 
-def _rank(key: Key, worker: Worker) -> int:
-    return (key[0] ^ worker.seed) * _MIX & _MASK
-
-
-def _spare(worker: Worker, slots: Key) -> int:
-    """Free slots less the sequences that wait for one; 0 where nothing is known."""
-    told = worker.sequences.slots(slots)
-    if told is None:
-        return 0
-    edition, count = worker.starts.get(slots, (0, 0))
-    # Those that were sent since it said so are not in what it said.
-    return told.free - told.backlog - (count if edition == told.edition else 0)
-
-
-# ------------------------------------------------------------------------------------------------------ what is known of a model
-
-
-class _Batching(msgspec.Struct):
-    max_sequence_idle_microseconds: Annotated[int, msgspec.Meta(ge=0)] = 1_000_000
-
-
-class _Config(msgspec.Struct):
-    sequence_batching: _Batching = msgspec.field(default_factory=_Batching)
-
-
-class SequencedModel:
-    """What is needed of a model for each of its requests."""
-
-    __slots__ = ("idle_seconds", "keys", "state")
-
-    def __init__(self, state: ModelState) -> None:
-        self.state = state
-        self.keys = SequenceKeys(state.name, state.version)
-        config = msgspec.json.decode(state.config or b"{}", type=_Config, strict=False)
-        #: After so long a silence a sequence is forgotten anyway.
-        self.idle_seconds = config.sequence_batching.max_sequence_idle_microseconds / 1e6
+def _regions(prepared: PreparedRequest) -> list[RegionSlice]:
+    inputs = [tensor.region for tensor in prepared.inputs if tensor.region is not None]
+    return inputs + [output.region for output in prepared.outputs if output.region is not None]

@@ -1,11 +1,13 @@
-"""Requests in flight: sending, waiting, and what happens when a worker dies.
+"""Requests in flight: sending, waiting, answers, and what happens when a worker dies.
 
-The numbered story of one request:
+The numbered story of one request, in the order of this file:
 
-1. ``send`` notes it under its id; ``choice`` says which worker gets it, and ``sending`` puts its record on that worker's lane.
-2. Where there is no worker it waits, until there is one or for too long (``dispatch``, ``sweeper``).
-3. The answer comes back on the lane (``answers``); the request (``pending``) gets it, with the lane its tensors lie in.
-4. Its owner calls ``release`` when the answer's bytes have left.
+1. ``send`` notes it under its id; ``routing`` says which worker gets it, and its record is put on that worker's lane.
+2. Where there is no worker it waits, until there is one or for too long.
+3. Records leave: at once for an idle worker, the others at the end of the loop's iteration in one datagram for each worker.
+4. The answer comes back on the lane; the request (``in_flight``) gets it, with the lane its tensors lie in.
+5. Its owner calls ``release`` when the answer's bytes have left. Until then the lease of them is outstanding, and counts
+   against its connection's share, beyond which more of its requests are throttled (``throttle``).
 
 What a request takes (its place in flight, its leases, its place on a lane) is the submitter's from ``send`` until its end, also
 where sending it fails; and what fails is one request: those beside it go on.
@@ -19,31 +21,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count, takewhile
 
 from tensord.config.options import Options
 from tensord.daemon.control.refusals import OnRefusal, Refusals, uncounted
-from tensord.daemon.submit.accounts import Account, Accounts, part
-from tensord.daemon.submit.answers import Answers
+from tensord.daemon.submit.accounts import Account, Accounts, Client, part
 from tensord.daemon.submit.arena_space import ArenaSpace, OnLease
 from tensord.daemon.submit.busy_poll import BusyPoll
-from tensord.daemon.submit.choice import Choice, load
-from tensord.daemon.submit.dispatch import Dispatch
-from tensord.daemon.submit.held_back import HeldBack
-from tensord.daemon.submit.lent import Lent
+from tensord.daemon.submit.in_flight import Calling, OnAnswer, Pending, Worker
 from tensord.daemon.submit.model_table import ModelTable
-from tensord.daemon.submit.pending import Calling, OnAnswer, Pending, Worker
-from tensord.daemon.submit.sending import Sending
-from tensord.daemon.submit.sweeper import Sweeper
-from tensord.daemon.submit.workerless import Workerless, loading
-from tensord.shm.arena import Arena, Lease
+from tensord.daemon.submit.routing import Routing, load
+from tensord.daemon.submit.throttle import Throttle
+from tensord.shm.arena import Arena, Lease, LeaseKey, taken_by
+from tensord.shm.channel import ChannelClosed
 from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
-from tensord.shm.errors import Unavailable
+from tensord.shm.device_names import number_of
+from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import PreparedRequest, RequestRecord
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, RequestRecord, Slice, response_byte_size
 from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.sequence_page import SequencePage
@@ -51,6 +49,12 @@ from tensord.shm.spin import Spin
 from tensord.shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
+#: By then a front has read what the supervisor said before it took a model from a worker.
+_TOLD_SECONDS = 0.01
+#: After which a lane that could not be written to is tried again.
+_AGAIN_SECONDS = 0.1
+#: Between two looks at what waits, while anything does.
+_TIMER_SECONDS = 0.1
 
 
 class Submitter:
@@ -83,45 +87,35 @@ class Submitter:
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         #: All that are in flight, in order of arrival.
-        self._pending: dict[int, Pending] = {}
-        #: Who waits for a model to be loaded, to know what it is.
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._in_flight: dict[int, Pending] = {}
+        #: Those that no worker can run now, in order of arrival, each with the time it gives up.
+        self._waiting: dict[Pending, float] = {}
         self._worker_wait = options.requests.worker_wait
-        self._lent = Lent()
+        #: Who waits for a model to be loaded, to know what it is.
+        self._loading: set[asyncio.Future[None]] = set()
         loop = self._loop = asyncio.get_running_loop()
         self.refusals = Refusals(loop, counted)
-        busy_poll = BusyPoll(loop, Spin(options.lanes.spin_us * 1000), self._pending)
-        self._choice = Choice(table, row, self._pending, options.requests.max_sequences)
-        self._workerless = Workerless(self._pending, self._choice, options.requests.worker_wait)
-        self._sending = Sending(loop, busy_poll, self._pending, lambda worker: self._answers.receive(worker))
+        self._busy_poll = BusyPoll(loop, Spin(options.lanes.spin_us * 1000), self._in_flight)
+        self._routing = Routing(table, row, self._in_flight, options.requests.max_sequences)
+        self._throttle = Throttle(self._in_flight, arenas.wait)
         # Workers that still map a segment that was closed keep its pages: they are told.
-        closed = partial(self._sending.flush_all_later, self._choice.workers.values())
-        self._space = ArenaSpace(self._arena, arenas.wait, part(arenas, arenas.arriving_share), closed)
+        self._space = ArenaSpace(self._arena, arenas.wait, part(arenas, arenas.arriving_share), self._flush_all_later)
         #: Room for inputs; see there.
         self.loan, self.arrived, self.give_back = self._space.loan, self._space.arrived, self._space.give_back
         #: Whom the connections belong to, and what they hold.
         self.accounts = Accounts(arenas, self._arena.small_byte_size, self._arena.shared_byte_size)
-        self._held_back = HeldBack(self._pending, arenas.wait, self._lent, self._choice, self._sending)
-        self._sweeper = Sweeper(loop, self._sweep)
-        self._dispatch = Dispatch(
-            loop, self._pending, self._choice, self._sending, self._workerless, self._sweeper, self._space
-        )
-        self._answers = Answers(
-            loop,
-            self._pending,
-            self._choice,
-            self._sending,
-            self._lent,
-            self._held_back,
-            self._dispatch,
-            busy_poll,
-            self._sweeper,
-            options.responses.max_ahead,
-        )
-        #: The bytes of an answer have left, of a last one and of another; see there.
-        self.release, self.taken = self._answers.release, self._answers.taken
+        #: Leases of workers' response arenas that are outstanding, from the answer that brought one until its bytes have left:
+        #: whose it is, how large, and the worker's whose it was.
+        self._outstanding: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int, Worker]] = {}
+        self._nobody = Account(Client("nobody", sys.maxsize, (0, 0, 0)), sys.maxsize)
+        #: A request's responses that were taken are acknowledged when they are so many bytes.
+        self._acknowledged_at = options.responses.max_ahead // 4
+        #: Workers to be flushed when this iteration of the loop ends; and whether anything is to be done then.
+        self._dirty: list[Worker] = []
+        self._ends_iteration = False
+        self._timer: asyncio.TimerHandle | None = None
 
-    # -------------------------------------------------------------------------------------------- requests
+    # ------------------------------------------------------------------------------------------------ sending
 
     def submit(
         self, record: RequestRecord, leases: Sequence[Lease], on_answer: OnAnswer, account: Account | None = None
@@ -133,53 +127,347 @@ class Submitter:
         """
         self.send(Calling(on_answer, record=record, leases=leases, holder=account))
 
-    def send(self, pending: Pending) -> None:
+    def send(self, request: Pending) -> None:
         """Sends a request that knows itself what to do with its answer. Raises as ``submit``."""
-        everything = self._pending
+        everything = self._in_flight
         try:
             if len(everything) >= (limit := self._max_in_flight):
-                self.refusals.note(pending.prepared.model, Refusal.IN_FLIGHT)
+                self.refusals.note(request.prepared.model, Refusal.IN_FLIGHT)
                 raise Unavailable(f"{len(everything)} requests are in flight, at most {limit} are allowed")
-            everything[pending.record.request_id] = pending
+            everything[request.record.request_id] = request
             if self._timeout:
-                pending.sent_at = self._loop.time()
-                self._sweeper.later()
-            if (self._lent.full or self._held_back.lines) and self._held_back.holds(pending):
-                self._held_back.add(pending, self._loop.time())
-                return self._sweeper.later()
-            workers = self._choice.remembered.get(pending.numbered)
+                request.sent_at = self._loop.time()
+                self._start_timer()
+            if (self._throttle.full or self._throttle.lines) and self._throttle.holds(request):
+                self._throttle.add(request, self._loop.time())
+                return self._start_timer()
+            workers = self._routing.remembered.get(request.numbered)
             if workers is None:
-                self._dispatch.send(pending)
+                self._route(request)
             else:
-                self._sending.send(workers[0] if len(workers) == 1 else min(workers, key=load), pending)
+                self._put(workers[0] if len(workers) == 1 else min(workers, key=load), request)
         except BaseException:
-            everything.pop(pending.record.request_id, None)
-            self._dispatch.give_back(pending)
+            everything.pop(request.record.request_id, None)
+            self._give_back_inputs(request)
             raise
+
+    def _route(self, request: Pending) -> None:
+        """Sends to the least loaded worker that has the model, or lets it wait for one. Raises whatever is wrong with it."""
+        try:
+            worker = self._routing.find(request)
+        except ServingError as error:
+            self._loop.call_soon(self._fail, request, error)
+            return
+        if worker is not None:
+            self._put(worker, request)
+        else:
+            self._waiting[request] = self._loop.time() + self._worker_wait
+            self._start_timer()
+
+    def _send_again(self, request: Pending) -> None:
+        """Sends a request whose sender is not there any more: an error is its answer."""
+        request.recalled = False
+        try:
+            self._route(request)
+            if request.cancelled and request.worker is not None:
+                self._take_back(request)
+        except ServingError as error:
+            self._fail(request, error)
+        except Exception:
+            _log.exception("a request for model '%s' could not be sent", request.prepared.model)
+            self._fail(request, Internal(DEFECT))
+
+    def _send_waiting(self) -> None:
+        """Sends those that wait for a worker and have one now."""
+        waiting, self._waiting = self._waiting, {}
+        for request, gives_up in waiting.items():
+            if request.record.request_id in self._in_flight:
+                self._send_again(request)
+                if request in self._waiting:
+                    self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
     def cancel(self, request_id: int) -> None:
         """Nobody waits for it any more: no callback will come. Its memory is given back when its worker is done with it."""
-        pending = self._pending.get(request_id)
-        if pending is None or pending.cancelled:
+        request = self._in_flight.get(request_id)
+        if request is None or request.cancelled:
             return
-        pending.cancelled, pending.recalled = True, False
-        if pending.worker is not None:
-            self._dispatch.take_back(pending)
-        elif not self._choice.is_step(pending):
-            self._dispatch.finish(pending)
+        request.cancelled, request.recalled = True, False
+        if request.worker is not None:
+            self._take_back(request)
+        elif not self._routing.is_step(request):
+            self._finish(request)
         # A step of a sequence that waits here goes to its worker when it is its turn, and is cancelled there: that ends the
         # sequence. If it were only left out, those behind it would run on another state.
 
-    def in_flight(self) -> int:
-        """Requests accepted and not yet answered."""
-        return len(self._pending)
+    def _take_back(self, request: Pending) -> None:
+        """Tells its worker that nobody waits for it."""
+        assert request.worker is not None
+        request.worker.lane.cancel(request.record.request_id)
+        self._flush_later(request.worker)
 
-    def statistics(self) -> dict[str, int]:
-        """Counts for operators."""
-        waiting = {"waiting_for_worker": len(self._workerless), "held_back": len(self._held_back)}
-        forms = {"forms_minted": self.numbers.minted, "forms_evicted": self.numbers.evicted}
-        held = {"answers_held": len(self._lent), **self._arena.statistics()}
-        return {"in_flight": len(self._pending), **waiting, **forms, **held}
+    def _fail(self, request: Pending, error: ServingError) -> None:
+        """Ends a request with an error as its answer, if anybody waits for it."""
+        if not request.cancelled and request.record.request_id in self._in_flight:
+            request.fail(error)
+        self._finish(request)
+
+    def _finish(self, request: Pending) -> None:
+        """Ends a request, but for one that has its only answer: see ``_receive``."""
+        if self._in_flight.pop(request.record.request_id, None) is not None:
+            self._give_back_inputs(request)
+
+    def _give_back_inputs(self, request: Pending) -> None:
+        """Gives back its leases: nobody reads its inputs any more."""
+        for lease in request.leases:
+            self.give_back(lease)
+
+    # --------------------------------------------------------------------------------------- records leave for workers
+
+    def _put(self, worker: Worker, request: Pending) -> None:
+        """Gives a request to a worker, whose it is from now on. Raises whatever is wrong with it: then it is nobody's.
+
+        A worker that has nothing to do gets its record at once: it begins while this front reads what else came.
+        """
+        record, numbered, in_flight = request.record, request.numbered, worker.in_flight
+        request.worker = worker
+        in_flight[record.request_id] = request
+        try:
+            if request.leases:
+                worker.lane.announce(request.leases)
+            if len(in_flight) > 1 or worker.writing:
+                worker.lane.submit(record, numbered)
+                if not worker.dirty:
+                    self._flush_later(worker)
+                return
+            if not worker.lane.submit_at_once(record, numbered):
+                self._flush(worker)
+        except BaseException:
+            # Nothing of it is on the lane: what is queued there is sent, later if not now.
+            in_flight.pop(record.request_id, None)
+            request.worker = None
+            raise
+        if not self._ends_iteration:
+            self._ends_iteration = True
+            self._loop.call_soon(self._end_iteration)
+
+    def _flush_later(self, worker: Worker) -> None:
+        """Flushes at the end of this iteration: what came in it shares a datagram, a wake-up and most often a batch."""
+        if not worker.dirty:
+            worker.dirty = True
+            self._dirty.append(worker)
+            if not self._ends_iteration:
+                self._ends_iteration = True
+                self._loop.call_soon(self._end_iteration)
+
+    def _flush_all_later(self) -> None:
+        """Flushes all lanes that are open, where these have something to say themselves."""
+        for worker in self._routing.workers.values():
+            if not worker.closed:
+                self._flush_later(worker)
+
+    def _end_iteration(self) -> None:
+        self._ends_iteration = False
+        if self._dirty:
+            dirty, self._dirty = self._dirty, []
+            for worker in dirty:
+                worker.dirty = False
+                if not worker.closed:
+                    self._flush(worker)
+        in_flight = len(self._in_flight)
+        if in_flight == 1:
+            for request in self._in_flight.values():
+                # A large one takes the worker longer than waking up, and it wants the processor.
+                if request.worker is not None and not request.leases:
+                    self._busy_poll.look(request.worker.lane.ready, self._look, request.worker)
+                break
+        elif in_flight:
+            self._busy_poll.flushed()
+
+    def _look(self, worker: Worker) -> bool:
+        """Takes what came for the only request in flight. False: no answer to it can come, now."""
+        if not worker.closed:
+            self._receive(worker)
+        return bool(worker.in_flight) and not worker.closed
+
+    def _flush(self, worker: Worker) -> None:
+        try:
+            if not worker.lane.flush():
+                self._await_writable(worker)
+            elif worker.writing:
+                worker.writing = False
+                self._loop.remove_writer(worker.lane.fileno())
+        except Exception:
+            self._flush_again(worker)
+
+    def _await_writable(self, worker: Worker) -> None:
+        if not worker.writing:
+            try:
+                self._loop.add_writer(worker.lane.fileno(), self._flush, worker)
+                worker.writing = True
+            except Exception:
+                self._flush_again(worker)
+
+    def _flush_again(self, worker: Worker) -> None:
+        """What its lane holds belongs to many requests, and other lanes wait for their turn: no exception goes any further."""
+        _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
+        self._loop.call_later(_AGAIN_SECONDS, self._flush_later, worker)
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def _receive(self, worker: Worker) -> bool:
+        """Takes a datagram; whether there was one. Were there more, or an end of file, the loop would say so again."""
+        try:
+            answers = worker.lane.receive()
+        except ChannelClosed:
+            self._close_lane(worker)
+            return False
+        except InvalidArgument as error:
+            # A worker that sends garbage is not trusted with anything more; the supervisor sees it hang or exit.
+            _log.error("closing the lane of worker %d: %s", worker.incarnation, error.message)
+            self._close_lane(worker)
+            self._give_up(worker, Internal("the worker's answer could not be understood"))
+            return False
+        if worker.lane.unsaid:
+            self._flush_later(worker)
+        if not answers:
+            return answers is not None
+        self._busy_poll.answered()
+        in_flight = worker.in_flight
+        for prepared, own in answers:
+            if own.code or not prepared.final:
+                self._take(worker, prepared, own)
+                continue
+            request = in_flight.pop(own.request_id, None)
+            if own.lease is not None:
+                self._note_lease(worker, own.lease, request, own)
+                if request is None or request.cancelled:
+                    self.release(worker.lane, own.lease)
+            if request is None:
+                continue
+            del self._in_flight[own.request_id]
+            if not request.cancelled:
+                try:
+                    request.completed(prepared, own, worker.lane)
+                except Exception:
+                    request.fail_delivery()
+                    if own.lease is not None:
+                        self.release(worker.lane, own.lease)
+            if request.leases:
+                self._give_back_inputs(request)
+        return True
+
+    def _take(self, worker: Worker, prepared: PreparedAnswer, own: AnswerRecord) -> None:
+        """Takes an error, or an answer with others behind it."""
+        take = worker.in_flight.pop if prepared.final else worker.in_flight.get
+        request, lease = take(own.request_id, None), own.lease
+        if lease is not None:
+            self._note_lease(worker, lease, request, own)
+        if request is not None and request.recalled and own.code == Cancelled.code:
+            # It was called back and had not begun.
+            request.recalled, request.worker = False, None
+            self._throttle.add(request, self._loop.time())
+            self._start_timer()
+            return
+        if own.code and request is not None and request.is_misplaced(own):
+            # Its worker has its model no more, because that has moved to another one meanwhile: that is no answer.
+            request.worker = None
+            self._loop.call_later(_TOLD_SECONDS, self._route_anew, worker, request, own)
+            return
+        if request is not None and not request.cancelled:
+            request.answered = True
+            if request.sent_at and not prepared.final:
+                # It has as long for its next response.
+                request.sent_at = self._loop.time()
+                self._in_flight[own.request_id] = self._in_flight.pop(own.request_id)
+            if request.deliver(prepared, own, worker.lane):
+                lease = None  # its taker's
+        if lease is not None:
+            self.release(worker.lane, lease)
+        if request is not None and prepared.final:
+            self._finish(request)
+
+    def _route_anew(self, worker: Worker, request: Pending, answer: AnswerRecord) -> None:
+        """Sends a request to a worker that has its model. Where none does, what the first one said is its answer."""
+        if request.record.request_id not in self._in_flight:
+            return  # cancelled meanwhile
+        state = self._routing.state_of(request.prepared)
+        if state is not None and worker.incarnation not in state.workers:
+            self._send_again(request)
+        else:
+            self._fail(request, from_code(answer.code, answer.message))
+
+    def _note_lease(self, worker: Worker, key: LeaseKey, request: Pending | None, own: AnswerRecord) -> None:
+        """Notes that an answer came in a lease. ``request``: None: nobody waits for it."""
+        size = 0
+        for content in own.contents:
+            if type(content) is Slice:
+                size += content.byte_size
+        # What of the arena it takes, which is more than it is.
+        size = taken_by(key[0], size)
+        account = (None if request is None else request.account) or self._nobody
+        self._outstanding[worker.lane, key] = account, size, worker
+        client, account.last = account.client, size
+        account.answers += size
+        client.answers += size
+        if account.answers < account.limit and client.answers < client.limit:
+            return
+        if request is not None and account is not self._nobody:
+            throttle = self._throttle
+            if throttle.fills_client(account, request):
+                self._recall(throttle.is_too_much)
+            if throttle.fills_connection(account):
+                self._recall(lambda other: other.account is account)
+
+    def _recall(self, concerned: Callable[[Pending], bool]) -> None:
+        """Calls requests back from the workers. What has not begun of them comes back as cancelled, and waits."""
+        for worker in self._routing.workers.values():
+            for request_id, request in worker.in_flight.items():
+                if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
+                    request.recalled = True
+                    worker.lane.cancel(request_id)
+        self._flush_all_later()
+
+    def _may_come_back(self, request: Pending) -> bool:
+        """What keeps state in its worker, or answers again and again, may have begun, and is not sent twice."""
+        state = self._routing.state_of(request.prepared)
+        return state is not None and state.repeatable and not state.sticky and not state.streams
+
+    def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
+        """Gives back the lease of an answer whose bytes have left. Harmless where it was given back before."""
+        found = self._outstanding.pop((lane, key), None)
+        if found is None:
+            return
+        lane.release(key)
+        account, byte_size, worker = found
+        account.answers -= byte_size
+        account.client.answers -= byte_size
+        throttle = self._throttle
+        if throttle.full:
+            throttle.taken(account)
+        if not worker.dirty and not worker.closed:
+            self._flush_later(worker)
+        if throttle.lines:
+            self._send_all_again(throttle.let_go(account))
+
+    def taken(self, lane: SubmitterLane, response: AnswerRecord) -> None:
+        """Acknowledges a response that was not its request's last, and whose bytes have left.
+
+        Its worker sends only so many ahead of the client.
+        """
+        if response.lease is not None:
+            self.release(lane, response.lease)
+        request = self._in_flight.get(response.request_id)
+        if request is None or request.worker is None:
+            return
+        request.taken += response_byte_size(response.contents)
+        if request.taken >= self._acknowledged_at:
+            lane.taken(response.request_id, request.taken)
+            request.taken = 0
+            self._flush_later(request.worker)
+
+    def _send_all_again(self, requests: Iterable[Pending]) -> None:
+        for request in requests:
+            self._send_again(request)
 
     # ------------------------------------------------------------------------------------------------ room
 
@@ -188,7 +476,7 @@ class Submitter:
     ) -> None:
         """Calls back with a lease, or with Unavailable when there is no room for ``arenas.wait`` seconds; ``model``: if known."""
         self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
-        self._sweeper.later()
+        self._start_timer()
 
     # -------------------------------------------------------------------------------------- workers and models
 
@@ -196,49 +484,57 @@ class Submitter:
         """A worker can be reached. Takes the descriptors: the lane's socket, the status page and the sequence page."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = Worker(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
-        self._choice.add(worker)
-        self._answers.listen(worker)
-        self._dispatch.send_waiting()
+        self._routing.add(worker)
+        self._loop.add_reader(lane.fileno(), self._receive, worker)
+        self._send_waiting()
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
         """The table changed: who waits may have a worker now, or a reason to give up."""
-        self._choice.model_changed(state)
-        self._dispatch.send_waiting()
-        waiting, self._waiting = self._waiting, set()
-        for one in waiting:
+        self._routing.model_changed(state)
+        self._send_waiting()
+        loading, self._loading = self._loading, set()
+        for one in loading:
             if not one.done():
                 one.set_result(None)
 
     def is_loading(self, model: str, version: int) -> bool:
         """Whether a version is being loaded, and none serves that would answer for it."""
-        return self._choice.is_loading(model, version)
+        return self._routing.is_loading(model, version)
 
     async def loaded(self, model: str, version: int) -> None:
         """Returns when a model that is being loaded is there, or is not to come. Raises Unavailable: that takes too long."""
         deadline = self._loop.time() + self._worker_wait
-        while self._choice.is_loading(model, version):
+        while self._routing.is_loading(model, version):
             changed = self._loop.create_future()
-            self._waiting.add(changed)
+            self._loading.add(changed)
             await asyncio.wait((changed,), timeout=max(0.0, deadline - self._loop.time()))
             if not changed.done():
-                self._waiting.discard(changed)
+                self._loading.discard(changed)
                 self.refusals.note(model, Refusal.NO_WORKER)
-                raise loading(model, self._worker_wait)
+                raise self._still_loading(model)
+
+    def _still_loading(self, model: str) -> Unavailable:
+        return Unavailable(f"model '{model}' is still being loaded after {self._worker_wait:g} s; ask again later")
 
     def region_placed(self, place: RegionPlace) -> None:
         """Requests that name the region go to that device from now on."""
-        self._choice.region_placed(place)
+        self._routing.region_placed(place)
+
+    # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
         """That process is certainly gone: run its requests elsewhere."""
-        worker = self._choice.workers.get(fenced.worker)
+        worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return
-        self._answers.drain(worker)
+        # What it answered before is all in the socket.
+        while not worker.closed and self._receive(worker):
+            pass
+        self._close_lane(worker)
         executing = {request for submitter, request in worker.page.executing() if submitter == self._incarnation}
-        lost = self._choice.bury(worker)
+        lost = self._routing.bury(worker)
         orphans, worker.in_flight = worker.in_flight, {}
-        models = Counter(pending.prepared.model for number, pending in orphans.items() if number in executing)
+        models = Counter(request.prepared.model for number, request in orphans.items() if number in executing)
         _log.log(
             logging.ERROR if models else logging.WARNING,
             "the worker on %s is gone with %d requests; it was executing %s",
@@ -246,50 +542,117 @@ class Submitter:
             len(orphans),
             ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them",
         )
-        for number, pending in orphans.items():
-            self._dispatch.run_again(pending, lost.get(number), number in executing)
+        for number, request in orphans.items():
+            self._run_again(request, lost.get(number), number in executing)
         # What belongs to its sequences may have waited for that.
-        self._dispatch.send_waiting()
+        self._send_waiting()
         worker.shut()
+
+    def _run_again(self, request: Pending, lost: ServingError | None, was_executing: bool) -> None:
+        """Sends a dead worker's request to another one. ``lost``: its answer, where its sequence is gone with the worker."""
+        if request.cancelled:
+            self._finish(request)
+        elif error := lost or request.orphaned(was_executing, self._routing.state_of(request.prepared)):
+            self._fail(request, error)
+        else:
+            self._send_again(request)
+
+    def _close_lane(self, worker: Worker) -> None:
+        """Nothing is sent to it any more, nor read. Idempotent."""
+        if not worker.closed:
+            self._routing.close(worker)
+            self._loop.remove_reader(worker.lane.fileno())
+            if worker.writing:
+                self._loop.remove_writer(worker.lane.fileno())
+                worker.writing = False
+
+    def _give_up(self, worker: Worker, error: ServingError) -> None:
+        """Answers what is in flight there. The process lives and may still read: memory comes back when it is fenced."""
+        for request in list(worker.in_flight.values()):
+            if not request.cancelled:
+                request.cancelled = True
+                request.fail(error)
+
+    # ------------------------------------------------------------------------------------------------ timeouts
+
+    def _start_timer(self) -> None:
+        """Something waits: looks soon for what waited too long."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(_TIMER_SECONDS, self._time_out)
+
+    def _time_out(self) -> None:
+        """Ends what waited too long: for a worker, throttled, for room, for an answer. Looks again while anything waits."""
+        self._timer = None
+        now = self._loop.time()
+        for request in self._without_worker_since(now):
+            if not request.cancelled:
+                self.refusals.note(request.prepared.model, Refusal.NO_WORKER)
+            self._fail(request, self._no_worker(request.prepared))
+        for request, error in self._throttle.expired(now):
+            if request.cancelled:
+                self._send_again(request)
+            else:
+                self.refusals.note(request.prepared.model, Refusal.ANSWERS_HELD)
+                self._fail(request, error)
+        self._send_all_again(self._throttle.let_all_go())
+        room_wanted = self._space.expire(now)
+        if self._timeout:
+            self._time_out_answers(now - self._timeout)
+        if self._waiting or self._throttle.lines or room_wanted or (self._timeout and self._in_flight):
+            self._start_timer()
+
+    def _without_worker_since(self, now: float) -> list[Pending]:
+        """Takes out what waited too long for a worker."""
+        late: list[Pending] = []
+        for request, gives_up in list(self._waiting.items()):
+            ended = request.record.request_id not in self._in_flight
+            if gives_up > now and not ended:
+                break
+            del self._waiting[request]
+            if not ended:
+                late.append(request)
+        return late
+
+    def _no_worker(self, prepared: PreparedRequest) -> Unavailable:
+        """Says why a request waited for a worker in vain."""
+        gpu = self._routing.gpu_of(prepared)
+        where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
+        state = self._routing.state_of(prepared)
+        if state is not None and state.state == "LOADING":
+            return self._still_loading(prepared.model)
+        return Unavailable(f"no worker was ready for model '{prepared.model}'{where} within {self._worker_wait:g} s")
+
+    def _time_out_answers(self, sent_before: float) -> None:
+        # In order of arrival, and all have the same timeout: the first that may stay ends the walk.
+        late = takewhile(lambda request: request.sent_at <= sent_before, self._in_flight.values())
+        for request in [request for request in late if not request.cancelled]:
+            self.refusals.note(request.prepared.model, Refusal.NO_ANSWER)
+            request.fail(Unavailable(f"no answer within {self._timeout:g} s"))
+            self.cancel(request.record.request_id)
+
+    # ------------------------------------------------------------------------------------------------ the whole
+
+    def in_flight(self) -> int:
+        """Requests accepted and not yet answered."""
+        return len(self._in_flight)
+
+    def statistics(self) -> dict[str, int]:
+        """Counts for operators."""
+        waiting = {"waiting_for_worker": len(self._waiting), "throttled": len(self._throttle)}
+        forms = {"forms_minted": self.numbers.minted, "forms_evicted": self.numbers.evicted}
+        held = {"answers_held": len(self._outstanding), **self._arena.statistics()}
+        return {"in_flight": len(self._in_flight), **waiting, **forms, **held}
 
     def close(self) -> None:
         """Closes lanes and arena; what is in flight gets no answer."""
-        self._sweeper.close()
+        if self._timer is not None:
+            self._timer.cancel()
         self.refusals.close()
-        for worker in self._choice.workers.values():
-            self._answers.close(worker)
+        for worker in self._routing.workers.values():
+            self._close_lane(worker)
             worker.shut()
-        self._choice.workers.clear()
-        held = sum(len(pending.leases) for pending in self._pending.values())
+        self._routing.workers.clear()
+        held = sum(len(request.leases) for request in self._in_flight.values())
         if forgotten := self._arena.statistics()["leases"] - held:
             _log.warning("%d leases of the request arena belong to no request and were never given back", forgotten)
         self._arena.close()
-
-    # ------------------------------------------------------------------------------------------------ bounds
-
-    def _sweep(self, now: float) -> bool:
-        """Ends what waited too long: for a worker, for room, for an answer."""
-        for pending in self._workerless.expired(now):
-            if not pending.cancelled:
-                self.refusals.note(pending.prepared.model, Refusal.NO_WORKER)
-            self._dispatch.fail(pending, self._workerless.refusal(pending.prepared))
-        for pending, error in self._held_back.expired(now):
-            if pending.cancelled:
-                self._dispatch.send_again(pending)
-            else:
-                self.refusals.note(pending.prepared.model, Refusal.ANSWERS_HELD)
-                self._dispatch.fail(pending, error)
-        self._held_back.let_all_go(self._dispatch.send_again)
-        room_wanted = self._space.expire(now)
-        if self._timeout:
-            self._sweep_timeouts(now - self._timeout)
-        return bool(self._workerless or self._held_back.lines or room_wanted or (self._timeout and self._pending))
-
-    def _sweep_timeouts(self, sent_before: float) -> None:
-        # In order of arrival, and all have the same timeout: the first that may stay ends the walk.
-        late = takewhile(lambda pending: pending.sent_at <= sent_before, self._pending.values())
-        for pending in [pending for pending in late if not pending.cancelled]:
-            self.refusals.note(pending.prepared.model, Refusal.NO_ANSWER)
-            error = Unavailable(f"no answer within {self._timeout:g} s")
-            pending.fail(error)
-            self.cancel(pending.record.request_id)

@@ -28,9 +28,8 @@ from tensord.daemon.http import response_codec as http_codec
 from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.prepared import PreparedRequests
 from tensord.daemon.submit.arena_space import ArenaSpace
-from tensord.daemon.submit.choice import Choice
-from tensord.daemon.submit.dispatch import Dispatch
-from tensord.daemon.submit.sending import Sending
+from tensord.daemon.submit.routing import Routing
+from tensord.daemon.submit.submitter import Submitter
 from tensord.shm import channel as channel_module
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import WorkerFenced
@@ -118,8 +117,8 @@ def settle(setting: Setting) -> None:
 
 
 SENDING = [
-    (Dispatch, "send"),
-    (Choice, "find"),
+    (Submitter, "_route"),
+    (Routing, "find"),
     (SubmitterLane, "submit"),
     (SubmitterLane, "submit_at_once"),
     (Channel, "put"),
@@ -160,7 +159,7 @@ def test_a_record_that_cannot_be_sent_is_refused_to_its_sender(
         record = WholeRequest(
             setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (5000,), lease.place),), **fields
         ).record
-        setting.submitter.submit(record, [lease], lambda *_: pytest.fail("it was not sent"))
+        setting.send(record, lambda *_: pytest.fail("it was not sent"), (lease,))
 
     for value in (1 << 64, -(1 << 63) - 1):
         with pytest.raises(OverflowError):
@@ -179,7 +178,7 @@ def test_a_record_that_cannot_be_sent_is_refused_to_its_sender(
 @pytest.mark.parametrize(
     ("owner", "name", "at"),
     [
-        *((owner, name, at) for owner, name in ((Choice, "find"), (Channel, "put")) for at in range(3)),
+        *((owner, name, at) for owner, name in ((Routing, "find"), (Channel, "put")) for at in range(3)),
         # The first one goes at once, the others with the turn.
         (SubmitterLane, "submit_at_once", 0),
         (SubmitterLane, "submit", 0),
@@ -204,7 +203,7 @@ def test_sending_what_waited_for_a_worker(
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Choice, "find"), (Channel, "put"), (Dispatch, "send")],
+    [(Routing, "find"), (Channel, "put"), (Submitter, "_route")],
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_sending_again_after_a_worker_died(
@@ -237,7 +236,7 @@ def test_an_owner_that_cannot_take_its_answer(setting: Setting, size: int) -> No
 
     before = setting.ask()
     record = WholeRequest(setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (size,), bytes(size)),)).record
-    setting.submitter.submit(record, [], completed)
+    setting.send(record, completed)
     after = setting.ask()
     settle(setting)
     assert [final.code for final in (*before.finals, *told, *after.finals)] == ["", "", "INTERNAL", ""]
@@ -348,9 +347,9 @@ def on_a_bench(make: type[LaneBench], test: Callable[[Any], Coroutine[Any, Any, 
 HTTP_FAULTS = [
     (PreparedRequests, "read"),
     (placement, "place"),
-    (Dispatch, "send"),
+    (Submitter, "_route"),
     (ArenaSpace, "loan"),
-    (Sending, "send"),
+    (Submitter, "_put"),
     (SubmitterLane, "submit"),
     (SubmitterLane, "submit_at_once"),
     (http_codec, "encode"),
@@ -409,9 +408,9 @@ GRPC_FAULTS = [
     (Infer, "_ask_known"),
     (Infer, "_ask_received"),
     (Infer, "releaser"),
-    (Dispatch, "send"),
+    (Submitter, "_route"),
     (ArenaSpace, "loan"),
-    (Sending, "send"),
+    (Submitter, "_put"),
     (SubmitterLane, "submit"),
     (SubmitterLane, "submit_at_once"),
     (grpc_codec, "encode"),

@@ -26,7 +26,7 @@ from tensord.shm.messages import Prepare, RequestRecord
 from tensord.shm.sequence_keys import SequenceKeys
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
-from tests.fakes import WholeRequests, complete_numbered
+from tests.fakes import CalledBack, WholeRequests, complete_numbered
 from tests.records import WholeAnswer, WholeRequest
 from tests.work.counter import Work
 
@@ -134,7 +134,7 @@ class LaneBench(ABC):
     async def occupy(self) -> None:
         """The worker has taken a request, and is not done with it."""
         record = WholeRequest(self.submitter.next_id(), "addsub", 0, ()).record
-        self.submitter.submit(record, (), lambda *_: None)
+        self.submitter.send(CalledBack(on_answer=lambda *_: None, record=record))
         await asyncio.sleep(0)
         assert self.worker.receive() == [record]
 

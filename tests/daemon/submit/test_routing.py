@@ -1,418 +1,209 @@
-"""Where a sequence is: with the worker whose page tells of it, and nowhere once that is dead."""
+"""Which worker gets a request; what is remembered of it holds until anything changes that it depends on."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
-import hypothesis.strategies as st
-import msgspec
 import pytest
-from hypothesis import given, settings
 
-from tensord.daemon.submit.lost_sequences import LostSequences
-from tensord.daemon.submit.pending import Calling, Pending, Worker
-from tensord.daemon.submit.routing import Routing, lost
-from tensord.shm.control_records import ModelState
-from tensord.shm.errors import Unavailable
-from tensord.shm.messages import RequestRecord
-from tensord.shm.prepared import Numbered
-from tensord.shm.sequence_keys import Key, SequenceKeys
-from tensord.shm.sequence_page import SequencePage, SequenceState
+from tensord.daemon.submit.in_flight import Pending, Worker
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.routing import RegionPlaces, Routing
+from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
+from tensord.shm.errors import NotFound, Unavailable
+from tensord.shm.messages import PreparedRequest, RegionSlice, RequestedOutput, RequestRecord
+from tensord.shm.prepared import MAX_NUMBERS, Numbered
+from tensord.shm.sequence_keys import SequenceKeys
+from tensord.shm.sequence_page import SequencePage
+from tests.fakes import CalledBack
 from tests.records import Tensor, WholeRequest
-from tests.work.counter import Work
-
-KIND = Numbered(0, WholeRequest(0, "m", 0, (Tensor("x", "UINT8", (1,), b"1"),)).prepared)
-KEYS = SequenceKeys("m", 1)
-IDLE = 5
 
 
-class Fleet:
-    """Workers with real pages, and fronts that route to them."""
-
-    def __init__(self, count: int, platform: str = "cpu", slots: int = 100) -> None:
-        self.platform = platform
-        self.pages = [SequencePage.create(64) for _ in range(count)]
-        self.now = 0.0
-        self.numbers = itertools.count(1)
-        self._fronts: list[Front] = []
-        for page in self.pages:
-            page.tell_slots(KEYS.slots, slots, 0)
-
-    def front(self) -> Front:
-        made = Front(self)
-        self._fronts.append(made)
-        return made
-
-    def close(self) -> None:
-        for front in self._fronts:
-            for worker in front.workers:
-                worker.sequences.close()
-        for page in self.pages:
-            page.close()
+def worker_of(incarnation: int, device: str = "cpu:0") -> Worker:
+    return Worker(incarnation, device, *cast(Any, (None, None, None)))
 
 
-class Front:
-    """One front's routing; what it sends is at the worker at once, and admitted when the test says so."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-        self.in_flight: dict[int, Pending] = {}
-        self.workers = [
-            Worker(number, f"{fleet.platform}:{number}", *cast(Any, (None, None)), SequencePage.attach(os.dup(page.fd)))
-            for number, page in enumerate(fleet.pages)
-        ]
-        self.alive = dict(enumerate(self.workers))
-        self.routing = Routing(self.in_flight, self.alive, 100, lambda: fleet.now)
-        self.state = ModelState(
-            *("m", 1, "READY"),
-            workers=tuple(self.alive),
-            config=json.dumps({"sequence_batching": {"max_sequence_idle_microseconds": f"{IDLE}000000"}}).encode(),
-            repeatable=False,
-            sticky=True,
-        )
-
-    def make(self, who: int | str, flags: str = "") -> Pending:
-        number = next(self.fleet.numbers)
-        own = RequestRecord(number, 0, (b"1",), sequence_id=who, sequence_start="S" in flags, sequence_end="E" in flags)
-        pending = self.in_flight[number] = Calling(lambda *_: None, record=own, numbered=KIND)
-        return pending
-
-    def find(self, pending: Pending, gpu: str = "") -> int | None:
-        """The number of its worker, which has it from now on."""
-        worker = pending.worker = self.routing.find(pending, self.routing.model(self.state), gpu)
-        if worker is None:
-            return None
-        worker.in_flight[pending.record.request_id] = pending
-        return worker.incarnation
-
-    def send(self, who: int | str, flags: str = "", gpu: str = "") -> int | None:
-        return self.find(self.make(who, flags), gpu)
-
-    def answered(self) -> None:
-        """Everything that was sent."""
-        self.in_flight.clear()
-        for worker in self.workers:
-            worker.in_flight.clear()
-
-    def bury(self, number: int) -> tuple[list[Pending], list[Pending]]:
-        """That worker is dead: which of its requests are lost, and which are to be sent again."""
-        worker = self.alive.pop(number)
-        orphans = list(worker.in_flight.values())
-        gone = self.routing.bury(worker, orphans)
-        for pending in orphans:
-            pending.worker = None
-        return [each for each in orphans if each in gone], [each for each in orphans if each not in gone]
+def asks(regions: tuple[str, ...] = (), model: str = "m") -> WholeRequest:
+    inputs = tuple(Tensor(f"x{name}", "UINT8", (1,), RegionSlice(name, 0, 1)) for name in regions)
+    return WholeRequest(1, model, 0, (*inputs, Tensor("y", "UINT8", (1,), b"1")))
 
 
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    made = Fleet(3)
-    yield made
-    made.close()
+def plain(request: WholeRequest) -> Pending:
+    return CalledBack(on_answer=lambda *_: None, record=request.record)
 
 
-def admit(fleet: Fleet, worker: int, who: int | str, begun: bool = True) -> int:
-    since = fleet.pages[worker].admit(KEYS.key(who), 1000)
-    if begun:
-        fleet.pages[worker].begin(KEYS.key(who), since)
-    return since
+def numbered(request: WholeRequest) -> Pending:
+    return CalledBack(on_answer=lambda *_: None, record=request.of(0), numbered=Numbered(0, request.prepared))
 
 
-# ------------------------------------------------------------------------------------------------------------- living
+def routing_to(*workers: Worker, row: int = 0) -> Routing:
+    routing = Routing(ModelTable(), row, {}, 10)
+    for worker in workers:
+        routing.add(worker)
+    routing.model_changed(ModelState("m", 1, "READY", workers=tuple(worker.incarnation for worker in workers)))
+    return routing
 
 
-def test_every_front_finds_what_a_page_tells_of(fleet: Fleet) -> None:
-    fronts = [fleet.front(), fleet.front()]
-    for worker in range(3):
-        for who in (f"at {worker}", worker + 10):
-            admit(fleet, worker, who, begun=who != "at 1")
-            assert [front.send(who) for front in fronts] == [worker, worker]
-            assert [front.send(who, "S") for front in fronts] == [worker, worker]
+def test_the_least_loaded_and_among_equals_the_first() -> None:
+    first, second = worker_of(1), worker_of(2)
+    routing = routing_to(first, second)
+    assert routing.find(plain(asks())) is first
+    first.in_flight[1] = plain(asks())
+    assert routing.find(plain(asks())) is second
+    routing.close(second)
+    assert routing.find(plain(asks())) is first
 
 
-def test_what_follows_a_start_goes_where_that_went(fleet: Fleet) -> None:
-    """No page tells of it yet, whatever these tell meanwhile."""
-    front = fleet.front()
-    home = front.send(5, "S")
-    assert home is not None
-    for page in fleet.pages:
-        page.tell_slots(KEYS.slots, 0, 9)
-    fleet.pages[(home + 1) % 3].tell_slots(KEYS.slots, 100, 0)
-    assert [front.send(5), front.send(5, "E"), front.send(5, "S"), front.send(5, "E")] == [home] * 4
-    # Once it is answered, what its page says holds: that it is over.
-    front.answered()
-    assert front.send(5, "S") == (home + 1) % 3
+def test_each_front_begins_with_another_worker() -> None:
+    first, second = worker_of(1), worker_of(2)
+    assert [routing_to(first, second, row=row).find(plain(asks())) for row in range(3)] == [first, second, first]
 
 
-def test_of_two_that_have_it_the_last_one_counts(fleet: Fleet) -> None:
-    front = fleet.front()
-    fleet.pages[0].admit(KEYS.key(5), 2000)
-    fleet.pages[1].admit(KEYS.key(5), 1000)
-    assert front.send(5) == 0
-    fleet.pages[2].admit(KEYS.key(5), 3000)
-    assert front.send(5) == 2
+def test_regions_of_one_device_or_none() -> None:
+    first, second = worker_of(1, "cuda:0"), worker_of(2, "cuda:1")
+    routing = routing_to(first, second)
+    routing.region_placed(RegionPlace("a", "cuda:0"))
+    routing.region_placed(RegionPlace("b", "cuda:1"))
+    assert routing.find(plain(asks(("b",)))) is second
+    assert (routing.gpu_of(asks(("b",)).prepared), routing.gpu_of(asks().prepared)) == ("cuda:1", "")
+    assert routing.find(plain(asks(("a", "b", "a")))) is first
+    # It is being replaced, and copies between GPUs are for models that are not to be there.
+    routing.close(second)
+    assert routing.find(plain(asks(("b",)))) is None
+    assert routing.find(plain(asks(("a", "b")))) is first
 
 
-def test_what_has_ended_is_anywhere(fleet: Fleet) -> None:
-    """It is on its page until its answers have left."""
-    front, since = fleet.front(), admit(fleet, 0, 5)
-    fleet.pages[0].end(KEYS.key(5), since)
-    for page in fleet.pages[::2]:
-        page.tell_slots(KEYS.slots, 0, 0)
-    assert front.send(5, "S") == 1
+def test_a_model_that_is_not_where_the_regions_are() -> None:
+    """Of one that is on several other devices the least loaded is chosen, as without regions."""
+    workers = [worker_of(number, device) for number, device in enumerate(("cuda:0", "cuda:1", "cuda:1/1", "cpu:0"))]
+    routing = routing_to(*workers)
+    routing.region_placed(RegionPlace("a", "cuda:0"))
+    routing.region_placed(RegionPlace("b", "cuda:1"))
+    state = ModelState("m", 1, "READY", workers=(1, 2, 3), devices=("cuda:1", "cuda:1/1", "cpu:0"))
+    routing.model_changed(state)
+    workers[1].in_flight[1] = workers[1].in_flight[2] = workers[2].in_flight[3] = plain(asks())
+    assert routing.find(plain(asks(("a",)))) is workers[3]
+    assert routing.gpu_of(asks(("a",)).prepared) == ""
+    assert routing.find(plain(asks(("b",)))) is workers[2]
+    assert routing.gpu_of(asks(("b",)).prepared) == "cuda:1"
 
 
-def test_a_sequence_that_nobody_has_goes_where_slots_are_free(fleet: Fleet) -> None:
-    front = fleet.front()
-    for page in (fleet.pages[0], fleet.pages[2]):
-        page.tell_slots(KEYS.slots, 0, 0)
-    assert {front.send(who, "S") for who in range(1, 50)} == {1}
+def test_models_that_are_not_there() -> None:
+    routing = routing_to(worker_of(1))
+    with pytest.raises(NotFound):
+        routing.find(plain(asks(model="other")))
+    assert routing.state_of(asks(model="other").prepared) is None
+    state = ModelState("m", 1, "READY", workers=(1,), repeatable=False)
+    routing.model_changed(state)
+    assert routing.state_of(asks().prepared) == state
 
 
-def test_fronts_share_out_new_sequences_alike() -> None:
-    fleet = Fleet(5, slots=1 << 19)
-    first, second = fleet.front(), fleet.front()
-    homes = [first.send(who, "S") for who in range(1, 1001)]
-    assert homes == [second.send(who, "S") for who in range(1, 1001)]
-    counts = Counter(homes)
-    assert set(counts) == set(range(5))
-    assert min(counts.values()) > 100
-    # One that goes takes only those along that it has.
-    for front in (first, second):
-        front.answered()
-        del front.alive[3]
-    moved = [second.send(who, "S") for who in range(1, 1001)]
-    assert all(now == before for now, before in zip(moved, homes, strict=True) if before != 3)
-    fleet.close()
+# ------------------------------------------------------------------------------------------------------------ sequences
 
 
-def test_starts_that_no_page_tells_of_take_slots_as_well(fleet: Fleet) -> None:
-    """Three workers with two slots each, and six STARTs before any of them says what it has left."""
-    front = fleet.front()
-    for page in fleet.pages:
-        page.tell_slots(KEYS.slots, 2, 0)
-    assert Counter(front.send(who, "S") for who in range(1, 7)) == {0: 2, 1: 2, 2: 2}
-    # Where none is free the shortest backlog is taken; what a worker says then is the truth again.
-    fleet.pages[0].tell_slots(KEYS.slots, 0, 7)
-    fleet.pages[1].tell_slots(KEYS.slots, 0, 3)
-    fleet.pages[2].tell_slots(KEYS.slots, 0, 8)
-    assert [front.send(who, "S") for who in range(7, 11)] == [1] * 4
-    fleet.pages[0].tell_slots(KEYS.slots, 1, 0)
-    assert front.send(20, "S") == 0
+def of_sequence(sequence: int | str) -> Pending:
+    kind = Numbered(0, asks().prepared)
+    return CalledBack(
+        on_answer=lambda *_: None, record=RequestRecord(1, 0, (b"1",), sequence_id=sequence), numbered=kind
+    )
 
 
-def test_regions_decide_where_a_sequence_begins_and_not_where_it_goes_on() -> None:
-    fleet = Fleet(3, "cuda")
-    front = fleet.front()
-    admit(fleet, 0, 5)
-    assert [front.send(5, gpu=f"cuda:{number}") for number in range(3)] == [0, 0, 0]
-    assert {front.send(who, "S", gpu="cuda:1") for who in range(10, 30)} == {1}
-    assert front.send(40, "S", gpu="cuda:7") is None
-    front.state = msgspec.structs.replace(front.state, devices=("cuda:0", "cuda:1", "cuda:2"))
-    front.routing.model_changed("m", 1)
-    assert len({front.send(who, "S", gpu="cuda:7") for who in range(50, 70)}) > 1
-    fleet.close()
+def test_a_request_of_a_sequence_is_routed_and_nothing_is_remembered_of_its_kind() -> None:
+    first, second = (
+        Worker(number, f"cpu:{number}", *cast(Any, (None, None)), SequencePage.create(4)) for number in (1, 2)
+    )
+    routing = routing_to(first, second)
+    config = b'{"sequence_batching": {"max_sequence_idle_microseconds": 1000000000}}'
+    routing.model_changed(ModelState("m", 1, "READY", workers=(1, 2), config=config, repeatable=False, sticky=True))
+    keys = SequenceKeys("m", 1)
+    second.sequences.admit(keys.key(5), 1)
+    second.in_flight |= {number: of_sequence(1) for number in range(9)}
+    pending = of_sequence(5)
+    assert routing.find(pending) is second
+    assert pending.sequence == keys.key(5)
+    assert routing.find(of_sequence("5")) in (first, second)
+    # One of no sequence goes where there is least to do.
+    assert routing.find(of_sequence(0)) is routing.find(of_sequence("")) is first
+    assert not routing.remembered
+    # A dead one takes along what it has.
+    second.in_flight.clear()
+    assert routing.bury(second) == {}
+    assert routing.workers == {1: first}
+    with pytest.raises(Unavailable, match="sequence 5 of model 'm' was lost when its worker died"):
+        routing.find(pending)
+    for worker in (first, second):
+        worker.sequences.close()
 
 
-def test_what_was_never_begun_goes_to_some_worker(fleet: Fleet) -> None:
-    """Its answer says so."""
-    fronts = [fleet.front(), fleet.front()]
-    homes = [fronts[0].send(who) for who in range(1, 50)]
-    assert homes == [fronts[1].send(who) for who in range(1, 50)]
-    assert set(homes) == {0, 1, 2}
-
-
-def test_starts_that_were_answered_are_forgotten(fleet: Fleet) -> None:
-    front = fleet.front()
-    for who in range(1, 3000):
-        front.send(who, "S")
-        front.answered()
-    assert len(front.routing._starts) <= 300
-
-
-# -------------------------------------------------------------------------------------------------------------- deaths
-
-
-def refusal(front: Front, who: int | str) -> str:
-    with pytest.raises(Unavailable) as caught:
-        front.send(who)
-    return caught.value.message
-
-
-@pytest.mark.parametrize("who", [1001, "1001"])
-def test_a_sequence_is_lost_with_its_worker_until_a_start(fleet: Fleet, who: int | str) -> None:
-    front, other = fleet.front(), fleet.front()
-    admit(fleet, 0, who)
-    going = [front.make(who), front.make(who)]
-    assert [front.find(each) for each in going] == [0, 0]
-    assert front.bury(0) == (going, [])
-    text = "sequence 1001 of model 'm' was lost when its worker died; start it again with the START flag"
-    assert [refusal(front, who), refusal(front, who), lost(going[0]).message] == [text] * 3
-    # It is begun anew through another front, which had nothing in flight of it.
-    assert other.bury(0) == ([], [])
-    assert refusal(other, who) == text
-    home = other.send(who, "S")
-    assert home in (1, 2)
-    admit(fleet, home, who)
-    assert [front.send(who), other.send(who)] == [home, home]
-    assert front.send(who, "S") == home
-
-
-def test_who_has_no_answer_to_its_last_step_is_told_the_same_by_every_front(fleet: Fleet) -> None:
-    """It has ended on the worker, whose answer never left: for its client it was lost."""
-    front, other, since = fleet.front(), fleet.front(), admit(fleet, 0, 5)
-    last = front.make(5, "E")
-    assert front.find(last) == 0
-    fleet.pages[0].end(KEYS.key(5), since)
-    assert [front.bury(0), other.bury(0)] == [([last], []), ([], [])]
-    text = "sequence 5 of model 'm' was lost when its worker died; start it again with the START flag"
-    assert [refusal(front, 5), refusal(other, 5)] == [text] * 2
-    assert other.send(5, "S") in (1, 2)
-
-
-def test_it_is_lost_no_longer_than_it_would_have_lived(fleet: Fleet) -> None:
-    front = fleet.front()
-    admit(fleet, 0, 5)
-    front.bury(0)
-    fleet.now = IDLE
-    assert "lost" in refusal(front, 5)
-    fleet.now = IDLE + 0.5
-    assert front.send(5) in (1, 2)
-
-
-def test_who_asks_before_the_fence_waits_for_it(fleet: Fleet) -> None:
-    """The lane is at its end: its worker is dead, but may still write."""
-    front = fleet.front()
-    admit(fleet, 0, 5)
-    front.workers[0].closed = True
-    waiting = front.make(5)
-    assert front.find(waiting) is None
-    # A START need not wait: it begins elsewhere.
-    assert front.send(5, "S") in (1, 2)
-    admit(fleet, 1, 6)
-    front.workers[1].closed = True
-    waiting = front.make(6)
-    assert front.find(waiting) is None
-    front.bury(1)
-    with pytest.raises(Unavailable, match="sequence 6 of model 'm' was lost"):
-        front.find(waiting)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_what_waited_begins_elsewhere_in_its_order(fleet: Fleet, known: bool) -> None:
-    """``known``: the worker had admitted it, or not even read it."""
-    front = fleet.front()
-    run = [front.make(5, "S"), front.make(5), front.make(5, "E")]
-    home, *_ = [front.find(each) for each in run]
-    assert home is not None
-    if known:
-        admit(fleet, home, 5, begun=False)
-    assert front.bury(home) == ([], run)
-    moved = [front.find(each) for each in run]
-    assert moved[0] not in (None, home)
-    assert len(set(moved)) == 1
-    assert front.send(5) == moved[0]
-
-
-def test_what_waited_stays_behind_its_start_where_there_is_no_worker(fleet: Fleet) -> None:
-    front = fleet.front()
-    for worker in front.workers:
-        worker.closed = True
-    run = [front.make(5, "S"), front.make(5, "E"), front.make(5, "S"), front.make(5, "E")]
-    assert [front.find(each) for each in run] == [None] * 4
-    front.workers[1].closed = False
-    assert [front.find(each) for each in run] == [1] * 4
+# -------------------------------------------------------------------------------------------------------------- changes
 
 
 @pytest.mark.parametrize(
-    ("state", "requests", "lost_ones"),
+    "change",
     [
-        (SequenceState.BEGUN, ["S", "", "E"], 3),
-        (SequenceState.BEGUN, ["", ""], 2),
-        (SequenceState.WAITING, ["", "E"], 2),
-        (SequenceState.WAITING, ["S", "S", ""], 0),
-        # Of two sequences of one id the first may have run.
-        (SequenceState.WAITING, ["S", "E", "S", ""], 2),
-        (SequenceState.WAITING, ["", "E", "S", "E"], 2),
-        (SequenceState.WAITING, ["SE", "SE"], 1),
-        # They ran, and their answers had not left.
-        (SequenceState.ENDED, ["SE"], 1),
-        (SequenceState.ENDED, ["S", "E"], 2),
-        # Nothing was admitted.
-        (None, ["SE", "SE"], 0),
-        # Nothing of them either: another worker says so.
-        (None, ["", "E"], 0),
+        lambda routing: routing.model_changed(ModelState("m", 1, "READY", workers=(2,))),
+        lambda routing: routing.model_changed(ModelGone("m", 1)),
+        lambda routing: routing.region_placed(RegionPlace("a", "cuda:1")),
+        lambda routing: routing.close(routing.workers[1]),
+        lambda routing: routing.add(worker_of(3)),
     ],
+    ids=["model", "gone", "region", "closed", "opened"],
 )
-def test_which_requests_may_run_elsewhere(
-    fleet: Fleet, state: SequenceState | None, requests: list[str], lost_ones: int
-) -> None:
-    front = fleet.front()
-    for worker in (1, 2):
-        front.workers[worker].closed = True
-    run = [front.make(5, flags) for flags in requests]
-    assert {front.find(each) for each in run} == {0}
-    if state is not None:
-        since = admit(fleet, 0, 5, begun=state is not SequenceState.WAITING)
-        if state is SequenceState.ENDED:
-            fleet.pages[0].end(KEYS.key(5), since)
-    assert front.bury(0) == (run[:lost_ones], run[lost_ones:])
-    front.workers[1].closed = False
-    for each in run[lost_ones:]:
-        assert front.find(each) == 1
-    if lost_ones == len(run):
-        assert "lost" in refusal(front, 5)
+def test_every_change_ends_what_is_remembered(change: Callable[[Routing], None]) -> None:
+    first, second = worker_of(1, "cuda:0"), worker_of(2, "cuda:1")
+    routing = routing_to(first, second)
+    pending = numbered(asks(("a",)))
+    assert routing.find(pending) is first
+    assert routing.remembered == {pending.numbered: (first, second)}
+    change(routing)
+    assert not routing.remembered
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_sequence_with_a_hole_is_lost(fleet: Fleet, known: bool) -> None:
-    """Its client took one of its requests back."""
-    front = fleet.front()
-    run = [front.make(5, "S"), front.make(5), front.make(5, "E")]
-    home, *_ = [front.find(each) for each in run]
-    assert home is not None
-    if known:
-        admit(fleet, home, 5, begun=False)
-    run[1].cancelled = True
-    assert front.bury(home) == (run, [])
-    assert "lost" in refusal(front, 5)
+def test_only_kinds_with_a_worker_are_remembered_and_not_too_many() -> None:
+    routing = routing_to(worker_of(1))
+    routing.find(plain(asks()))
+    assert not routing.remembered
+    routing.close(routing.workers[1])
+    assert routing.find(numbered(asks())) is None
+    assert not routing.remembered
+    routing.add(worker_of(1))
+    for _ in range(MAX_NUMBERS + 1):
+        routing.find(numbered(asks()))
+        assert 0 < len(routing.remembered) <= MAX_NUMBERS
+    assert "1 workers" in repr(routing)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 100)), max_size=60), st.integers(1, 5))
-@settings(deadline=None)
-def test_no_more_are_remembered_than_may_be(lives: list[tuple[int, float]], most: int) -> None:
-    remembered, now = LostSequences(most), 0.0
-    latest: dict[Key, float] = {}
-    for who, later in lives:
-        now += later
-        remembered.add((who, who), now)
-        latest.pop((who, who), None)
-        latest[who, who] = now
-    expected = dict(list(latest.items())[-most:])
-    assert len(remembered) == len(expected)
-    for key in latest:
-        held = key in expected and now - expected[key] <= 50
-        assert remembered.holds(key, 50, now) is held
-        remembered.forget(key)
-        assert not remembered.holds(key, 50, now)
-    assert "LostSequences 0" in repr(remembered)
+# ------------------------------------------------------------------------------------------------------ regions on GPUs
 
 
-def test_the_work_of_a_probe() -> None:
-    """Four workers: what a request of a living sequence costs its front before it is sent."""
-    fleet = Fleet(4)
-    front = fleet.front()
-    for who in range(1, 40):
-        admit(fleet, who % 4, who)
-    front.send(1)
-    pending = front.make(5)
-    work = Work()
-    with work.counting():
-        front.routing.find(pending, front.routing.model(front.state), "")
-    assert work.instructions <= 440
-    fleet.close()
+def names(*inputs: str, outputs: tuple[str, ...] = ()) -> PreparedRequest:
+    tensors = tuple(Tensor(f"x{i}", "FP32", (1,), RegionSlice(name, 0, 4)) for i, name in enumerate(inputs))
+    body = Tensor("b", "FP32", (1,), b"abcd")
+    wanted = tuple(RequestedOutput(f"y{i}", RegionSlice(name, 0, 4)) for i, name in enumerate(outputs))
+    return WholeRequest(1, "m", 0, (*tensors, body), (*wanted, RequestedOutput("z"))).prepared
+
+
+def test_where_requests_go() -> None:
+    places = RegionPlaces()
+    assert not places
+    places.update(RegionPlace("a", "cuda:0"))
+    places.update(RegionPlace("b", "cuda:1"))
+    assert places
+    assert places.gpu_of(names()) == ""
+    assert places.gpu_of(names("system")) == ""
+    assert places.gpu_of(names("system", "b")) == "cuda:1"
+    assert places.gpu_of(names(outputs=("a",))) == "cuda:0"
+    assert places.gpu_of(names("a", outputs=("system", "a"))) == "cuda:0"
+    # Where most of the bytes are; an equal share goes to the first that is named.
+    assert places.gpu_of(names("system", "a", outputs=("b",))) == "cuda:0"
+    assert places.gpu_of(names("system", "a", outputs=("b", "b"))) == "cuda:1"
+
+
+def test_regions_that_are_gone() -> None:
+    places = RegionPlaces()
+    places.update(RegionPlace("a", "cuda:1"))
+    places.update(RegionPlace("a", ""))
+    places.update(RegionPlace("never", ""))
+    assert not places
+    assert places.gpu_of(names("a")) == ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,8 +18,9 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from tensord.config.options import Arenas, Options, Requests
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.in_flight import Pending
 from tensord.daemon.submit.model_table import ModelTable
-from tensord.daemon.submit.pending import Pending
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.arena import Lease
 from tensord.shm.channel import pair
@@ -39,7 +40,7 @@ from tensord.shm.messages import (
 )
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 from tensord.shm.sequence_keys import SequenceKeys
-from tests.fakes import INCARNATION, EchoWorker
+from tests.fakes import INCARNATION, CalledBack, EchoWorker
 from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
 
 MIB = 1 << 20
@@ -120,9 +121,18 @@ class Setting:
                 self.submitter.release(lane, own.lease)
 
         inputs = (Tensor("x", "UINT8", (size,), lease.place),)
-        self.submitter.submit(WholeRequest(asked.request_id, "m", 0, inputs, **said).record, [lease], completed)
-        assert not asked.finals, "never from within submit"
+        self.send(WholeRequest(asked.request_id, "m", 0, inputs, **said).record, completed, (lease,))
+        assert not asked.finals, "never from within send"
         return asked
+
+    def send(
+        self,
+        record: RequestRecord,
+        on_answer: Callable[[PreparedAnswer, AnswerRecord, SubmitterLane | None], None] = lambda *_: None,
+        leases: tuple[Lease, ...] = (),
+        owner: Account | None = None,
+    ) -> None:
+        self.submitter.send(CalledBack(on_answer=on_answer, record=record, leases=leases, owner=owner))
 
     def close(self) -> None:
         self.submitter.close()
@@ -341,7 +351,7 @@ def test_a_region_of_one_gpu_decides_where_a_request_goes(setting: Setting) -> N
     def ask(*names: str) -> None:
         inputs = tuple(Tensor(f"x{i}", "UINT8", (1,), RegionSlice(name, 0, 1)) for i, name in enumerate(names))
         record = WholeRequest(setting.submitter.next_id(), "m", 0, inputs).record
-        setting.submitter.submit(record, [], lambda prepared, own, _: answers.append(whole_answer(prepared, own)))
+        setting.send(record, lambda prepared, own, _: answers.append(whole_answer(prepared, own)))
 
     for _ in range(2):
         ask("g")
@@ -366,7 +376,7 @@ def test_nobody_has_the_gpu_of_a_region(setting: Setting) -> None:
     record = WholeRequest(
         setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (1,), RegionSlice("g", 0, 1)),)
     ).record
-    setting.submitter.submit(record, [], lambda prepared, own, _: answers.append(whole_answer(prepared, own)))
+    setting.send(record, lambda prepared, own, _: answers.append(whole_answer(prepared, own)))
     while not answers:
         setting.sleep(0.05)
     assert "no worker was ready for model 'm' on GPU 1, where its regions are, within" in answers[0].message
@@ -378,7 +388,7 @@ def test_too_many_give_the_lease_back(setting: Setting) -> None:
     lease = setting.submitter.loan(5000)
     assert lease is not None
     with pytest.raises(Unavailable, match="4 requests are in flight, at most 4"):
-        setting.submitter.submit(WholeRequest(99, "m", 0, ()).record, [lease], lambda *_: None)
+        setting.send(WholeRequest(99, "m", 0, ()).record, leases=(lease,))
     assert setting.submitter.statistics()["leases"] == 4
 
 
@@ -388,6 +398,33 @@ def test_a_request_gives_up_waiting_for_a_worker(setting: Setting) -> None:
     setting.sleep(0.4)
     (final,) = asked.finals
     assert (final.code, final.message) == ("UNAVAILABLE", "no worker was ready for model 'm' within 0.05 s")
+
+
+def test_who_waits_for_a_worker_waits_from_when_it_came(setting: Setting) -> None:
+    """1. three wait, and one of them is cancelled; 2. the table changes again and again, and there is still no worker."""
+    setting.ready()
+    asked = [setting.ask() for _ in range(3)]
+    setting.submitter.cancel(asked[1].request_id)
+    asked[1].cancelled = True
+    until = setting.loop.time() + 0.4
+    while setting.loop.time() < until:
+        setting.ready()
+        setting.sleep(0.01)
+    assert [len(each.finals) for each in asked] == [1, 0, 1]
+    found = setting.submitter.statistics()
+    assert (found["waiting_for_worker"], found["in_flight"], found["leases"]) == (0, 0, 0)
+
+
+def test_who_waits_for_a_worker_is_sent_in_order(setting: Setting) -> None:
+    setting.ready()
+    asked = [setting.ask() for _ in range(4)]
+    setting.submitter.cancel(asked[0].request_id)
+    setting.submitter.cancel(asked[2].request_id)
+    worker = setting.open_worker()
+    setting.ready(worker)
+    setting.turn()
+    assert [worker.next().request_id for _ in range(2)] == [asked[1].request_id, asked[3].request_id]
+    assert worker.idle(0.01)
 
 
 def test_an_unknown_model(setting: Setting) -> None:
@@ -583,7 +620,9 @@ def test_responses_are_taken_by_and_by(setting: Setting) -> None:
         output = Tensor("y", "UINT8", (100_000,), bytes(100_000))
         worker.complete(asked.request_id, final=False, version=1, outputs=(output,))
         setting.turn()
-        setting.submitter.taken(setting.submitter._choice.workers[worker.incarnation].lane, asked.finals[number].record)
+        setting.submitter.taken(
+            setting.submitter._routing.workers[worker.incarnation].lane, asked.finals[number].record
+        )
         setting.turn()
     worker.poll()
     assert worker.taken == [(asked.request_id, 3 * 100_256)] * 4
@@ -596,7 +635,7 @@ def test_a_lane_that_takes_no_more_is_written_to_later(setting: Setting) -> None
     submitter = setting.submitter
     big: dict[str, Parameter] = {"p": "x" * 60_000}
     for number in range(4):
-        submitter.submit(WholeRequest(1000 + number, "m", 0, (), parameters=big).record, [], lambda *_: None)
+        setting.send(WholeRequest(1000 + number, "m", 0, (), parameters=big).record)
         setting.turn()
     for number in range(4):
         submitter.cancel(1000 + number)

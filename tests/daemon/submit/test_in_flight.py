@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tensord.daemon.submit.pending import Calling, Pending
+from tensord.daemon.submit.in_flight import Pending
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import LAST, AnswerRecord, PreparedAnswer, PreparedRequest, RequestRecord
 from tensord.shm.prepared import Numbered
+from tests.fakes import CalledBack
 from tests.records import Tensor, WholeRequest
 
 REQUEST = WholeRequest(7, "m", 0, (Tensor("x", "UINT8", (2,), b"ab"),), client_id="me")
@@ -16,15 +17,15 @@ REQUEST = WholeRequest(7, "m", 0, (Tensor("x", "UINT8", (2,), b"ab"),), client_i
 
 def test_what_is_asked_is_known_with_and_without_a_number() -> None:
     numbered = Numbered(0, REQUEST.prepared)
-    assert Calling(lambda *_: None, record=REQUEST.of(0), numbered=numbered).prepared is numbered.prepared
-    assert Calling(lambda *_: None, record=REQUEST.record).prepared == REQUEST.prepared
+    assert CalledBack(on_answer=lambda *_: None, record=REQUEST.of(0), numbered=numbered).prepared is numbered.prepared
+    assert CalledBack(on_answer=lambda *_: None, record=REQUEST.record).prepared == REQUEST.prepared
 
 
 @pytest.mark.parametrize("numbered", [Numbered(3, REQUEST.prepared), None])
 def test_a_strike_is_the_requests_own(numbered: Numbered[PreparedRequest] | None) -> None:
     """Whoever runs it next is told of it in the same record, whatever of the request has a number."""
     record = REQUEST.record if numbered is None else REQUEST.of(3)
-    pending = Calling(lambda *_: None, record=record, numbered=numbered)
+    pending = CalledBack(on_answer=lambda *_: None, record=record, numbered=numbered)
     assert pending.orphaned(False, None) is None
     assert pending.record == record
     assert pending.orphaned(True, None) is None
@@ -39,7 +40,7 @@ def test_a_defect_of_the_owner_is_the_owners(caplog: pytest.LogCaptureFixture) -
     def broken(prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         raise ValueError("no")
 
-    assert not Calling(broken).deliver(LAST, AnswerRecord(7, LAST), None)
+    assert not CalledBack(on_answer=broken).deliver(LAST, AnswerRecord(7, LAST), None)
     # It is told of that, which meets the same defect.
     assert [record.message for record in caplog.records] == [
         "an answer could not be delivered",
@@ -53,7 +54,7 @@ def test_each_is_itself() -> None:
 
 
 def test_its_tensors_are_in_no_log() -> None:
-    pending = Calling(lambda *_: None, record=RequestRecord(7, 0, (b"secret",)))
-    assert repr(pending) == "<Calling 7>"
+    pending = CalledBack(on_answer=lambda *_: None, record=RequestRecord(7, 0, (b"secret",)))
+    assert repr(pending) == "<CalledBack 7>"
     pending.cancelled = True
-    assert repr(pending) == "<Calling 7, cancelled>"
+    assert repr(pending) == "<CalledBack 7, cancelled>"

@@ -29,7 +29,7 @@ class Asker:
 
     def ask(self, model: str = "m") -> int:
         record = WholeRequest(self.setting.submitter.next_id(), model, 0, (Tensor("x", "UINT8", (1,), b"1"),)).record
-        self.setting.submitter.submit(record, (), self.completed, self.account)
+        self.setting.send(record, self.completed, (), self.account)
         return record.request_id
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
@@ -82,7 +82,7 @@ def test_a_connection_that_takes_nothing(setting: Setting) -> None:
     # A quarter of 16 MiB is four answers.
     assert answer(setting, worker) == asked[:4]
     found = setting.submitter.statistics()
-    assert (found["held_back"], found["answers_held"], found["in_flight"]) == (4, 4, 4)
+    assert (found["throttled"], found["answers_held"], found["in_flight"]) == (4, 4, 4)
     late = slow.ask()
     setting.turn()
     assert worker.idle(0)
@@ -96,7 +96,7 @@ def test_a_connection_that_takes_nothing(setting: Setting) -> None:
     slow.take(len(slow.held))
     assert [completion.code for completion in slow.answers] == [""] * 9
     found = setting.submitter.statistics()
-    assert (found["held_back"], found["answers_held"], found["in_flight"]) == (0, 0, 0)
+    assert (found["throttled"], found["answers_held"], found["in_flight"]) == (0, 0, 0)
     assert (slow.account.answers, slow.account.client.answers) == (0, 0)
     setting.turn()
     assert worker.leases == 0
@@ -158,7 +158,7 @@ def test_whoever_waits_may_go(setting: Setting) -> None:
     assert setting.submitter.in_flight() == 0
     slow.take(4)
     setting.turn()
-    assert setting.submitter.statistics()["held_back"] == 0
+    assert setting.submitter.statistics()["throttled"] == 0
     assert len(slow.answers) == 4
 
 

@@ -1,0 +1,286 @@
+"""Sequences: which worker has one, and which were lost with their worker. Only requests of models that keep sequences come here.
+
+    a START of this front on its way ─▶ the worker that it was sent to: no page tells of it yet
+    on the page of a worker          ─▶ that worker; on two, the one that has admitted it last
+    a START of neither               ─▶ among the workers with free slots, or else with the shortest backlogs, by rendezvous
+    lost with its worker             ─▶ refused, until a START begins it anew
+    anything else                    ─▶ some worker, whose answer says that it was not begun
+
+A worker writes a sequence on its page (``tensord.shm.sequence_page``) before any answer of it leaves. So whoever waits for the
+answer to its START may go on through any front; who does not wait does so on one connection, and that is one front's.
+
+The rank of a sequence and a device is the same in every front, so fronts that do not know of each other's requests mostly agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from tensord.daemon.submit.in_flight import Pending, Worker
+from tensord.shm.control_records import ModelState
+from tensord.shm.device_names import gpu_of
+from tensord.shm.errors import Unavailable
+from tensord.shm.sequence_keys import Key, SequenceKeys
+from tensord.shm.sequence_page import SequenceState
+
+_log = logging.getLogger(__name__)
+
+_MASK = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15
+_ENDED = int(SequenceState.ENDED)
+#: STARTs that were answered are looked for when there are so many more than requests in flight.
+_MORE_STARTS = 256
+
+
+class SequenceRouting:
+    """One per front. ``in_flight``: all of its requests, by id; ``workers``: those that are not fenced."""
+
+    def __init__(
+        self,
+        in_flight: Mapping[int, Pending],
+        workers: Mapping[int, Worker],
+        most_lost: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``most_lost``: sequences of dead workers that are remembered."""
+        self._in_flight = in_flight
+        self._workers = workers
+        self._clock = clock
+        self._models: dict[tuple[str, int], SequencedModel] = {}
+        #: The last START of each that was sent, or waits for a worker; some are answered.
+        self._starts: dict[Key, Pending] = {}
+        self._lost = LostSequences(most_lost)
+
+    def model_changed(self, name: str, version: int) -> None:
+        """What was known of it may not hold any more."""
+        self._models.pop((name, version), None)
+
+    def model(self, state: ModelState) -> SequencedModel:
+        """What its requests need of a model, until it changes."""
+        return self._models.get((state.name, state.version)) or self._learn(state)
+
+    def find(self, pending: Pending, model: SequencedModel, gpu: str) -> Worker | None:
+        """The worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
+
+        Args:
+          gpu: where the regions of the request are; "": anywhere. A sequence stays where it is, whatever its requests name.
+        Raises: Unavailable: it was lost.
+        """
+        record, state = pending.record, model.state
+        key = pending.sequence = model.keys.key(record.sequence_id)
+        first = self._starts.get(key)
+        if first is None or first is pending or first.record.request_id not in self._in_flight:
+            # Of the only worker there is nothing has to be read, unless others had sequences that were lost.
+            alone = len(self._workers) == 1 and not self._lost
+            worker = (self._sole(state) if alone else None) or self._holder(key)
+            if record.sequence_start:
+                self._lost.forget(key)
+                if worker is None or worker.closed:
+                    worker = self._place(key, model.keys.slots, state, gpu)
+                self._note(key, pending)
+            elif worker is None:
+                if self._lost.holds(key, model.idle_seconds, self._clock()):
+                    raise lost(pending)
+                worker = max(self._candidates(state, gpu), key=lambda each: _rank(key, each), default=None)
+        else:
+            worker = first.worker
+            if record.sequence_start and worker is not None:
+                self._note(key, pending)
+        if worker is None or worker.closed:
+            return None
+        return worker
+
+    def bury(self, worker: Worker, orphans: Iterable[Pending]) -> set[Pending]:
+        """A worker is dead, and its page says what it had. Returns those of its requests that are lost with their sequences.
+
+        The others are to be sent again, in their order: nothing of their sequences has run.
+        """
+        runs: dict[Key, list[Pending]] = {}
+        for pending in orphans:
+            if pending.sequence is not None:
+                runs.setdefault(pending.sequence, []).append(pending)
+        states = {key: state for key, state, _ in worker.sequences.sequences()}
+        had = [key for key, state in states.items() if state is not SequenceState.ENDED]
+        now = self._clock()
+        # What has ended is there while its last answers have not left: its client is told that it is lost, by whichever front.
+        for key in states:
+            self._lost.add(key, now)
+        if had:
+            _log.warning("the worker on %s had %d sequences: what had begun of them is lost", worker.device, len(had))
+        gone: set[Pending] = set()
+        for key, run in runs.items():
+            if self._starts.get(key) in run:
+                del self._starts[key]
+            kept = _unharmed(run, states.get(key))
+            if len(kept) < len(run):
+                gone.update(run[: len(run) - len(kept)])
+            if not kept:
+                self._lost.add(key, now)
+        return gone
+
+    # ---------------------------------------------------------------------------------------------------------- choosing
+
+    def _sole(self, state: ModelState) -> Worker | None:
+        """The only worker, if it has the model."""
+        (worker,) = self._workers.values()
+        return worker if worker.incarnation in state.workers else None
+
+    def _holder(self, key: Key) -> Worker | None:
+        """Who has it, dead or not."""
+        found, newest = None, 0
+        for worker in self._workers.values():
+            value = worker.sequences.value(key)
+            if value > newest and value & 3 != _ENDED:
+                found, newest = worker, value
+        return found
+
+    def _candidates(self, state: ModelState, gpu: str) -> Sequence[Worker]:
+        """Those that would take a new sequence."""
+        found = [self._workers[number] for number in state.workers if number in self._workers]
+        found = [worker for worker in found if not worker.closed]
+        return nearest(found, gpu, state) if gpu else found
+
+    def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> Worker | None:
+        """Where a new sequence goes."""
+        best, best_rank = None, (0, -1)
+        for worker in self._candidates(state, gpu):
+            rank = (min(1, _spare(worker, slots)), _rank(key, worker))
+            if best is None or rank > best_rank:
+                best, best_rank = worker, rank
+        if best is not None and (told := best.sequences.slots(slots)) is not None:
+            edition, count = best.starts.get(slots, (0, 0))
+            best.starts[slots] = (told.edition, count + 1 if edition == told.edition else 1)
+        return best
+
+    def _note(self, key: Key, start: Pending) -> None:
+        if len(self._starts) > 2 * len(self._in_flight) + _MORE_STARTS:
+            alive = self._in_flight
+            self._starts = {key: each for key, each in self._starts.items() if each.record.request_id in alive}
+        self._starts[key] = start
+
+    def _learn(self, state: ModelState) -> SequencedModel:
+        model = self._models[state.name, state.version] = SequencedModel(state)
+        return model
+
+    def __repr__(self) -> str:
+        return f"<SequenceRouting {len(self._starts)} STARTs, {len(self._lost)} lost>"
+
+
+def lost(pending: Pending) -> Unavailable:
+    """What a request is answered whose sequence went with its worker."""
+    return Unavailable(
+        f"sequence {pending.record.sequence_id} of model '{pending.prepared.model}' was lost when its worker died; "
+        "start it again with the START flag"
+    )
+
+
+def _unharmed(run: list[Pending], state: SequenceState | None) -> list[Pending]:
+    """The last ones of a sequence's requests that a dead worker has not begun. ``state``: what it last said; None: nothing.
+
+    All of a sequence from its START on, or none: what another front had sent, or a client took back, would be missing.
+    """
+    if state is SequenceState.BEGUN or state is SequenceState.ENDED:
+        return []
+    kept = run
+    if state is SequenceState.WAITING:
+        # That is said of the sequence that it admitted last; one before it, of the same id, may have run.
+        ends = [number for number, pending in enumerate(run[:-1]) if pending.record.sequence_end]
+        kept = run[ends[-1] + 1 :] if ends else run
+        if not kept[0].record.sequence_start:
+            return []
+    return [] if any(pending.cancelled for pending in kept) else kept
+
+
+def _rank(key: Key, worker: Worker) -> int:
+    return (key[0] ^ worker.seed) * _MIX & _MASK
+
+
+def _spare(worker: Worker, slots: Key) -> int:
+    """Free slots less the sequences that wait for one; 0 where nothing is known."""
+    told = worker.sequences.slots(slots)
+    if told is None:
+        return 0
+    edition, count = worker.starts.get(slots, (0, 0))
+    # Those that were sent since it said so are not in what it said.
+    return told.free - told.backlog - (count if edition == told.edition else 0)
+
+
+# ------------------------------------------------------------------------------------------------------ what is known of a model
+
+
+class _Batching(msgspec.Struct):
+    max_sequence_idle_microseconds: Annotated[int, msgspec.Meta(ge=0)] = 1_000_000
+
+
+class _Config(msgspec.Struct):
+    sequence_batching: _Batching = msgspec.field(default_factory=_Batching)
+
+
+class SequencedModel:
+    """What is needed of a model for each of its requests."""
+
+    __slots__ = ("idle_seconds", "keys", "state")
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+        self.keys = SequenceKeys(state.name, state.version)
+        config = msgspec.json.decode(state.config or b"{}", type=_Config, strict=False)
+        #: After so long a silence a sequence is forgotten anyway.
+        self.idle_seconds = config.sequence_batching.max_sequence_idle_microseconds / 1e6
+
+
+def nearest(workers: Sequence[Worker], gpu: str, state: ModelState) -> Sequence[Worker]:
+    """Returns a model's workers on that GPU, none while they are replaced; all of its workers, if it is not meant for it."""
+    if not is_meant_for(state, gpu):
+        return workers
+    return [worker for worker in workers if gpu_of(worker.device) == gpu]
+
+
+def is_meant_for(state: ModelState, gpu: str) -> bool:
+    """Returns whether the model is loaded by workers of that GPU, when they are there."""
+    return bool(gpu) and (not state.devices or any(gpu_of(device) == gpu for device in state.devices))
+
+
+# --------------------------------------------------------------------------------------------------------------- what was lost
+
+
+class LostSequences:
+    """Remembers sequences that were lost with their worker, so that who goes on with one is told so.
+
+    Bounded: the earliest are forgotten first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        #: When each was lost (seconds); the earliest first.
+        self._since: dict[Key, float] = {}
+
+    def add(self, key: Key, now: float) -> None:
+        """Notes that its worker died."""
+        self._since.pop(key, None)
+        while len(self._since) >= self._most:
+            del self._since[next(iter(self._since))]
+        self._since[key] = now
+
+    def holds(self, key: Key, idle: float, now: float) -> bool:
+        """Returns whether it was lost. After ``idle`` seconds of silence its worker would have forgotten it, too."""
+        since = self._since.get(key)
+        if since is not None and now - since > idle:
+            del self._since[key]
+            return False
+        return since is not None
+
+    def forget(self, key: Key) -> None:
+        """Notes that it lives again."""
+        self._since.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def __repr__(self) -> str:
+        return f"<LostSequences {len(self._since)}>"
