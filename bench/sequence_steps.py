@@ -32,7 +32,7 @@ from bench import closed_loop, grpc_connection
 from bench.closed_loop import Connection, Row
 from bench.fronts import Run, Server, closed
 from bench.server import ROOT, serving
-from tensord.daemon.submit.in_flight import Calling, Pending, Worker
+from tensord.daemon.submit.in_flight import InFlight, Worker
 from tensord.daemon.submit.sequences import SequenceRouting
 from tensord.shm.control_records import ModelState
 from tensord.shm.messages import PreparedRequest, PreparedTensor, RequestRecord
@@ -154,9 +154,9 @@ def probe(workers: int, rounds: int = 20) -> tuple[float, float]:
     return min(took), statistics.median(took)
 
 
-def _pending(who: int) -> Pending:
+def _pending(who: int) -> InFlight:
     kind = Numbered(0, PreparedRequest("m", 0, (PreparedTensor("x", "UINT8", (1,)),)))
-    return Calling(lambda *_: None, record=RequestRecord(who, 0, (b"1",), sequence_id=who), numbered=kind)
+    return InFlight(record=RequestRecord(who, 0, (b"1",), sequence_id=who), numbered=kind)
 
 
 def main() -> int:

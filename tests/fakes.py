@@ -22,7 +22,7 @@ import msgspec
 from tensord.config.options import Options
 from tensord.daemon.control.tally import Tally
 from tensord.daemon.submit.accounts import Account
-from tensord.daemon.submit.in_flight import Pending
+from tensord.daemon.submit.in_flight import InFlight
 from tensord.shm import stack_report
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import (
@@ -111,7 +111,7 @@ def complete_numbered(lane: WorkerLane, answer: WholeAnswer) -> None:
     lane.complete(answer.of(numbered.number), numbered)
 
 
-class CalledBack(Pending):
+class CalledBack(InFlight):
     """A request in flight whose owner is called back."""
 
     on_answer: Callable[[PreparedAnswer, AnswerRecord, SubmitterLane | None], None]

@@ -26,17 +26,17 @@ from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import walk
 from tensord.daemon.submit.accounts import Account
-from tensord.daemon.submit.inference import Inference, InferenceRequest, begin
+from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_table import ModelTable
-from tensord.daemon.submit.in_flight import Pending
+from tensord.daemon.submit.placement import InferenceRequest, begin, place
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace, Tracer
 from tensord.shm import trace_stamps
-from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.arena import Lease
 from tensord.shm.errors import DEFECT, Internal, ServingError, Unsupported
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord, Slice, is_mark
+from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, RequestRecord, is_mark
 from tensord.shm.prepared import MAX_NUMBERS
 
 _log = logging.getLogger(__name__)
@@ -57,26 +57,27 @@ class InferCall(Call):
     def completed(self, asked: Asked, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Takes an answer to a request of its own."""
 
+    @abstractmethod
+    def placed(self) -> None:
+        """Hears that its request that waited for room does so no longer."""
+
 
 # ----------------------------------------------------------------------------------------------------- requests of a call
 
 
-class ReadRequest:
-    """A request that was read exactly, from when it is sent until its last answer."""
+class ReadRequest(InFlight):
+    """A request that was read exactly."""
 
-    __slots__ = ("_call", "_decoded", "_loading", "_request", "decoupled", "inference")
+    call: InferCall
+    _decoded: DecodedHead
+    _request: InferenceRequest
+    decoupled: bool
+    #: Its model is not there yet, so whether it is ``decoupled`` is seen by its answers.
+    _loading: bool
 
-    def __init__(
-        self, call: InferCall, decoded: DecodedHead, request: InferenceRequest, decoupled: bool, loading: bool
-    ) -> None:
-        """``loading``: its model is not there yet, so whether it is ``decoupled`` is seen by its answers."""
-        self._call = call
-        self._decoded = decoded
-        self._request = request
-        self._loading = loading
-        self.decoupled = decoupled
-        #: None: not begun, or ended.
-        self.inference: Inference | None = None
+    @property
+    def account(self) -> Account | None:
+        return self.call.stream.connection.account
 
     @property
     def model(self) -> str:
@@ -87,7 +88,7 @@ class ReadRequest:
         return self._request.id
 
     @property
-    def sequence(self) -> tuple[str, int | str] | None:
+    def sequence_of(self) -> tuple[str, int | str] | None:
         """Its model and sequence, if it is of one."""
         sequence_id = self._request.scheduling.sequence_id
         return (self._request.model, sequence_id) if sequence_id else None
@@ -101,23 +102,20 @@ class ReadRequest:
         """Whether a last, empty response is wanted where the model's last one does not say that it is."""
         return self._decoded.empty_final
 
+    def left_line(self) -> None:
+        self.call.placed()
+
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Takes an answer."""
         if self._loading and (not prepared.final or is_mark(prepared, own)):
             self.decoupled = True
-        if prepared.final:
-            # Each refers to the other, and requests shall leave the garbage collector nothing to do.
-            self.inference = None
-        self._call.completed(self, prepared, own, lane)
-
-    def cancel(self, submitter: Submitter) -> None:
-        """Cancels it: nobody waits for it any more."""
-        if self.inference is not None:
-            self.inference.cancel()
+        trace = self._request.trace
+        if prepared.final and trace is not None and not self.waits_for_room:
+            trace.completed(prepared.version, own.trace)
+        self.call.completed(self, prepared, own, lane)
 
 
-class KnownRequest(Pending):
-    """A request by its number: it is what the submitter keeps of it, too."""
+class KnownRequest(InFlight):
+    """A request by its number."""
 
     call: InferCall
     message: PreparedMessage
@@ -148,10 +146,6 @@ class KnownRequest(Pending):
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         self.call.completed(self, prepared, own, lane)
-
-    def cancel(self, submitter: Submitter) -> None:
-        """Cancels it: nobody waits for it any more."""
-        submitter.cancel(self.record.request_id)
 
 
 Asked = ReadRequest | KnownRequest
@@ -238,7 +232,7 @@ class Infer:
             return None
         if lease is not None:
             try:
-                contents = _placed(raws, lease, self._inline)
+                contents = place(raws, lease, self._inline)
             except BaseException:
                 self.submitter.give_back(lease)
                 raise
@@ -299,7 +293,7 @@ class Infer:
         """Sends a request that was read exactly, with the caller's headers that are parameters."""
         decoded, request, state = understood
         stream = call.stream
-        request.account, request.deadline_ns = stream.connection.account, stream.deadline_ns
+        request.deadline_ns = stream.deadline_ns
         try:
             if request.lease is not None:
                 self.submitter.arrived(request.lease)
@@ -314,7 +308,7 @@ class Infer:
             asked = ReadRequest(call, decoded, request, state.streams, streamed and not state.metadata)
             if waited_ns:
                 self._sample(request, waited_ns, read_ns)
-            asked.inference = begin(self.submitter, request, asked.completed)
+            begin(self.submitter, asked, request)
             return asked
         except BaseException as error:
             if request.lease is not None:
@@ -359,21 +353,6 @@ class Infer:
         if own.lease is not None and lane is not None:
             release = partial(self.submitter.release, lane, own.lease)
         return release if trace is None else Sent(trace, release)
-
-
-def _placed(raws: tuple[Buffer, ...], lease: Lease, inline: int) -> tuple[Content, ...]:
-    """Returns raw tensors as records have them: those that do not travel in one are copied into the lease."""
-    contents: list[Content] = []
-    used, place = 0, lease.place
-    for raw in raws:
-        size = len(raw)
-        if size <= inline:
-            contents.append(bytes(raw))
-            continue
-        lease.view[used : used + size] = raw
-        contents.append(Slice(place.segment, place.offset + used, size))
-        used += -(-size // ALIGNMENT) * ALIGNMENT
-    return tuple(contents)
 
 
 class Sent:

@@ -22,14 +22,13 @@ from tensord.daemon.grpc.reception import Reception
 from tensord.daemon.grpc.request_codec import DecodedHead, decode_head, decode_scheduling
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
 from tensord.daemon.grpc.walk import walk
-from tensord.daemon.submit.inference import Content, InferenceRequest, numbered
 from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.placement import InferenceRequest, InputContent
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument, NotFound, ServingError
-from tensord.shm.messages import Buffer, PreparedAnswer, PreparedRequest, Slice, own_count
-from tensord.shm.messages import Content as SentContent
+from tensord.shm.messages import Buffer, Content, PreparedAnswer, PreparedRequest, Slice, own_count
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
 #: What a request's head says, the request, and what its model is.
@@ -94,7 +93,7 @@ class AnswerLayout:
         self._owns = None if all(owns) else owns
 
     def pieces(
-        self, client_id: bytes, contents: tuple[SentContent, ...], view: Callable[[Slice], memoryview]
+        self, client_id: bytes, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
     ) -> list[Buffer]:
         """Returns a ModelInferResponse.
 
@@ -113,7 +112,7 @@ class AnswerLayout:
         return pieces
 
     @staticmethod
-    def _with_regions(owns: list[bool], contents: tuple[SentContent, ...]) -> list[SentContent]:
+    def _with_regions(owns: list[bool], contents: tuple[Content, ...]) -> list[Content]:
         """Returns all outputs; one in a region has an empty entry, so that the indices agree."""
         own = iter(contents)
         return [next(own) if each else b"" for each in owns]
@@ -175,7 +174,8 @@ class PreparedMessages:
         except NotFound:
             return False
         if known.numbered is None:
-            known.numbered = numbered(self._submitter, decoded.request("", [b""] * decoded.raw_count, UNSCHEDULED))
+            request = decoded.request("", [b""] * decoded.raw_count, UNSCHEDULED)
+            known.numbered = self._submitter.numbers.number(request.prepared)
         known.edition = self._table.edition
         return True
 
@@ -196,7 +196,7 @@ class PreparedMessages:
         understood[1].lease = message.take_lease()
         return understood
 
-    def _understood(self, head: bytes, client_id: bytes, raws: Sequence[Content]) -> Understood:
+    def _understood(self, head: bytes, client_id: bytes, raws: Sequence[InputContent]) -> Understood:
         try:
             text = client_id.decode()
         except UnicodeDecodeError:

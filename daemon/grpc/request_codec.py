@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 
 from tensord.daemon.grpc import counts
 from tensord.daemon.grpc.request_tensors import content, requested
-from tensord.daemon.submit.inference import Content, InferenceRequest
 from tensord.daemon.submit.model_table import ModelTable, parse_version
+from tensord.daemon.submit.placement import InferenceRequest, InputContent
 from tensord.daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.datatypes import wire_name
@@ -32,7 +32,7 @@ class DecodedHead:
     model: str
     version: int
     #: Name, datatype, shape, and content where it is no raw tensor.
-    inputs: list[tuple[str, str, tuple[int, ...], Content | None]] = field(default_factory=list)
+    inputs: list[tuple[str, str, tuple[int, ...], InputContent | None]] = field(default_factory=list)
     #: How many raw tensors belong to it.
     raw_count: int = 0
     outputs: tuple[RequestedOutput, ...] = ()
@@ -48,13 +48,13 @@ class DecodedHead:
         """Whether all tensors are raw, or in regions: then it says nothing that belongs to one request alone."""
         return all(content is None or type(content) is RegionSlice for _, _, _, content in self.inputs)
 
-    def request(self, client_id: str, raws: Sequence[Content], scheduling: Scheduling) -> InferenceRequest:
+    def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> InferenceRequest:
         """With the raw tensors where they belong. Raises InvalidArgument: too many, or too few."""
         if len(raws) > self.raw_count:
             raise InvalidArgument(
                 f"{len(raws)} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"
             )
-        inputs: list[tuple[str, str, tuple[int, ...], Content]] = []
+        inputs: list[tuple[str, str, tuple[int, ...], InputContent]] = []
         number = 0
         for name, datatype, shape, source in self.inputs:
             if source is None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tensord.daemon.grpc import packed_numbers
-from tensord.daemon.submit.inference import Content
+from tensord.daemon.submit.placement import InputContent
 from tensord.shm.arrays import DTYPES, byte_content
 from tensord.shm.datatypes import ELEMENT_SIZES, element_count
 from tensord.shm.errors import InvalidArgument
@@ -29,7 +29,7 @@ _CONTENTS = {
 }
 
 
-def content(entry: Any, shape: tuple[int, ...], has_raw: bool, model: str) -> Content | None:
+def content(entry: Any, shape: tuple[int, ...], has_raw: bool, model: str) -> InputContent | None:
     """The content of an input that is no raw tensor; None: it is one."""
     name, datatype = entry.name, entry.datatype
     element_count(shape, f"input '{name}' shape")

@@ -16,7 +16,7 @@ from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.call import kept
 from tensord.daemon.grpc.codes import INTERNAL, OK, number
-from tensord.daemon.grpc.infer import Asked, Infer, InferCall, Message, ReadRequest, Sent
+from tensord.daemon.grpc.infer import Asked, Infer, InferCall, Message, Sent
 from tensord.daemon.grpc.reception import Reception
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
@@ -81,7 +81,7 @@ class StreamInfer(InferCall):
         in_flight, self._in_flight = self._in_flight, set()
         placed = [message for message in waiting if isinstance(message, Reception)]
         call_each([message.drop for message in placed], "leaving a message")
-        call_each([partial(asked.cancel, self._infer.submitter) for asked in in_flight], "leaving a request")
+        call_each([partial(self._infer.submitter.cancel, asked) for asked in in_flight], "leaving a request")
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -113,9 +113,8 @@ class StreamInfer(InferCall):
             self._not_sent(error, known)
             return
         self._in_flight.add(asked)
-        if type(asked) is ReadRequest and asked.inference is not None and asked.inference.waits_for_room:
+        if asked.waits_for_room:
             self._placing = self.stream.held = True
-            asked.inference.on_room = self._placed
 
     def _not_sent(self, error: Exception, client_id: str, trace: Trace | None = None) -> None:
         """One of the stream's requests could not be begun; the others go on."""
@@ -126,7 +125,7 @@ class StreamInfer(InferCall):
             _log.error("a request of a stream met a defect of the server", exc_info=error)
             self._refused(INTERNAL, DEFECT, client_id, sent=sent)
 
-    def _placed(self) -> None:
+    def placed(self) -> None:
         self._placing = False
         self._go_on()
 

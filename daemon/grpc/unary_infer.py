@@ -98,8 +98,11 @@ class UnaryInfer(InferCall):
             self._begin()
         finally:
             asked = self._asked
-            if not isinstance(asked, ReadRequest) or asked.inference is None or not asked.inference.waits_for_room:
+            if asked is None or not asked.waits_for_room:
                 self._left()
+
+    def placed(self) -> None:
+        self._left()
 
     def _left(self) -> None:
         self.stream.connection.steps.leave(self, self._asked is not None)
@@ -117,10 +120,9 @@ class UnaryInfer(InferCall):
         except ServingError as error:
             self._refuse(error)
             return
-        if type(asked) is ReadRequest and asked.sequence and asked.inference and asked.inference.waits_for_room:
-            self._sequence = 0, asked.sequence
+        if type(asked) is ReadRequest and asked.waits_for_room and asked.sequence_of:
+            self._sequence = 0, asked.sequence_of
             self.stream.connection.steps.enter(self)
-            asked.inference.on_room = self._left
 
     @property
     def idle(self) -> bool:
@@ -139,7 +141,7 @@ class UnaryInfer(InferCall):
         if isinstance(self._message, Reception):
             self._message.drop()
         if self._asked is not None:
-            self._asked.cancel(self._infer.submitter)
+            self._infer.submitter.cancel(self._asked)
 
     # -------------------------------------------------------------------------------------------------- answer
 
@@ -149,7 +151,7 @@ class UnaryInfer(InferCall):
             return
         if not prepared.final:
             # It came while its model was being loaded, and nobody knew that this one answers with several responses.
-            asked.cancel(self._infer.submitter)
+            self._infer.submitter.cancel(asked)
             self._refuse(Unsupported(DECOUPLED), asked.trace)
             return
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.

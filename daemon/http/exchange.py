@@ -35,7 +35,7 @@ from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
-from tensord.daemon.submit.in_flight import Pending
+from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.scheduling import UNSCHEDULED
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
@@ -72,7 +72,7 @@ class Phase(enum.Enum):
 _RECEIVING, _RECEIVED, _SUBMITTED = Phase.RECEIVING, Phase.RECEIVED, Phase.SUBMITTED
 
 
-class Exchange(Pending):
+class Exchange(InFlight):
     """One inference request and its answer."""
 
     _serving: Serving
@@ -401,7 +401,7 @@ class Exchange(Pending):
             return
         if not prepared.final:
             # It came while its model was being loaded, and nobody knew that this one answers with several responses.
-            self._serving.submitter.cancel(self.record.request_id)
+            self._serving.submitter.cancel(self)
             error = Unsupported(DECOUPLED)
             self._answer_error(http_status(error), error.message)
             return
@@ -541,7 +541,7 @@ class Exchange(Pending):
         if self._job is not None:
             self._job.cancel()
             self._job = None
-        self._serving.submitter.cancel(self.record.request_id)
+        self._serving.submitter.cancel(self)
         self._give_back()
         if self._deflation is not None:
             self._deflation.drop()

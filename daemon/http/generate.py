@@ -1,6 +1,6 @@
 """generate and generate_stream: a model's answer to one plain JSON object, as one object or as server-sent events.
 
-    head, body ─▶ Generation ─▶ generate_codec ─▶ submit.inference ─▶ answers, any number
+    head, body ─▶ Generation ─▶ generate_codec ─▶ submit.placement ─▶ answers, any number
                                                                         ├▶ Generate: exactly one as JSON, or all joined
                                                                         ╰▶ GenerateStream: each as an event, when it comes
 
@@ -16,7 +16,7 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -27,8 +27,9 @@ from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.response_codec import CLOSE, status_line
 from tensord.daemon.http.serving import Serving
-from tensord.daemon.submit import inference
-from tensord.daemon.submit.inference import Inference
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.in_flight import InFlight
+from tensord.daemon.submit.placement import begin
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
 from tensord.shm.control_records import ModelState
@@ -48,45 +49,55 @@ _JSON, _EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 _encode = msgspec.json.Encoder().encode
 
 
-class Generation:
+class Generation(InFlight):
     """One request and its answer; the base of both endpoints. ``expects_continue``: the body comes once it is asked for."""
 
+    _serving: Serving
+    _head: InferHead
+    _order: AnswerOrder
+    _expects_continue: bool
     #: Nobody measures how fast its body comes.
-    received = -1
-    _my_turn = _gone = _answered = False
+    received: ClassVar[int] = -1
+    keep_alive: bool = True
+    _my_turn: bool = False
+    _gone: bool = False
+    _answered: bool = False
     #: It was submitted or refused.
-    _decided = False
+    _decided: bool = False
+    #: It was submitted, and its last response has not come.
+    _running: bool = False
     #: The head of the answer, and perhaps more, was written.
-    _begun = False
+    _begun: bool = False
     #: The client has not taken all that was written.
-    _blocked = False
+    _blocked: bool = False
     #: The body, until the request is submitted or refused.
     _reception: Reception | None = None
-    _whole = False
+    _whole: bool = False
     #: The model, once the request was let in.
     _state: ModelState | None = None
     #: Waits until the model is loaded.
     _loading: asyncio.Task[None] | None = None
-    #: From when it is submitted until its last response came: each refers to the other.
-    _inference: Inference | None = None
-    _client_id = ""
+    _client_id: str = ""
     #: Where the request is a sampled one.
     _trace: Trace | None = None
+    #: What is wrong with the request already, and the status that says so.
+    _error: tuple[int, str] | None = None
+    #: Responses that came while the client did not take what was written.
+    _held: deque[tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None]] = msgspec.field(default_factory=deque)
 
-    def __init__(self, serving: Serving, head: InferHead, order: AnswerOrder, expects_continue: bool) -> None:
-        self._serving = serving
-        self._head = head
-        self._order = order
+    def __post_init__(self) -> None:
+        serving, head, order = self._serving, self._head, self._order
         self.keep_alive = head.keep_alive
-        self._expects_continue = expects_continue
-        #: Responses that came while the client did not take what was written.
-        self._held: deque[tuple[PreparedAnswer, AnswerRecord, SubmitterLane | None]] = deque()
-        #: What is wrong with the request already, and the status that says so.
-        self._error = (http_status(head.error), head.error.message) if head.error is not None else None
+        if head.error is not None:
+            self._error = http_status(head.error), head.error.message
         limit = serving.options.http.max_body_byte_size
         if not head.coding and (head.content_length or 0) <= limit:
             self._reception = Reception(serving, head, order.pause_body, self._go_on, order.account)
             self._reception.begin()
+
+    @property
+    def account(self) -> Account | None:
+        return self._order.account
 
     # -------------------------------------------------------------------------------------------------- body
 
@@ -184,19 +195,24 @@ class Generation:
             asked.id = str(uuid.uuid4())
         self._client_id = asked.id
         asked.trace = self._trace
-        asked.account = self._order.account
         self._decided = True
-        self._inference = inference.begin(serving.submitter, asked, self._completed)
+        begin(serving.submitter, self, asked)
+        self._running = True
 
     # ----------------------------------------------------------------------------------------------- answers
 
-    def _completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+        if prepared.final and self._trace is not None and not self.waits_for_room:
+            self._trace.completed(prepared.version, own.trace)
+        self._take(prepared, own, lane)
+
+    def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Answers with a response, and tells its worker that it was taken."""
         if self._blocked:
             self._held.append((prepared, own, lane))
             return
         if prepared.final:
-            self._inference = None
+            self._running = False
         try:
             if own.code:
                 self._fail(from_code(own.code, own.message), prepared.final)
@@ -216,7 +232,7 @@ class Generation:
         """The client has taken everything that was written."""
         self._blocked = False
         while self._held and not self._blocked:
-            self._completed(*self._held.popleft())
+            self._take(*self._held.popleft())
 
     def _release(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         if lane is None:
@@ -295,9 +311,9 @@ class Generation:
     def _let_go(self) -> None:
         """Gives back what the request takes, and cancels what its model still does."""
         self._drop_body()
-        running, self._inference = self._inference, None
-        if running is not None:
-            running.cancel()
+        if self._running:
+            self._running = False
+            self._serving.submitter.cancel(self)
         while self._held:
             self._release(*self._held.popleft())
 
@@ -346,7 +362,7 @@ class GenerateStream(Generation):
     """Events, ``data: <JSON>`` and an empty line each. An error is an event as well, once there was one or others may follow."""
 
     #: What the first event decided; 0: there was none.
-    _status = 0
+    _status: int = 0
     #: All events so far for a client of HTTP/1.0, which has no chunks: it gets them with their length.
     _kept: bytearray | None = None
 

@@ -20,8 +20,7 @@ from tensord.daemon.http.control_fields import members
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.json_values import text
 from tensord.daemon.http.request_parameters import read_parameters
-from tensord.daemon.submit import inference
-from tensord.daemon.submit.inference import InferenceRequest
+from tensord.daemon.submit.placement import InferenceRequest, InputContent
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
@@ -55,7 +54,7 @@ def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceR
             )
     fields = members(request_head.parse(body))
     inputs = {entry["name"]: entry for entry in msgspec.json.decode(metadata)["inputs"]}
-    found: list[tuple[str, str, tuple[int, ...], inference.Content]] = []
+    found: list[tuple[str, str, tuple[int, ...], InputContent]] = []
     decoded = DecodedRequest(text("id", fields.pop("id", "")), [], (), {}, False, {})
     for key, value in fields.items():
         if key == "parameters" and key not in inputs:
@@ -80,7 +79,7 @@ def _read(
     key: str,
     value: Any,
     inputs: dict[str, dict[str, Any]],
-    found: list[tuple[str, str, tuple[int, ...], inference.Content]],
+    found: list[tuple[str, str, tuple[int, ...], InputContent]],
     decoded: DecodedRequest,
 ) -> None:
     entry = inputs.get(key)

@@ -1,13 +1,12 @@
 """Requests in flight, and the workers that have them.
 
-A ``Pending`` is a request until its one final answer. Whoever sends requests makes its own kind of it, which knows what to do
-with an answer; ``Calling`` is the kind that calls back.
+Whoever sends requests makes its own kind of ``InFlight``, which knows what to do with an answer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -30,9 +29,6 @@ from tensord.shm.sequence_page import SequencePage
 from tensord.shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
-
-#: Takes an answer: what was prepared for it, its own, and the lane whose response arena holds its slices (None: nothing to view).
-OnAnswer = Callable[[PreparedAnswer, AnswerRecord, SubmitterLane | None], None]
 
 #: Deaths of workers that a request is taken to be the cause of.
 _STRIKES = 2
@@ -60,7 +56,7 @@ class Worker:
         self.starts: dict[Key, tuple[int, int]] = {}
         #: Stands for the device where sequences are shared out; every front has the same.
         self.seed = int.from_bytes(blake2b(device.encode(), digest_size=8).digest(), "little")
-        self.in_flight: dict[int, Pending] = {}
+        self.in_flight: dict[int, InFlight] = {}
         #: End of file was seen: nothing is sent any more, and its requests wait for the fence.
         self.closed = False
         #: It is flushed at the end of this turn of the loop.
@@ -74,10 +70,10 @@ class Worker:
         self.lane.close()
 
 
-class Pending(msgspec.Struct, eq=False, kw_only=True):
-    """One request in flight. (A Struct, because one is made for every request.)"""
+class InFlight(msgspec.Struct, eq=False, kw_only=True):
+    """A request until its one final answer. (A Struct, because one is made for every request.)"""
 
-    #: With its id. Who has none yet is not sent.
+    #: With its id; 0: it is not sent, so far.
     record: RequestRecord = _UNSENT
     #: What the number in the record stands for; None: it says everything itself.
     numbered: Numbered[PreparedRequest] | None = None
@@ -92,13 +88,13 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     answered: bool = False
     #: Bytes of such answers that its client has taken, since its worker was last told.
     taken: int = 0
-    #: Its worker was asked not to run it, if it has not begun: its client holds its share of answers.
+    #: Its worker was asked not to run it, if it has not begun, because its client is throttled.
     recalled: bool = False
     #: Its sequence, where its model keeps such; once it was sent, or waits to be.
     sequence: Key | None = None
 
     def is_misplaced(self, answer: AnswerRecord) -> bool:
-        """Whether that says that the worker does not have its model, so that it may be run by another one."""
+        """Returns whether an answer says that the worker does not have its model, so that it may be run by another one."""
         unknown = answer.code == NotFound.code and answer.message.startswith(UNKNOWN_MODEL)
         return unknown and not self.cancelled and not self.answered and self.sequence is None
 
@@ -106,6 +102,14 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     def account(self) -> Account | None:
         """Whose memory it takes; None: nobody's."""
         return None
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether it was begun (``tensord.daemon.submit.placement``) and there is no room for its tensors so far."""
+        return not self.record.request_id
+
+    def left_line(self) -> None:
+        """Hears that it waited for room and does so no longer: it was sent, or is answered. Not called for a cancelled one."""
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Takes an answer; its last call where that is final.
@@ -167,17 +171,3 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     def __repr__(self) -> str:
         # Not what a Struct shows of itself: the client's tensors would be in it.
         return f"<{type(self).__name__} {self.record.request_id}{', cancelled' if self.cancelled else ''}>"
-
-
-class Calling(Pending):
-    """One whose owner is called back."""
-
-    on_answer: OnAnswer
-    holder: Account | None = None
-
-    @property
-    def account(self) -> Account | None:
-        return self.holder
-
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        self.on_answer(prepared, own, lane)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tensord.daemon.submit.in_flight import Pending, Worker
+from tensord.daemon.submit.in_flight import InFlight, Worker
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.sequences import SequencedModel, SequenceRouting, is_meant_for, lost, nearest
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
@@ -27,7 +27,7 @@ _LOST = 4
 class Routing:
     """One per front, and the owner of its workers."""
 
-    def __init__(self, table: ModelTable, row: int, in_flight: Mapping[int, Pending], max_sequences: int) -> None:
+    def __init__(self, table: ModelTable, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
         """``row``: the front's place among those of its protocol. ``in_flight``: all of its requests, by id.
 
         ``max_sequences``: as many may live on one worker.
@@ -64,10 +64,10 @@ class Routing:
     def bury(self, worker: Worker) -> dict[int, Unavailable]:
         """It is fenced, so its requests have none. Returns which are lost with their sequences, by id, and their answers."""
         del self._workers[worker.incarnation]
-        for pending in worker.in_flight.values():
-            pending.worker = None
+        for request in worker.in_flight.values():
+            request.worker = None
         gone = self._sequences.bury(worker, worker.in_flight.values())
-        return {pending.record.request_id: lost(pending) for pending in gone}
+        return {request.record.request_id: lost(request) for request in gone}
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
         """The supervisor told of a version."""
@@ -87,27 +87,27 @@ class Routing:
         self._places.update(place)
         self._forget()
 
-    def find(self, pending: Pending) -> Worker | None:
+    def find(self, request: InFlight) -> Worker | None:
         """The one for that request; None: there is none now.
 
         Raises: NotFound: there is no such model.  Unavailable: its sequence was lost.
         """
-        numbered = pending.numbered
+        numbered = request.numbered
         sequenced = self._sequenced.get(numbered)
-        if sequenced is not None and pending.record.sequence_id:
-            return self._sequences.find(pending, sequenced, "")
-        prepared = pending.prepared
+        if sequenced is not None and request.record.sequence_id:
+            return self._sequences.find(request, sequenced, "")
+        prepared = request.prepared
         state = self._table.expect(prepared.model, prepared.version)
         gpu = self._places.gpu_of(prepared) if self._places else ""
         if state.sticky:
             # A request of no sequence goes anywhere, to be refused.
-            if pending.record.sequence_id:
+            if request.record.sequence_id:
                 sequenced = self._sequences.model(state)
                 if numbered is not None and not self._places:
                     if len(self._sequenced) >= MAX_NUMBERS:
                         self._sequenced.clear()
                     self._sequenced[numbered] = sequenced
-                return self._sequences.find(pending, sequenced, gpu)
+                return self._sequences.find(request, sequenced, gpu)
             numbered = None
         workers: list[Worker] = []
         for incarnation in state.workers:
@@ -136,10 +136,10 @@ class Routing:
             return self._table.expect(model, version).state == "LOADING"
         return False
 
-    def is_step(self, pending: Pending) -> bool:
+    def is_step(self, request: InFlight) -> bool:
         """Whether it belongs to a sequence that a worker has, or is to have."""
-        state = self.state_of(pending.prepared)
-        return bool(pending.record.sequence_id) and state is not None and state.sticky
+        state = self.state_of(request.prepared)
+        return bool(request.record.sequence_id) and state is not None and state.sticky
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
         """The GPU whose worker it waits for, because of its regions; "": any worker."""

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import msgspec
 
-from tensord.daemon.submit.in_flight import Pending, Worker
+from tensord.daemon.submit.in_flight import InFlight, Worker
 from tensord.shm.control_records import ModelState
 from tensord.shm.device_names import gpu_of
 from tensord.shm.errors import Unavailable
@@ -42,7 +42,7 @@ class SequenceRouting:
 
     def __init__(
         self,
-        in_flight: Mapping[int, Pending],
+        in_flight: Mapping[int, InFlight],
         workers: Mapping[int, Worker],
         most_lost: int,
         clock: Callable[[], float] = time.monotonic,
@@ -53,7 +53,7 @@ class SequenceRouting:
         self._clock = clock
         self._models: dict[tuple[str, int], SequencedModel] = {}
         #: The last START of each that was sent, or waits for a worker; some are answered.
-        self._starts: dict[Key, Pending] = {}
+        self._starts: dict[Key, InFlight] = {}
         self._lost = LostSequences(most_lost)
 
     def model_changed(self, name: str, version: int) -> None:
@@ -64,17 +64,17 @@ class SequenceRouting:
         """What its requests need of a model, until it changes."""
         return self._models.get((state.name, state.version)) or self._learn(state)
 
-    def find(self, pending: Pending, model: SequencedModel, gpu: str) -> Worker | None:
+    def find(self, request: InFlight, model: SequencedModel, gpu: str) -> Worker | None:
         """The worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
 
         Args:
           gpu: where the regions of the request are; "": anywhere. A sequence stays where it is, whatever its requests name.
         Raises: Unavailable: it was lost.
         """
-        record, state = pending.record, model.state
-        key = pending.sequence = model.keys.key(record.sequence_id)
+        record, state = request.record, model.state
+        key = request.sequence = model.keys.key(record.sequence_id)
         first = self._starts.get(key)
-        if first is None or first is pending or first.record.request_id not in self._in_flight:
+        if first is None or first is request or first.record.request_id not in self._in_flight:
             # Of the only worker there is nothing has to be read, unless others had sequences that were lost.
             alone = len(self._workers) == 1 and not self._lost
             worker = (self._sole(state) if alone else None) or self._holder(key)
@@ -82,28 +82,28 @@ class SequenceRouting:
                 self._lost.forget(key)
                 if worker is None or worker.closed:
                     worker = self._place(key, model.keys.slots, state, gpu)
-                self._note(key, pending)
+                self._note(key, request)
             elif worker is None:
                 if self._lost.holds(key, model.idle_seconds, self._clock()):
-                    raise lost(pending)
+                    raise lost(request)
                 worker = max(self._candidates(state, gpu), key=lambda each: _rank(key, each), default=None)
         else:
             worker = first.worker
             if record.sequence_start and worker is not None:
-                self._note(key, pending)
+                self._note(key, request)
         if worker is None or worker.closed:
             return None
         return worker
 
-    def bury(self, worker: Worker, orphans: Iterable[Pending]) -> set[Pending]:
+    def bury(self, worker: Worker, orphans: Iterable[InFlight]) -> set[InFlight]:
         """A worker is dead, and its page says what it had. Returns those of its requests that are lost with their sequences.
 
         The others are to be sent again, in their order: nothing of their sequences has run.
         """
-        runs: dict[Key, list[Pending]] = {}
-        for pending in orphans:
-            if pending.sequence is not None:
-                runs.setdefault(pending.sequence, []).append(pending)
+        runs: dict[Key, list[InFlight]] = {}
+        for request in orphans:
+            if request.sequence is not None:
+                runs.setdefault(request.sequence, []).append(request)
         states = {key: state for key, state, _ in worker.sequences.sequences()}
         had = [key for key, state in states.items() if state is not SequenceState.ENDED]
         now = self._clock()
@@ -112,7 +112,7 @@ class SequenceRouting:
             self._lost.add(key, now)
         if had:
             _log.warning("the worker on %s had %d sequences: what had begun of them is lost", worker.device, len(had))
-        gone: set[Pending] = set()
+        gone: set[InFlight] = set()
         for key, run in runs.items():
             if self._starts.get(key) in run:
                 del self._starts[key]
@@ -157,7 +157,7 @@ class SequenceRouting:
             best.starts[slots] = (told.edition, count + 1 if edition == told.edition else 1)
         return best
 
-    def _note(self, key: Key, start: Pending) -> None:
+    def _note(self, key: Key, start: InFlight) -> None:
         if len(self._starts) > 2 * len(self._in_flight) + _MORE_STARTS:
             alive = self._in_flight
             self._starts = {key: each for key, each in self._starts.items() if each.record.request_id in alive}
@@ -171,15 +171,15 @@ class SequenceRouting:
         return f"<SequenceRouting {len(self._starts)} STARTs, {len(self._lost)} lost>"
 
 
-def lost(pending: Pending) -> Unavailable:
+def lost(request: InFlight) -> Unavailable:
     """What a request is answered whose sequence went with its worker."""
     return Unavailable(
-        f"sequence {pending.record.sequence_id} of model '{pending.prepared.model}' was lost when its worker died; "
+        f"sequence {request.record.sequence_id} of model '{request.prepared.model}' was lost when its worker died; "
         "start it again with the START flag"
     )
 
 
-def _unharmed(run: list[Pending], state: SequenceState | None) -> list[Pending]:
+def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
     """The last ones of a sequence's requests that a dead worker has not begun. ``state``: what it last said; None: nothing.
 
     All of a sequence from its START on, or none: what another front had sent, or a client took back, would be missing.
@@ -189,11 +189,11 @@ def _unharmed(run: list[Pending], state: SequenceState | None) -> list[Pending]:
     kept = run
     if state is SequenceState.WAITING:
         # That is said of the sequence that it admitted last; one before it, of the same id, may have run.
-        ends = [number for number, pending in enumerate(run[:-1]) if pending.record.sequence_end]
+        ends = [number for number, request in enumerate(run[:-1]) if request.record.sequence_end]
         kept = run[ends[-1] + 1 :] if ends else run
         if not kept[0].record.sequence_start:
             return []
-    return [] if any(pending.cancelled for pending in kept) else kept
+    return [] if any(request.cancelled for request in kept) else kept
 
 
 def _rank(key: Key, worker: Worker) -> int:

@@ -23,7 +23,7 @@ import logging
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import count, takewhile
 
 from tensord.config.options import Options
@@ -31,17 +31,17 @@ from tensord.daemon.control.refusals import OnRefusal, Refusals, uncounted
 from tensord.daemon.submit.accounts import Account, Accounts, Client, part
 from tensord.daemon.submit.arena_space import ArenaSpace, OnLease
 from tensord.daemon.submit.busy_poll import BusyPoll
-from tensord.daemon.submit.in_flight import Calling, OnAnswer, Pending, Worker
+from tensord.daemon.submit.in_flight import InFlight, Worker
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.routing import Routing, load
 from tensord.daemon.submit.throttle import Throttle
-from tensord.shm.arena import Arena, Lease, LeaseKey, taken_by
+from tensord.shm.arena import Arena, LeaseKey, taken_by
 from tensord.shm.channel import ChannelClosed
 from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, RequestRecord, Slice, response_byte_size
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, Slice, response_byte_size
 from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.sequence_page import SequencePage
@@ -87,9 +87,9 @@ class Submitter:
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         #: All that are in flight, in order of arrival.
-        self._in_flight: dict[int, Pending] = {}
+        self._in_flight: dict[int, InFlight] = {}
         #: Those that no worker can run now, in order of arrival, each with the time it gives up.
-        self._waiting: dict[Pending, float] = {}
+        self._waiting: dict[InFlight, float] = {}
         self._worker_wait = options.requests.worker_wait
         #: Who waits for a model to be loaded, to know what it is.
         self._loading: set[asyncio.Future[None]] = set()
@@ -117,18 +117,12 @@ class Submitter:
 
     # ------------------------------------------------------------------------------------------------ sending
 
-    def submit(
-        self, record: RequestRecord, leases: Sequence[Lease], on_answer: OnAnswer, account: Account | None = None
-    ) -> None:
-        """Sends a request whose inputs are in place; ``on_answer`` is called exactly once with ``final``, never from here.
+    def send(self, request: InFlight) -> None:
+        """Sends a request whose inputs are in place; it is ``completed`` exactly once with a final answer, never from here.
 
-        Raises: Unavailable: too many requests are in flight. Or whatever is wrong: nothing was sent then, and no callback comes.
-          The leases are the submitter's from now on, also then.
+        Raises: Unavailable: too many requests are in flight. Or whatever is wrong: nothing was sent then, and it gets no answer.
+          Its leases are the submitter's from now on, also then.
         """
-        self.send(Calling(on_answer, record=record, leases=leases, holder=account))
-
-    def send(self, request: Pending) -> None:
-        """Sends a request that knows itself what to do with its answer. Raises as ``submit``."""
         everything = self._in_flight
         try:
             if len(everything) >= (limit := self._max_in_flight):
@@ -151,7 +145,7 @@ class Submitter:
             self._give_back_inputs(request)
             raise
 
-    def _route(self, request: Pending) -> None:
+    def _route(self, request: InFlight) -> None:
         """Sends to the least loaded worker that has the model, or lets it wait for one. Raises whatever is wrong with it."""
         try:
             worker = self._routing.find(request)
@@ -164,7 +158,7 @@ class Submitter:
             self._waiting[request] = self._loop.time() + self._worker_wait
             self._start_timer()
 
-    def _send_again(self, request: Pending) -> None:
+    def _send_again(self, request: InFlight) -> None:
         """Sends a request whose sender is not there any more: an error is its answer."""
         request.recalled = False
         try:
@@ -186,12 +180,14 @@ class Submitter:
                 if request in self._waiting:
                     self._waiting[request] = gives_up  # it waits since it came, not since we looked
 
-    def cancel(self, request_id: int) -> None:
-        """Nobody waits for it any more: no callback will come. Its memory is given back when its worker is done with it."""
-        request = self._in_flight.get(request_id)
-        if request is None or request.cancelled:
+    def cancel(self, request: InFlight) -> None:
+        """Cancels a request: it gets no answer. Its memory is given back when its worker is done with it. Idempotent."""
+        number = request.record.request_id
+        if request.cancelled or (number and number not in self._in_flight):
             return
         request.cancelled, request.recalled = True, False
+        if not number:
+            return  # it waits for room, or was never sent
         if request.worker is not None:
             self._take_back(request)
         elif not self._routing.is_step(request):
@@ -199,31 +195,31 @@ class Submitter:
         # A step of a sequence that waits here goes to its worker when it is its turn, and is cancelled there: that ends the
         # sequence. If it were only left out, those behind it would run on another state.
 
-    def _take_back(self, request: Pending) -> None:
+    def _take_back(self, request: InFlight) -> None:
         """Tells its worker that nobody waits for it."""
         assert request.worker is not None
         request.worker.lane.cancel(request.record.request_id)
         self._flush_later(request.worker)
 
-    def _fail(self, request: Pending, error: ServingError) -> None:
+    def _fail(self, request: InFlight, error: ServingError) -> None:
         """Ends a request with an error as its answer, if anybody waits for it."""
         if not request.cancelled and request.record.request_id in self._in_flight:
             request.fail(error)
         self._finish(request)
 
-    def _finish(self, request: Pending) -> None:
+    def _finish(self, request: InFlight) -> None:
         """Ends a request, but for one that has its only answer: see ``_receive``."""
         if self._in_flight.pop(request.record.request_id, None) is not None:
             self._give_back_inputs(request)
 
-    def _give_back_inputs(self, request: Pending) -> None:
+    def _give_back_inputs(self, request: InFlight) -> None:
         """Gives back its leases: nobody reads its inputs any more."""
         for lease in request.leases:
             self.give_back(lease)
 
     # --------------------------------------------------------------------------------------- records leave for workers
 
-    def _put(self, worker: Worker, request: Pending) -> None:
+    def _put(self, worker: Worker, request: InFlight) -> None:
         """Gives a request to a worker, whose it is from now on. Raises whatever is wrong with it: then it is nobody's.
 
         A worker that has nothing to do gets its record at once: it begins while this front reads what else came.
@@ -386,7 +382,7 @@ class Submitter:
         if request is not None and prepared.final:
             self._finish(request)
 
-    def _route_anew(self, worker: Worker, request: Pending, answer: AnswerRecord) -> None:
+    def _route_anew(self, worker: Worker, request: InFlight, answer: AnswerRecord) -> None:
         """Sends a request to a worker that has its model. Where none does, what the first one said is its answer."""
         if request.record.request_id not in self._in_flight:
             return  # cancelled meanwhile
@@ -396,7 +392,7 @@ class Submitter:
         else:
             self._fail(request, from_code(answer.code, answer.message))
 
-    def _note_lease(self, worker: Worker, key: LeaseKey, request: Pending | None, own: AnswerRecord) -> None:
+    def _note_lease(self, worker: Worker, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
         """Notes that an answer came in a lease. ``request``: None: nobody waits for it."""
         size = 0
         for content in own.contents:
@@ -418,7 +414,7 @@ class Submitter:
             if throttle.fills_connection(account):
                 self._recall(lambda other: other.account is account)
 
-    def _recall(self, concerned: Callable[[Pending], bool]) -> None:
+    def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
         """Calls requests back from the workers. What has not begun of them comes back as cancelled, and waits."""
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
@@ -427,7 +423,7 @@ class Submitter:
                     worker.lane.cancel(request_id)
         self._flush_all_later()
 
-    def _may_come_back(self, request: Pending) -> bool:
+    def _may_come_back(self, request: InFlight) -> bool:
         """What keeps state in its worker, or answers again and again, may have begun, and is not sent twice."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
@@ -465,7 +461,7 @@ class Submitter:
             request.taken = 0
             self._flush_later(request.worker)
 
-    def _send_all_again(self, requests: Iterable[Pending]) -> None:
+    def _send_all_again(self, requests: Iterable[InFlight]) -> None:
         for request in requests:
             self._send_again(request)
 
@@ -548,7 +544,7 @@ class Submitter:
         self._send_waiting()
         worker.shut()
 
-    def _run_again(self, request: Pending, lost: ServingError | None, was_executing: bool) -> None:
+    def _run_again(self, request: InFlight, lost: ServingError | None, was_executing: bool) -> None:
         """Sends a dead worker's request to another one. ``lost``: its answer, where its sequence is gone with the worker."""
         if request.cancelled:
             self._finish(request)
@@ -601,9 +597,9 @@ class Submitter:
         if self._waiting or self._throttle.lines or room_wanted or (self._timeout and self._in_flight):
             self._start_timer()
 
-    def _without_worker_since(self, now: float) -> list[Pending]:
+    def _without_worker_since(self, now: float) -> list[InFlight]:
         """Takes out what waited too long for a worker."""
-        late: list[Pending] = []
+        late: list[InFlight] = []
         for request, gives_up in list(self._waiting.items()):
             ended = request.record.request_id not in self._in_flight
             if gives_up > now and not ended:
@@ -628,7 +624,7 @@ class Submitter:
         for request in [request for request in late if not request.cancelled]:
             self.refusals.note(request.prepared.model, Refusal.NO_ANSWER)
             request.fail(Unavailable(f"no answer within {self._timeout:g} s"))
-            self.cancel(request.record.request_id)
+            self.cancel(request)
 
     # ------------------------------------------------------------------------------------------------ the whole
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 
 from tensord.daemon.submit.accounts import Account, Client, Holdings
-from tensord.daemon.submit.in_flight import Pending
+from tensord.daemon.submit.in_flight import InFlight
 from tensord.shm.errors import Unavailable
 
 
@@ -24,7 +24,7 @@ class _Line:
 
     def __init__(self) -> None:
         #: With the time they give up.
-        self.waiting: deque[tuple[float, Pending]] = deque()
+        self.waiting: deque[tuple[float, InFlight]] = deque()
         #: Those that were let go, until they are answered.
         self.sent: set[int] = set()
 
@@ -32,7 +32,7 @@ class _Line:
 class Throttle:
     """One per front. ``in_flight``: all of its requests, by id; ``seconds``: how long one waits at most."""
 
-    def __init__(self, in_flight: Mapping[int, Pending], seconds: float) -> None:
+    def __init__(self, in_flight: Mapping[int, InFlight], seconds: float) -> None:
         self._in_flight = in_flight
         self._seconds = seconds
         #: Connections, and clients, that hold their share of answers.
@@ -44,14 +44,14 @@ class Throttle:
 
     # ---------------------------------------------------------------------------------------------------- who holds its share
 
-    def fills_client(self, account: Account, pending: Pending) -> bool:
+    def fills_client(self, account: Account, request: InFlight) -> bool:
         """Notes an answer to a request. Returns whether with it its client came to hold its share."""
         client = account.client
         if client.answers < client.limit:
             return False
         if account.last > client.sizes[0]:
             client.last = account.last
-            account.note_bulky(kind_of(pending))
+            account.note_bulky(kind_of(request))
         if client in self.full:
             return False
         self.full.add(client)
@@ -69,35 +69,35 @@ class Throttle:
         if self.full:
             self.full -= {each for each in (account, account.client) if each.answers < each.limit}
 
-    def is_too_much(self, pending: Pending) -> bool:
+    def is_too_much(self, request: InFlight) -> bool:
         """Returns whether the client of a request holds its share, and would be answered with as much again."""
-        account = pending.account
+        account = request.account
         if account is None:
             return False
-        return account.client.answers >= account.client.limit and kind_of(pending) in account.client.bulky
+        return account.client.answers >= account.client.limit and kind_of(request) in account.client.bulky
 
     # ------------------------------------------------------------------------------------------------------------ who waits
 
-    def holds(self, pending: Pending) -> bool:
+    def holds(self, request: InFlight) -> bool:
         """Returns whether a request has to wait."""
-        account = pending.account
+        account = request.account
         if account is None:
             return False
-        kind = kind_of(pending)
+        kind = kind_of(request)
         if account in self.lines or not account.may_send(kind):
             return True
         # Others of its client wait already: it does not overtake them.
         return account.client in self._barred and kind in account.client.bulky
 
-    def add(self, pending: Pending, now: float) -> None:
+    def add(self, request: InFlight, now: float) -> None:
         """Lets a request wait."""
-        account = pending.account
+        account = request.account
         assert account is not None
-        self.lines.setdefault(account, _Line()).waiting.append((now + self._seconds, pending))
+        self.lines.setdefault(account, _Line()).waiting.append((now + self._seconds, request))
         if not account.is_full:
             self._barred.setdefault(account.client, {})[account] = None
 
-    def let_go(self, account: Account) -> list[Pending]:
+    def let_go(self, account: Account) -> list[InFlight]:
         """Takes out what may go of a connection's requests, and of its client's others, once an answer of it was taken."""
         going = self._take(account)
         barred = self._barred.get(account.client)
@@ -108,30 +108,30 @@ class Throttle:
                 break  # it waits still, and so do those behind it
         return going
 
-    def let_all_go(self) -> list[Pending]:
+    def let_all_go(self) -> list[InFlight]:
         """Takes out what may go, where something else than an answer that was taken makes it possible."""
-        return [pending for account in list(self.lines) for pending in self._take(account)]
+        return [request for account in list(self.lines) for request in self._take(account)]
 
-    def _take(self, account: Account) -> list[Pending]:
+    def _take(self, account: Account) -> list[InFlight]:
         """Takes out what may go of one connection's."""
         line, client = self.lines.get(account), account.client
-        going: list[Pending] = []
+        going: list[InFlight] = []
         if line is None:
             self._unbar(account)
             return going
         line.sent &= self._in_flight.keys()
         client.sent &= self._in_flight.keys()
         while line.waiting:
-            _, pending = line.waiting[0]
-            if not self._ended(pending):
+            _, request = line.waiting[0]
+            if not self._ended(request):
                 if not _has_own_room(account, line):
                     break
-                if not _has_common_room(client, kind_of(pending)):
+                if not _has_common_room(client, kind_of(request)):
                     self._barred.setdefault(client, {})[account] = None
                     return going
-                line.sent.add(pending.record.request_id)
-                client.sent.add(pending.record.request_id)
-                going.append(pending)
+                line.sent.add(request.record.request_id)
+                client.sent.add(request.record.request_id)
+                going.append(request)
             line.waiting.popleft()
         if not line.waiting:
             del self.lines[account]
@@ -145,19 +145,19 @@ class Throttle:
             if not barred:
                 del self._barred[account.client]
 
-    def expired(self, now: float) -> Iterator[tuple[Pending, Unavailable]]:
+    def expired(self, now: float) -> Iterator[tuple[InFlight, Unavailable]]:
         """Takes out what waited too long, each with what it is answered."""
         for account, line in list(self.lines.items()):
             while line.waiting and (line.waiting[0][0] <= now or self._ended(line.waiting[0][1])):
-                _, pending = line.waiting.popleft()
-                if not self._ended(pending):
-                    yield pending, Unavailable(f"{account.describe()}; that did not change within {self._seconds:g} s")
+                _, request = line.waiting.popleft()
+                if not self._ended(request):
+                    yield request, Unavailable(f"{account.describe()}; that did not change within {self._seconds:g} s")
             if not line.waiting:
                 del self.lines[account]
                 self._unbar(account)
 
-    def _ended(self, pending: Pending) -> bool:
-        return pending.record.request_id not in self._in_flight
+    def _ended(self, request: InFlight) -> bool:
+        return request.record.request_id not in self._in_flight
 
     def __len__(self) -> int:
         return sum(len(line.waiting) for line in self.lines.values())
@@ -178,7 +178,7 @@ def _has_common_room(client: Client, kind: Hashable) -> bool:
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 
 
-def kind_of(pending: Pending) -> Hashable:
+def kind_of(request: InFlight) -> Hashable:
     """Returns what requests with answers of one size have in common."""
-    prepared = pending.prepared
+    prepared = request.prepared
     return prepared.model, prepared.version, tuple([tensor.shape for tensor in prepared.inputs])

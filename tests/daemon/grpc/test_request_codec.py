@@ -13,8 +13,8 @@ from tritonclient.utils import serialize_byte_tensor
 
 from tensord.daemon.grpc.prepared import PreparedMessages
 from tensord.daemon.grpc.request_fields import RefusedRequest
-from tensord.daemon.submit.inference import InferenceRequest
 from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.placement import InferenceRequest
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.arrays import DTYPES
 from tensord.shm.control_records import ModelState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tensord.daemon.submit.in_flight import Pending
+from tensord.daemon.submit.in_flight import InFlight
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import LAST, AnswerRecord, PreparedAnswer, PreparedRequest, RequestRecord
 from tensord.shm.prepared import Numbered
@@ -50,7 +50,7 @@ def test_a_defect_of_the_owner_is_the_owners(caplog: pytest.LogCaptureFixture) -
 
 def test_each_is_itself() -> None:
     """They are told apart by what they are, not by what they say, and are in sets."""
-    assert len({Pending(), Pending()}) == 2
+    assert len({InFlight(), InFlight()}) == 2
 
 
 def test_its_tensors_are_in_no_log() -> None:

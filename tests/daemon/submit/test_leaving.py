@@ -127,7 +127,7 @@ def test_nothing_is_looked_for_where_nothing_can_come(leaving: Leaving) -> None:
     leaving.worker.die()
     leaving.setting.turn()
     leaving.told.clear()
-    leaving.setting.submitter.cancel(2)
+    leaving.setting.cancel(2)
     leaving.setting.turn()
     assert "flush" not in leaving.told
 

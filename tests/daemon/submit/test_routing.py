@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from tensord.daemon.submit.in_flight import Pending, Worker
+from tensord.daemon.submit.in_flight import InFlight, Worker
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.routing import RegionPlaces, Routing
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
@@ -29,11 +29,11 @@ def asks(regions: tuple[str, ...] = (), model: str = "m") -> WholeRequest:
     return WholeRequest(1, model, 0, (*inputs, Tensor("y", "UINT8", (1,), b"1")))
 
 
-def plain(request: WholeRequest) -> Pending:
+def plain(request: WholeRequest) -> InFlight:
     return CalledBack(on_answer=lambda *_: None, record=request.record)
 
 
-def numbered(request: WholeRequest) -> Pending:
+def numbered(request: WholeRequest) -> InFlight:
     return CalledBack(on_answer=lambda *_: None, record=request.of(0), numbered=Numbered(0, request.prepared))
 
 
@@ -102,7 +102,7 @@ def test_models_that_are_not_there() -> None:
 # ------------------------------------------------------------------------------------------------------------ sequences
 
 
-def of_sequence(sequence: int | str) -> Pending:
+def of_sequence(sequence: int | str) -> InFlight:
     kind = Numbered(0, asks().prepared)
     return CalledBack(
         on_answer=lambda *_: None, record=RequestRecord(1, 0, (b"1",), sequence_id=sequence), numbered=kind

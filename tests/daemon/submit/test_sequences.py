@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from tensord.daemon.submit.in_flight import Pending, Worker
+from tensord.daemon.submit.in_flight import InFlight, Worker
 from tensord.daemon.submit.sequences import LostSequences, SequenceRouting, lost
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import Unavailable
@@ -61,7 +61,7 @@ class Front:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.in_flight: dict[int, Pending] = {}
+        self.in_flight: dict[int, InFlight] = {}
         self.workers = [
             Worker(number, f"{fleet.platform}:{number}", *cast(Any, (None, None)), SequencePage.attach(os.dup(page.fd)))
             for number, page in enumerate(fleet.pages)
@@ -76,13 +76,13 @@ class Front:
             sticky=True,
         )
 
-    def make(self, who: int | str, flags: str = "") -> Pending:
+    def make(self, who: int | str, flags: str = "") -> InFlight:
         number = next(self.fleet.numbers)
         own = RequestRecord(number, 0, (b"1",), sequence_id=who, sequence_start="S" in flags, sequence_end="E" in flags)
         pending = self.in_flight[number] = CalledBack(on_answer=lambda *_: None, record=own, numbered=KIND)
         return pending
 
-    def find(self, pending: Pending, gpu: str = "") -> int | None:
+    def find(self, pending: InFlight, gpu: str = "") -> int | None:
         """The number of its worker, which has it from now on."""
         worker = pending.worker = self.routing.find(pending, self.routing.model(self.state), gpu)
         if worker is None:
@@ -99,7 +99,7 @@ class Front:
         for worker in self.workers:
             worker.in_flight.clear()
 
-    def bury(self, number: int) -> tuple[list[Pending], list[Pending]]:
+    def bury(self, number: int) -> tuple[list[InFlight], list[InFlight]]:
         """That worker is dead: which of its requests are lost, and which are to be sent again."""
         worker = self.alive.pop(number)
         orphans = list(worker.in_flight.values())

@@ -19,7 +19,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from tensord.config.options import Arenas, Options, Requests
 from tensord.daemon.submit.accounts import Account
-from tensord.daemon.submit.in_flight import Pending
+from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.arena import Lease
@@ -134,6 +134,12 @@ class Setting:
     ) -> None:
         self.submitter.send(CalledBack(on_answer=on_answer, record=record, leases=leases, owner=owner))
 
+    def cancel(self, request_id: int) -> None:
+        """Its owner leaves, if it is in flight still."""
+        request = self.submitter._in_flight.get(request_id)
+        if request is not None:
+            self.submitter.cancel(request)
+
     def close(self) -> None:
         self.submitter.close()
         for worker in self.workers.values():
@@ -177,8 +183,8 @@ class Histories(RuleBasedStateMachine):
     def cancel(self, asked: Asked) -> None:
         if not asked.finals:
             asked.cancelled = True
-        self.setting.submitter.cancel(asked.request_id)
-        self.setting.submitter.cancel(asked.request_id)
+        self.setting.cancel(asked.request_id)
+        self.setting.cancel(asked.request_id)
 
     @precondition(lambda self: len(self.alive()) < 3)
     @rule()
@@ -404,7 +410,7 @@ def test_who_waits_for_a_worker_waits_from_when_it_came(setting: Setting) -> Non
     """1. three wait, and one of them is cancelled; 2. the table changes again and again, and there is still no worker."""
     setting.ready()
     asked = [setting.ask() for _ in range(3)]
-    setting.submitter.cancel(asked[1].request_id)
+    setting.cancel(asked[1].request_id)
     asked[1].cancelled = True
     until = setting.loop.time() + 0.4
     while setting.loop.time() < until:
@@ -418,8 +424,8 @@ def test_who_waits_for_a_worker_waits_from_when_it_came(setting: Setting) -> Non
 def test_who_waits_for_a_worker_is_sent_in_order(setting: Setting) -> None:
     setting.ready()
     asked = [setting.ask() for _ in range(4)]
-    setting.submitter.cancel(asked[0].request_id)
-    setting.submitter.cancel(asked[2].request_id)
+    setting.cancel(asked[0].request_id)
+    setting.cancel(asked[2].request_id)
     worker = setting.open_worker()
     setting.ready(worker)
     setting.turn()
@@ -447,7 +453,7 @@ def test_a_model_that_moves_takes_its_requests_along(setting: Setting) -> None:
     for _ in range(2):
         former.complete(former.next().request_id, code="NOT_FOUND", message=unknown)
     setting.turn()
-    setting.submitter.cancel(cancelled.request_id)
+    setting.cancel(cancelled.request_id)
     cancelled.cancelled = True
     setting.ready(other)
     setting.sleep(0.1)
@@ -632,13 +638,12 @@ def test_a_lane_that_takes_no_more_is_written_to_later(setting: Setting) -> None
     """A worker that does not read: the socket's buffer fills, nothing is lost."""
     worker = setting.open_worker()
     setting.ready(worker)
-    submitter = setting.submitter
     big: dict[str, Parameter] = {"p": "x" * 60_000}
     for number in range(4):
         setting.send(WholeRequest(1000 + number, "m", 0, (), parameters=big).record)
         setting.turn()
     for number in range(4):
-        submitter.cancel(1000 + number)
+        setting.cancel(1000 + number)
     setting.turn()
     got = []
     for _ in range(50):
@@ -668,7 +673,7 @@ def test_a_forgotten_lease_is_told_at_the_end(caplog: pytest.LogCaptureFixture) 
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 
-class Repeated(Pending):
+class Repeated(InFlight):
     """A request whose kind has a number. Its tensor is its own number."""
 
     number: int
@@ -887,11 +892,11 @@ def test_a_cancelled_request_of_a_kind(setting: Setting) -> None:
         Repeated.ask(setting, kind, 2),
         Repeated.ask(setting, kind, 3),
     )
-    setting.submitter.cancel(unsent.request_id)
+    setting.cancel(unsent.request_id)
     setting.turn()
     for _ in range(3):
         worker.next()
-    setting.submitter.cancel(cancelled.request_id)
+    setting.cancel(cancelled.request_id)
     setting.turn()
     worker.poll()
     assert worker.cancelled == [unsent.request_id, cancelled.request_id]
@@ -911,7 +916,7 @@ def test_a_cancelled_request_of_a_kind_is_not_run_again(setting: Setting) -> Non
     setting.ready(worker)
     asked = Repeated.ask(setting, kind_of(setting))
     setting.turn()
-    setting.submitter.cancel(asked.request_id)
+    setting.cancel(asked.request_id)
     worker.die()
     second = setting.open_worker()
     setting.ready(second)

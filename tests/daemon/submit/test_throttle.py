@@ -154,7 +154,7 @@ def test_whoever_waits_may_go(setting: Setting) -> None:
     asked = [slow.ask() for _ in range(6)]
     answer(setting, worker)
     for number in asked[4:]:
-        setting.submitter.cancel(number)
+        setting.cancel(number)
     assert setting.submitter.in_flight() == 0
     slow.take(4)
     setting.turn()

@@ -7,11 +7,13 @@ import gc
 import os
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from tensord.config.options import Arenas, Options
-from tensord.daemon.submit.inference import InferenceRequest, begin
+from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.placement import InferenceRequest, begin
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
@@ -65,15 +67,16 @@ def request(*contents: bytes | RegionSlice) -> InferenceRequest:
     return InferenceRequest("m", 0, inputs)
 
 
-class Told:
-    """Takes what a request is answered, and keeps it."""
+class Told(InFlight):
+    """A request that keeps what it is answered."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self.contents: list[bytes] = []
-        self.errors: list[tuple[str, str]] = []
+    setting: Setting
+    contents: list[bytes] = msgspec.field(default_factory=list)
+    errors: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    #: It waited for room, and does so no longer.
+    left: bool = False
 
-    def __call__(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         if own.code:
             self.errors.append((own.code, own.message))
         for content in own.contents:
@@ -81,8 +84,14 @@ class Told:
             self.contents.append(bytes(lane.view(content)) if isinstance(content, Slice) else content)
         if own.lease is not None:
             assert lane is not None
-            assert self._setting.worker.lane.arena.statistics()["leased_byte_size"]
-            self._setting.submitter.release(lane, own.lease)
+            assert self.setting.worker.lane.arena.statistics()["leased_byte_size"]
+            self.setting.submitter.release(lane, own.lease)
+
+    def left_line(self) -> None:
+        self.left = True
+
+    def begin(self, *contents: bytes | RegionSlice) -> None:
+        begin(self.setting.submitter, self, request(*contents))
 
     async def until(self, count: int = 1) -> None:
         """Returns once so much has come."""
@@ -92,7 +101,7 @@ class Told:
 
 async def test_small_tensors_travel_inside_and_large_ones_in_the_arena(setting: Setting) -> None:
     region, told = RegionSlice("r", 0, 1), Told(setting)
-    begin(setting.submitter, request(b"s", bytes(5000), region, b"l" * 7000), told)
+    told.begin(b"s", bytes(5000), region, b"l" * 7000)
     sent = await setting.next()
     places = [tensor.place for tensor in sent.inputs]
     assert [type(place) for place in places] == [bytes, Slice, RegionSlice, Slice]
@@ -106,7 +115,7 @@ async def test_small_tensors_travel_inside_and_large_ones_in_the_arena(setting: 
 
 async def test_an_answer_in_the_arena_is_given_back(setting: Setting) -> None:
     told = Told(setting)
-    begin(setting.submitter, request(bytes(3)), told)
+    told.begin(bytes(3))
     setting.worker.answer(await setting.next(), b"a" * 9000)
     await told.until()
     assert told.contents == [b"a" * 9000]
@@ -117,7 +126,7 @@ async def test_an_answer_in_the_arena_is_given_back(setting: Setting) -> None:
 
 async def test_an_error_is_an_answer(setting: Setting) -> None:
     told = Told(setting)
-    begin(setting.submitter, request(bytes(3)), told)
+    told.begin(bytes(3))
     setting.worker.complete((await setting.next()).request_id, code="INTERNAL", message="it broke")
     await told.until()
     assert told.errors == [("INTERNAL", "it broke")]
@@ -125,9 +134,9 @@ async def test_an_error_is_an_answer(setting: Setting) -> None:
 
 async def test_who_leaves_cancels(setting: Setting) -> None:
     told = Told(setting)
-    begun = begin(setting.submitter, request(bytes(9000)), told)
+    told.begin(bytes(9000))
     sent = await setting.next()
-    begun.cancel()
+    setting.submitter.cancel(told)
     while not setting.worker.cancelled:
         setting.worker.poll()
         await asyncio.sleep(0.001)
@@ -135,7 +144,7 @@ async def test_who_leaves_cancels(setting: Setting) -> None:
     setting.worker.echo(sent)
     while setting.on_loan:
         await asyncio.sleep(0.001)
-    assert not told.contents + told.errors  # type: ignore[operator]
+    assert not told.contents + told.errors
 
 
 async def test_waiting_for_room(setting: Setting) -> None:
@@ -144,11 +153,11 @@ async def test_waiting_for_room(setting: Setting) -> None:
     2. The first is answered.
     Result: the second is sent, the third never, nothing stays on loan.
     """
-    told: list[AnswerRecord] = []
-    begin(setting.submitter, request(bytes(900_000)), lambda _, own, __: told.append(own))
-    begin(setting.submitter, request(b"2" * 900_000), lambda _, own, __: told.append(own))
-    third = begin(setting.submitter, request(b"3" * 900_000), lambda _, own, __: told.append(own))
-    third.cancel()
+    told = [Told(setting) for _ in range(3)]
+    for number, one in enumerate(told, 1):
+        one.begin(b"%d" % number * 900_000)
+    assert [one.waits_for_room for one in told] == [False, True, True]
+    setting.submitter.cancel(told[2])
     first = await setting.next()
     setting.worker.complete(first.request_id)
     second = await setting.next()
@@ -156,16 +165,18 @@ async def test_waiting_for_room(setting: Setting) -> None:
     setting.worker.complete(second.request_id)
     while setting.on_loan:
         await asyncio.sleep(0.001)
-    assert [completion.code for completion in told] == ["", ""]
+    assert [one.errors for one in told] == [[], [], []]
+    assert [one.left for one in told] == [False, True, False]
     assert setting.worker.idle(0)
 
 
 async def test_no_room_in_time_is_an_answer() -> None:
     setting = Setting(byte_size=MIB, max_byte_size=2 * MIB, wait=0.2)
     told = Told(setting)
-    begin(setting.submitter, request(bytes(900_000)), lambda *_: None)
-    begin(setting.submitter, request(bytes(900_000)), told)
+    Told(setting).begin(bytes(900_000))
+    told.begin(bytes(900_000))
     await told.until()
+    assert told.left
     ((code, message),) = told.errors
     assert code == "UNAVAILABLE"
     assert "none came free" in message
@@ -174,4 +185,4 @@ async def test_no_room_in_time_is_an_answer() -> None:
 
 async def test_what_can_never_fit_is_refused_at_once(setting: Setting) -> None:
     with pytest.raises(InvalidArgument):
-        begin(setting.submitter, request(bytes(3 * MIB)), lambda *_: None)
+        Told(setting).begin(bytes(3 * MIB))

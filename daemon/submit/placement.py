@@ -1,0 +1,182 @@
+"""Where a request's tensors lie when a worker reads them: in its record, in the request arena, in a client's region.
+
+    InferenceRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
+                          ╰─ waits for room where the arena is full
+
+What arrived large may lie in the request arena before (``tensord.daemon.front.receiver``). Bodies over HTTP are placed in a way
+of their own: their tensors are parts of one body, and JSON among them is filled in later (``tensord.daemon.http.placement``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from functools import partial
+
+import msgspec
+
+from tensord.daemon.submit.in_flight import InFlight
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.daemon.submit.submitter import Submitter
+from tensord.daemon.tracing.tracer import Trace
+from tensord.shm import trace_stamps
+from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.errors import DEFECT, Internal, ServingError
+from tensord.shm.messages import (
+    Content,
+    Parameter,
+    PreparedRequest,
+    PreparedTensor,
+    RegionSlice,
+    RequestedOutput,
+    RequestRecord,
+    Slice,
+)
+
+_log = logging.getLogger(__name__)
+
+#: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
+InputContent = bytes | memoryview | RegionSlice | Slice
+_PLACES = (RegionSlice, Slice)
+
+
+class InferenceRequest(msgspec.Struct):
+    """Everything a request says, in no protocol's form. (A Struct, because one is made for every request.)"""
+
+    model: str
+    #: 0: the newest.
+    version: int
+    #: Name, datatype, shape and content of each.
+    inputs: list[tuple[str, str, tuple[int, ...], InputContent]]
+    #: Empty: all.
+    outputs: tuple[RequestedOutput, ...] = ()
+    parameters: dict[str, Parameter] = {}
+    id: str = ""
+    scheduling: Scheduling = UNSCHEDULED
+    #: CLOCK_MONOTONIC; a request that still queues then is not run. 0: none.
+    deadline_ns: int = 0
+    #: Where it is a sampled one. Whoever answers ends it.
+    trace: Trace | None = None
+    #: Where the Slices among its inputs lie. ``begin`` takes it over, also where it raises.
+    lease: Lease | None = None
+
+    @property
+    def prepared(self) -> PreparedRequest:
+        """Returns what it has in common with others of its kind."""
+        tensors = [
+            PreparedTensor(name, datatype, shape, content if isinstance(content, RegionSlice) else None)
+            for name, datatype, shape, content in self.inputs
+        ]
+        return PreparedRequest(self.model, self.version, tuple(tensors), self.outputs, self.parameters)
+
+
+def begin(submitter: Submitter, asked: InFlight, request: InferenceRequest) -> None:
+    """Sends a request now, or when there is room for its tensors; it is ``completed`` never from here.
+
+    A refusal that comes later arrives as an answer with a code.
+    Args:
+      asked: what takes its answers; not sent so far.
+    Raises: InvalidArgument: its tensors could never fit.  Unavailable: too many requests are in flight.
+    """
+    size = room((content for _, _, _, content in request.inputs), submitter.inline_byte_size)
+    if not size:
+        _send(submitter, asked, request, None)
+        return
+    try:
+        lease = submitter.loan(size, asked.account)
+    except BaseException:
+        _give_back(submitter, request)
+        raise
+    if lease is not None:
+        _send(submitter, asked, request, lease)
+    else:
+        submitter.wait_for_room(size, partial(_granted, submitter, asked, request), request.model, asked.account)
+
+
+def room(contents: Iterable[InputContent], inline_byte_size: int) -> int:
+    """Returns the bytes that contents need in the arena: those that have no place and are too large for a record."""
+    size = 0
+    for content in contents:
+        if not isinstance(content, _PLACES) and len(content) > inline_byte_size:
+            size += -(-len(content) // ALIGNMENT) * ALIGNMENT
+    return size
+
+
+def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_size: int) -> tuple[Content, ...]:
+    """Returns contents as a record has them, without those in regions. What is too large for it is copied into the lease.
+
+    Args:
+      lease: has the ``room`` they need; None where that is 0.
+    """
+    used = 0
+    placed: list[Content] = []
+    for content in contents:
+        if isinstance(content, RegionSlice):
+            continue
+        if isinstance(content, Slice):
+            placed.append(content)
+        elif len(content) <= inline_byte_size:
+            placed.append(bytes(content))
+        else:
+            assert lease is not None
+            size = len(content)
+            lease.view[used : used + size] = content
+            placed.append(Slice(lease.place.segment, lease.place.offset + used, size))
+            used += -(-size // ALIGNMENT) * ALIGNMENT
+    return tuple(placed)
+
+
+def _granted(submitter: Submitter, asked: InFlight, request: InferenceRequest, lease: Lease | ServingError) -> None:
+    """Sends a request for which room came free. An error: none did in time."""
+    try:
+        if not isinstance(lease, ServingError) and not asked.cancelled:
+            _send(submitter, asked, request, lease)
+        else:
+            if isinstance(lease, Lease):
+                submitter.give_back(lease)
+            _give_back(submitter, request)
+            if isinstance(lease, ServingError) and not asked.cancelled:
+                raise lease
+    except ServingError as error:
+        asked.fail(error)
+    except Exception:
+        _log.exception("a request for model '%s' could not be sent", request.model)
+        asked.fail(Internal(DEFECT))
+    if not asked.cancelled:
+        asked.left_line()
+
+
+def _send(submitter: Submitter, asked: InFlight, request: InferenceRequest, lease: Lease | None) -> None:
+    """Puts the tensors into their places and sends. Raises as ``Submitter.send``; leases are given back."""
+    trace = request.trace
+    leases = () if lease is None else (lease,)
+    if request.lease is not None:
+        leases = (request.lease, *leases)
+    try:
+        contents = place((content for _, _, _, content in request.inputs), lease, submitter.inline_byte_size)
+        asked.record = RequestRecord(
+            submitter.next_id(),
+            request.prepared,
+            contents,
+            request.id,
+            request.deadline_ns,
+            time.monotonic_ns(),
+            *request.scheduling,
+            0 if trace is None else trace.level,
+        )
+        if trace is not None:
+            trace.client_id = request.id
+            trace.stamp(trace_stamps.REQUEST_START)
+    except BaseException:
+        for each in leases:
+            submitter.give_back(each)
+        raise
+    asked.leases = leases
+    submitter.send(asked)
+
+
+def _give_back(submitter: Submitter, request: InferenceRequest) -> None:
+    """Gives back what a request that is not sent took."""
+    if request.lease is not None:
+        submitter.give_back(request.lease)
