@@ -1,4 +1,4 @@
-"""What clients hold of a front's memory: each connection its own account, and those of one client a common one.
+"""Accounts of what clients hold of a front's memory: each connection has its own, and those of one client a common one.
 
     request arena      what their bodies and messages lie in, from the first byte until the request is answered
     response arenas    answers that they have not taken
@@ -26,7 +26,7 @@ Sizes = tuple[int, int, int]
 
 
 class Holdings:
-    """Bytes of a front's arenas, and the most that it should be."""
+    """Counts the bytes of a front's arenas that somebody holds, beside the most that it should be."""
 
     __slots__ = ("answers", "limit", "requests")
 
@@ -37,7 +37,7 @@ class Holdings:
 
 
 class Client(Holdings):
-    """All connections of one client."""
+    """Counts for all connections of one client."""
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
 
@@ -55,7 +55,7 @@ class Client(Holdings):
         self.sent: set[int] = set()
 
     def limit_of(self, byte_size: int) -> int:
-        """What its requests may take with one more of that size."""
+        """Returns what its requests may take with one more of that size."""
         small, medium, whole = self.sizes
         if byte_size <= small:
             return whole
@@ -63,7 +63,7 @@ class Client(Holdings):
 
 
 class Account(Holdings):
-    """One connection's."""
+    """Counts for one connection."""
 
     __slots__ = ("client", "last")
 
@@ -76,7 +76,7 @@ class Account(Holdings):
     # ------------------------------------------------------------------------------------------------ request arena
 
     def admits(self, byte_size: int) -> bool:
-        """Whether it may borrow so much more of the request arena."""
+        """Returns whether it may borrow so much more of the request arena."""
         client = self.client
         if self.requests + byte_size <= self.limit and client.requests + byte_size <= client.limit:
             return True
@@ -88,29 +88,29 @@ class Account(Holdings):
 
     @property
     def is_full(self) -> bool:
-        """Whether it holds its share of answers."""
+        """Returns whether it holds its share of answers."""
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
-        """Requests of that kind have large answers."""
+        """Notes that requests of that kind have large answers."""
         bulky = self.client.bulky
         if len(bulky) >= _MAX_BULKY:
             bulky.clear()
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Whether its next request may go to a worker. ``kind``: what requests with answers of one size have in common."""
+        """Returns whether its next request may go to a worker. ``kind``: what requests with answers of one size share."""
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
-        """For who waited in vain: what is held, with both numbers."""
+        """Says, with both numbers, what of answers is held, for who waited in vain."""
         client = self.client
         if self.is_full:
             return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """For who waited in vain for room in the request arena: what is held, with both numbers."""
+        """Says, with both numbers, what of the request arena is held, for who waited in vain."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (
@@ -124,10 +124,10 @@ class Account(Holdings):
 
 
 class Accounts:
-    """One per front."""
+    """Opens and closes the accounts of a front's connections."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """The sizes: up to which leases are small, and medium."""
+        """``small_byte_size``, ``medium_byte_size``: up to which leases are small, and medium."""
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)
@@ -136,7 +136,7 @@ class Accounts:
         self._many = _MANY
 
     def open(self, owner: str) -> Account:
-        """For a new connection of a client, told as ``Peer.owner`` tells it."""
+        """Opens the account of a new connection. ``owner``: its client, as ``Peer.owner`` names it."""
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()
@@ -145,7 +145,7 @@ class Accounts:
         return Account(client, self._connection_limit)
 
     def close(self, account: Account) -> None:
-        """The connection is gone. What it holds goes on counting for its client until it is given back."""
+        """Closes the account of a connection that is gone. What it holds counts for its client until it is given back."""
         account.client.accounts -= 1
 
     def _forget_gone(self) -> None:
@@ -164,5 +164,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Of an arena. All of it is no bound: then the arena itself says when it is full."""
+    """Returns a share of an arena in bytes. All of it is no bound: then the arena itself says when it is full."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

@@ -25,12 +25,12 @@ OnLease = Callable[[Lease | ServingError], None]
 
 
 def _nobody() -> None:
-    """Nobody has to know."""
+    """Ignores that a segment was closed."""
 
 
 @dataclass(slots=True)
 class _Waiter:
-    """Somebody who waits for room."""
+    """Waits for room."""
 
     give_up: float
     byte_size: int
@@ -40,7 +40,7 @@ class _Waiter:
 
 
 class ArenaSpace:
-    """One per front.
+    """Lends a front's request arena, and lets wait who finds no room.
 
     Args:
       wait_seconds: how long somebody waits at most.
@@ -64,7 +64,7 @@ class ArenaSpace:
         self._serving = self._again = False
 
     def loan(self, byte_size: int, account: Account | None = None, arriving: bool = False) -> Lease | None:
-        """Room for inputs. None: there is none now, or others wait already.
+        """Lends room for inputs. None: there is none now, or others wait already.
 
         Args:
           account: whose it is.
@@ -92,7 +92,7 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Whether somebody waits who comes before the next one of that account."""
+        """Returns whether somebody waits who comes before the next one of that account."""
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 
@@ -104,7 +104,7 @@ class ArenaSpace:
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
-        """All bytes of one that was arriving are there."""
+        """Notes that all bytes of one that was arriving are there."""
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.counted
@@ -148,7 +148,7 @@ class ArenaSpace:
         return f"{self._arena.describe_full(waiter.byte_size)}, and none came free"
 
     def _taken_by(self, byte_size: int) -> int:
-        """What a lease of that size takes of the arena, where nothing larger is left over for it."""
+        """Returns what a lease of that size takes of the arena, where nothing larger is left over for it."""
         return taken_by(0 if byte_size <= self._arena.shared_byte_size else 1, byte_size)
 
     def _line(self, byte_size: int) -> deque[_Waiter]:
@@ -158,7 +158,7 @@ class ArenaSpace:
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
     def _admitted(self, waiter: _Waiter) -> bool:
-        """Whether it may have what it wants, if there is room."""
+        """Returns whether it may have what it wants, if there is room."""
         taken = self._taken_by(waiter.byte_size)
         if waiter.account is not None and not waiter.account.admits(taken):
             return False
@@ -233,7 +233,7 @@ def _held(account: Account | None) -> int:
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """One's defect is no reason for the others to wait. Returns whether it was taken."""
+    """Hands over a lease or an error. Returns whether it was taken: a defect of one is no reason for the others to wait."""
     try:
         on_lease(given)
     except Exception:

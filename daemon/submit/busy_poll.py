@@ -1,4 +1,4 @@
-"""A front that does not sleep while the answers of a few requests are about to come.
+"""Keeps a front from sleeping while the answers of a few requests are about to come.
 
 A process that sleeps on an idle processor takes tens of microseconds to wake up, and whoever wakes it pays as well. With a few
 requests in flight every record would meet a sleeping front: its loop goes on turning instead, for a moment after each flush, and
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class BusyPoll:
-    """One per front. ``spin`` decides; ``in_flight``: the requests that are."""
+    """Keeps the loop awake, or looks for one answer. ``spin`` decides for how long; ``in_flight``: the requests that are."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spin: Spin, in_flight: Sized) -> None:
         self._loop = loop
@@ -36,14 +36,14 @@ class BusyPoll:
         self._turning = False
 
     def flushed(self) -> None:
-        """Requests were sent: the loop does not sleep for a moment, or until they are answered."""
+        """Keeps the loop awake for a moment, once requests were sent, or until they are answered."""
         if count := len(self._in_flight):
             self._lone = 0
             if count <= _FEW:
                 self._begin()
 
     def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
-        """The only request in flight was sent: for a moment nothing but the answer of its worker is looked for.
+        """Looks for a moment for nothing but the answer to the only request in flight, which was sent just now.
 
         Where there were others lately the loop turns instead: another one, or a new connection, may come meanwhile.
 
@@ -67,7 +67,7 @@ class BusyPoll:
             self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
-        """Answers came; call before they are counted as such."""
+        """Notes that answers came; call it before their requests leave ``in_flight``."""
         if len(self._in_flight) <= _FEW:
             self._spin.end(monotonic_ns())
 

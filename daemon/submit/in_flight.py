@@ -36,7 +36,7 @@ _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
 class Worker:
-    """A lane and what is in flight on it."""
+    """Stands for a worker: its lane and what is in flight on it."""
 
     __slots__ = (
         *("closed", "device", "dirty", "in_flight", "incarnation", "lane"),
@@ -71,7 +71,7 @@ class Worker:
 
 
 class InFlight(msgspec.Struct, eq=False, kw_only=True):
-    """A request until its one final answer. (A Struct, because one is made for every request.)"""
+    """Is a request until its one final answer. (A Struct, because one is made for every request.)"""
 
     #: With its id; 0: it is not sent, so far.
     record: RequestRecord = _UNSENT
@@ -100,16 +100,16 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def account(self) -> Account | None:
-        """Whose memory it takes; None: nobody's."""
+        """Returns the account whose memory it takes; None: nobody's."""
         return None
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether it was begun (``tensord.daemon.submit.placement``) and there is no room for its tensors so far."""
+        """Returns whether it was begun (``placement``) and there is no room for its tensors so far."""
         return not self.record.request_id
 
     def left_line(self) -> None:
-        """Hears that it waited for room and does so no longer: it was sent, or is answered. Not called for a cancelled one."""
+        """Hears that it waits for room no longer: it was sent, or is answered. Not called for a cancelled one."""
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         """Takes an answer; its last call where that is final.
@@ -121,13 +121,16 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def prepared(self) -> PreparedRequest:
-        """Returns what says which model is asked for, with which regions."""
+        """Returns what it has in common with others of its kind."""
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
-        """Its worker died. Returns its answer, where it may not be run again. ``state``: of its model; None: that is gone.
+        """Notes that its worker died. Returns its answer, where it may not be run again.
 
-        What waited for its turn was not begun. (Of sequences ``tensord.daemon.submit.routing`` decides.)
+        What waited for its turn was not begun. (``tensord.daemon.submit.sequences`` decides about sequences.)
+
+        Args:
+          state: of its model; None: that is gone.
         """
         if self.answered or (was_executing and state is not None and state.sticky):
             return Internal("the worker process died while it executed the request, which may not be run twice")
@@ -156,7 +159,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         self.deliver(LAST, AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message), None)
 
     def undelivered(self) -> None:
-        """Handing an answer to the client met a defect of ours; some of it may have left. Its last call."""
+        """Ends it where handing over its answer met a defect of ours; some of it may have left. Its last call."""
         own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, own, None)
 

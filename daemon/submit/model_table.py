@@ -1,4 +1,4 @@
-"""What a front knows of the models: the last ModelState of each version, as the supervisor sent it.
+"""The table of models that a front knows: the last ModelState of each version, as the supervisor sent it.
 
 The supervisor owns the truth; this copy lets a front answer metadata and refuse unknown models without asking.
 """
@@ -13,7 +13,7 @@ _LIMIT = (1 << 63) - 1
 
 
 class ModelTable:
-    """Models by name and version."""
+    """Finds models by name and version."""
 
     def __init__(self) -> None:
         self._models: dict[str, dict[int, ModelState]] = {}
@@ -25,7 +25,7 @@ class ModelTable:
         self.edition = 0
 
     def update(self, state: ModelState) -> None:
-        """The last one sent holds."""
+        """Notes the state of a version; the last one sent holds."""
         self._models.setdefault(state.name, {})[state.version] = state
         self._changed(state.name)
 
@@ -38,7 +38,7 @@ class ModelTable:
         self._changed(gone.name)
 
     def judge(self, readiness: Readiness) -> None:
-        """The last one sent holds."""
+        """Notes whether the daemon is ready; the last one sent holds."""
         self.readiness = readiness
         self.edition += 1
 
@@ -51,7 +51,7 @@ class ModelTable:
             self._newest.pop(name, None)
 
     def find(self, name: str, version: int = 0) -> ModelState:
-        """The state of a version that serves requests; 0 is the newest.
+        """Returns the state of a version that serves requests; 0 is the newest.
 
         A version whose workers are being replaced still serves: its requests wait.
         Raises: NotFound: unknown, or known and not ready.
@@ -71,7 +71,7 @@ class ModelTable:
         raise NotFound(f"Request for unknown model: '{name}' has no available versions{why and ': '}{why}")
 
     def expect(self, name: str, version: int = 0) -> ModelState:
-        """As ``find``, and where none serves, one that is being loaded: its requests wait. Raises NotFound as that."""
+        """Finds as ``find``, or where none serves one that is being loaded: its requests wait. Raises NotFound, too."""
         try:
             return self.find(name, version)
         except NotFound:
@@ -81,27 +81,27 @@ class ModelTable:
             raise
 
     def is_ready(self, name: str, version: int = 0) -> bool:
-        """Whether requests for it are answered now."""
+        """Returns whether requests for it are answered now."""
         try:
             return bool(self.find(name, version).workers)
         except NotFound:
             return False
 
     def ready_versions(self, name: str) -> list[int]:
-        """The versions that serve, ascending."""
+        """Returns the versions that serve, ascending."""
         versions = self._models.get(name, {})
         return sorted(number for number, state in versions.items() if state.state == "READY")
 
 
 def _why(state: ModelState) -> str:
-    """Why a version does not serve, as the repository index says; "": somebody wanted that, or it is on its way."""
+    """Says why a version does not serve, as the repository index does; "": somebody wanted that, or it is on its way."""
     if state.state != "UNAVAILABLE" or state.reason == "unloaded":
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason
 
 
 def parse_version(model: str, text: str) -> int:
-    """A version as it stands in a path: digits.
+    """Returns a version that stands in a path as digits.
 
     Raises: InvalidArgument: beyond int64.  NotFound: 0, which is no version.
     """

@@ -1,4 +1,4 @@
-"""Where a request's tensors lie when a worker reads them: in its record, in the request arena, in a client's region.
+"""Placement of a request's tensors, for a worker to read them: in its record, in the request arena, in a client's region.
 
     InferenceRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
                           ╰─ waits for room where the arena is full
@@ -42,7 +42,7 @@ _PLACES = (RegionSlice, Slice)
 
 
 class InferenceRequest(msgspec.Struct):
-    """Everything a request says, in no protocol's form. (A Struct, because one is made for every request.)"""
+    """Holds everything a request says, in no protocol's form. (A Struct, because one is made for every request.)"""
 
     model: str
     #: 0: the newest.

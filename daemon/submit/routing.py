@@ -1,4 +1,4 @@
-"""Which worker a request goes to: of those that have its model, near its regions, the one with the fewest requests in flight.
+"""Routing of requests: of the workers that have its model, near its regions, to the one with the fewest requests in flight.
 
 Which workers can run the requests of one number is remembered until anything changes that it depends on: the table of models,
 the places of regions, the lanes. Of a model that keeps sequences that alone is remembered: each request goes to the worker that
@@ -25,7 +25,7 @@ _LOST = 4
 
 
 class Routing:
-    """One per front, and the owner of its workers."""
+    """Chooses the worker of each request; owns the workers of a front."""
 
     def __init__(self, table: ModelTable, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
         """``row``: the front's place among those of its protocol. ``in_flight``: all of its requests, by id.
@@ -48,21 +48,21 @@ class Routing:
 
     @property
     def workers(self) -> dict[int, Worker]:
-        """Those that are not fenced, by incarnation. A closed one is never chosen."""
+        """Returns those that are not fenced, by incarnation. A closed one is never chosen."""
         return self._workers
 
     def add(self, worker: Worker) -> None:
-        """Its lane is open."""
+        """Adds a worker whose lane is open."""
         self._workers[worker.incarnation] = worker
         self._forget()
 
     def close(self, worker: Worker) -> None:
-        """Nothing is sent to it any more."""
+        """Notes that nothing is sent to a worker any more."""
         worker.closed = True
         self._forget()
 
     def bury(self, worker: Worker) -> dict[int, Unavailable]:
-        """It is fenced, so its requests have none. Returns which are lost with their sequences, by id, and their answers."""
+        """Removes a fenced worker. Returns those of its requests that are lost with their sequences, by id, and their answers."""
         del self._workers[worker.incarnation]
         for request in worker.in_flight.values():
             request.worker = None
@@ -70,7 +70,7 @@ class Routing:
         return {request.record.request_id: lost(request) for request in gone}
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """The supervisor told of a version."""
+        """Notes the state of a version, as the supervisor said."""
         self._sequences.model_changed(state.name, state.version)
         if isinstance(state, ModelState):
             # Where all workers are idle the first is chosen: another one by each front.
@@ -83,12 +83,12 @@ class Routing:
         self._forget()
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Requests that name the region go to that GPU from now on, if their model is there."""
+        """Routes requests that name the region to that GPU from now on, if their model is there."""
         self._places.update(place)
         self._forget()
 
     def find(self, request: InFlight) -> Worker | None:
-        """The one for that request; None: there is none now.
+        """Returns the worker for a request; None: there is none now.
 
         Raises: NotFound: there is no such model.  Unavailable: its sequence was lost.
         """
@@ -125,7 +125,7 @@ class Routing:
         return min(workers, key=load)
 
     def state_of(self, prepared: PreparedRequest) -> ModelState | None:
-        """Of its model; None: that is gone."""
+        """Returns the state of the model that is asked for; None: it is gone."""
         with contextlib.suppress(NotFound):
             return self._table.expect(prepared.model, prepared.version)
         return None
@@ -137,12 +137,12 @@ class Routing:
         return False
 
     def is_step(self, request: InFlight) -> bool:
-        """Whether it belongs to a sequence that a worker has, or is to have."""
+        """Returns whether it belongs to a sequence that a worker has, or is to have."""
         state = self.state_of(request.prepared)
         return bool(request.record.sequence_id) and state is not None and state.sticky
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
-        """The GPU whose worker it waits for, because of its regions; "": any worker."""
+        """Returns the GPU whose worker such requests wait for, because of their regions; "": any worker."""
         gpu, state = self._places.gpu_of(prepared), self.state_of(prepared)
         return gpu if state is not None and is_meant_for(state, gpu) else ""
 
@@ -151,7 +151,7 @@ class Routing:
 
 
 def load(worker: Worker) -> int:
-    """Its requests in flight."""
+    """Counts its requests in flight."""
     return len(worker.in_flight)
 
 

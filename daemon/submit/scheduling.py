@@ -1,4 +1,4 @@
-"""What a request says of when it is to be run, and as a part of what: Triton's extensions of schedule policy and sequences."""
+"""Scheduling of a request, as it says itself: Triton's extensions of schedule policy and sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEYS = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "seque
 
 
 class Scheduling(NamedTuple):
-    """Of one request; in the order in which records have it (``tensord.shm.messages.RequestRecord``)."""
+    """Says when a request is to be run, and in which sequence; in the order of ``tensord.shm.messages.RequestRecord``."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0
@@ -23,9 +23,9 @@ class Scheduling(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is one of the steps between the first and the last of a sequence."""
+        """Returns whether it is one of the steps between the first and the last of a sequence."""
         return bool(self.sequence_id) and not self.sequence_start and not self.sequence_end
 
 
-#: Of a request that says nothing of it.
+#: A request has this that says nothing of it.
 UNSCHEDULED = Scheduling()

@@ -38,7 +38,7 @@ _MORE_STARTS = 256
 
 
 class SequenceRouting:
-    """One per front. ``in_flight``: all of its requests, by id; ``workers``: those that are not fenced."""
+    """Routes a front's steps of sequences. ``in_flight``: all of its requests, by id; ``workers``: those that are not fenced."""
 
     def __init__(
         self,
@@ -57,15 +57,15 @@ class SequenceRouting:
         self._lost = LostSequences(most_lost)
 
     def model_changed(self, name: str, version: int) -> None:
-        """What was known of it may not hold any more."""
+        """Forgets what was known of a model that has changed."""
         self._models.pop((name, version), None)
 
     def model(self, state: ModelState) -> SequencedModel:
-        """What its requests need of a model, until it changes."""
+        """Returns what its requests need of a model, until it changes."""
         return self._models.get((state.name, state.version)) or self._learn(state)
 
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> Worker | None:
-        """The worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
+        """Returns the worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
 
         Args:
           gpu: where the regions of the request are; "": anywhere. A sequence stays where it is, whatever its requests name.
@@ -96,7 +96,7 @@ class SequenceRouting:
         return worker
 
     def bury(self, worker: Worker, orphans: Iterable[InFlight]) -> set[InFlight]:
-        """A worker is dead, and its page says what it had. Returns those of its requests that are lost with their sequences.
+        """Reads a dead worker's page. Returns those of its requests that are lost with their sequences.
 
         The others are to be sent again, in their order: nothing of their sequences has run.
         """
@@ -126,12 +126,12 @@ class SequenceRouting:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> Worker | None:
-        """The only worker, if it has the model."""
+        """Returns the only worker, if it has the model."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> Worker | None:
-        """Who has it, dead or not."""
+        """Returns the worker that has it, dead or not."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -140,13 +140,13 @@ class SequenceRouting:
         return found
 
     def _candidates(self, state: ModelState, gpu: str) -> Sequence[Worker]:
-        """Those that would take a new sequence."""
+        """Returns the workers that would take a new sequence."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
 
     def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> Worker | None:
-        """Where a new sequence goes."""
+        """Returns the worker that a new sequence goes to."""
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
             rank = (min(1, _spare(worker, slots)), _rank(key, worker))
@@ -172,7 +172,7 @@ class SequenceRouting:
 
 
 def lost(request: InFlight) -> Unavailable:
-    """What a request is answered whose sequence went with its worker."""
+    """Makes the error of a request whose sequence went with its worker."""
     return Unavailable(
         f"sequence {request.record.sequence_id} of model '{request.prepared.model}' was lost when its worker died; "
         "start it again with the START flag"
@@ -180,7 +180,7 @@ def lost(request: InFlight) -> Unavailable:
 
 
 def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight]:
-    """The last ones of a sequence's requests that a dead worker has not begun. ``state``: what it last said; None: nothing.
+    """Returns the last of a sequence's requests, which a dead worker has not begun. ``state``: what it last said.
 
     All of a sequence from its START on, or none: what another front had sent, or a client took back, would be missing.
     """
@@ -201,7 +201,7 @@ def _rank(key: Key, worker: Worker) -> int:
 
 
 def _spare(worker: Worker, slots: Key) -> int:
-    """Free slots less the sequences that wait for one; 0 where nothing is known."""
+    """Returns its free slots less the sequences that wait for one; 0 where nothing is known."""
     told = worker.sequences.slots(slots)
     if told is None:
         return 0
@@ -222,7 +222,7 @@ class _Config(msgspec.Struct):
 
 
 class SequencedModel:
-    """What is needed of a model for each of its requests."""
+    """Keeps what each request of a model needs to be routed."""
 
     __slots__ = ("idle_seconds", "keys", "state")
 

@@ -58,7 +58,7 @@ _TIMER_SECONDS = 0.1
 
 
 class Submitter:
-    """All requests of one front. Owns the request arena."""
+    """Sends all requests of one front, and ends each with one final answer. Owns the request arena."""
 
     def __init__(
         self,
@@ -304,14 +304,14 @@ class Submitter:
                 self._flush_again(worker)
 
     def _flush_again(self, worker: Worker) -> None:
-        """What its lane holds belongs to many requests, and other lanes wait for their turn: no exception goes any further."""
+        """Tries a lane again. What it holds belongs to many requests, and other lanes wait: no exception goes any further."""
         _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
         self._loop.call_later(_AGAIN_SECONDS, self._flush_later, worker)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: Worker) -> bool:
-        """Takes a datagram; whether there was one. Were there more, or an end of file, the loop would say so again."""
+        """Takes a datagram. Returns whether there was one. Were there more, or an end of file, the loop would say so again."""
         try:
             answers = worker.lane.receive()
         except ChannelClosed:
@@ -424,7 +424,7 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """What keeps state in its worker, or answers again and again, may have begun, and is not sent twice."""
+        """Returns whether it may be called back. What keeps state, or streams, may have begun: it is not sent twice."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
@@ -477,7 +477,7 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """A worker can be reached. Takes the descriptors: the lane's socket, the status page and the sequence page."""
+        """Opens the lane to a worker. Takes the descriptors: the lane's socket, the status page and the sequence page."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
         worker = Worker(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
@@ -485,7 +485,7 @@ class Submitter:
         self._send_waiting()
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """The table changed: who waits may have a worker now, or a reason to give up."""
+        """Changes the table of models: who waits may have a worker now, or a reason to give up."""
         self._routing.model_changed(state)
         self._send_waiting()
         loading, self._loading = self._loading, set()
@@ -494,7 +494,7 @@ class Submitter:
                 one.set_result(None)
 
     def is_loading(self, model: str, version: int) -> bool:
-        """Whether a version is being loaded, and none serves that would answer for it."""
+        """Returns whether a version is being loaded, and none serves that would answer for it."""
         return self._routing.is_loading(model, version)
 
     async def loaded(self, model: str, version: int) -> None:
@@ -513,13 +513,13 @@ class Submitter:
         return Unavailable(f"model '{model}' is still being loaded after {self._worker_wait:g} s; ask again later")
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Requests that name the region go to that device from now on."""
+        """Routes requests that name the region to that device from now on."""
         self._routing.region_placed(place)
 
     # ---------------------------------------------------------------------------------------- a worker's death
 
     def fence(self, fenced: WorkerFenced) -> None:
-        """That process is certainly gone: run its requests elsewhere."""
+        """Runs the requests of a worker elsewhere whose process is certainly gone."""
         worker = self._routing.workers.get(fenced.worker)
         if worker is None:
             return
@@ -554,7 +554,7 @@ class Submitter:
             self._send_again(request)
 
     def _close_lane(self, worker: Worker) -> None:
-        """Nothing is sent to it any more, nor read. Idempotent."""
+        """Stops sending to a worker, and reading from it. Idempotent."""
         if not worker.closed:
             self._routing.close(worker)
             self._loop.remove_reader(worker.lane.fileno())
@@ -572,7 +572,7 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ timeouts
 
     def _start_timer(self) -> None:
-        """Something waits: looks soon for what waited too long."""
+        """Looks soon for what waited too long, because something waits."""
         if self._timer is None:
             self._timer = self._loop.call_later(_TIMER_SECONDS, self._time_out)
 
@@ -629,11 +629,11 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ the whole
 
     def in_flight(self) -> int:
-        """Requests accepted and not yet answered."""
+        """Counts the requests that were accepted and are not yet answered."""
         return len(self._in_flight)
 
     def statistics(self) -> dict[str, int]:
-        """Counts for operators."""
+        """Returns counts for operators."""
         waiting = {"waiting_for_worker": len(self._waiting), "throttled": len(self._throttle)}
         forms = {"forms_minted": self.numbers.minted, "forms_evicted": self.numbers.evicted}
         held = {"answers_held": len(self._outstanding), **self._arena.statistics()}

@@ -30,7 +30,7 @@ class _Line:
 
 
 class Throttle:
-    """One per front. ``in_flight``: all of its requests, by id; ``seconds``: how long one waits at most."""
+    """Decides which requests of a front wait. ``in_flight``: all of them, by id; ``seconds``: how long one waits at most."""
 
     def __init__(self, in_flight: Mapping[int, InFlight], seconds: float) -> None:
         self._in_flight = in_flight
