@@ -67,7 +67,7 @@ INSIDE = {
     "workers.tensors": (),
     "workers.devices": ("threads", "jax_internals"),
     "workers.regions": ("devices",),
-    "workers.requests": ("scheduling", "native", "tensors", "regions"),
+    "workers.requests": ("scheduling", "native", "tensors", "devices", "regions"),
     "workers.calls": ("tensors", "requests"),
     "workers.python_backend": ("jax_internals", "requests", "calls"),
     "workers.imports": ("calls", "python_backend"),

@@ -30,7 +30,6 @@ from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.shm.status_page import DESKS
-from tensord.workers.dispatch.inner_arrival import validate_inner
 from tensord.workers.engine import Engine
 from tensord.workers.imports import import_system
 from tensord.workers.loading.ensemble_declaration import joined
@@ -40,6 +39,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.prepared import validate_inner
 from tensord.workers.requests.request import Moments, Request, controls_of
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter import Submitter

@@ -55,7 +55,7 @@ from tensord.workers.processor import output_memory
 from tensord.workers.processor.outside_compiler import outside_compiler
 from tensord.workers.programs.run_errors import works
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
-from tensord.workers.requests.preparation import Preparation
+from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
 from tensord.workers.requests.submitter import Submitter
@@ -284,7 +284,7 @@ class Worker:
             elif type(record) is Taken:
                 self._dispatcher.taken(submitter, record)
             elif type(record) is Prepare:
-                submitter.preparations.learn(record.number, Preparation(record.number, record.prepared))
+                submitter.preparations.learn(record.number, Preparation(record.prepared, record.number))
                 self._poller.forget(submitter, record.number)
             else:
                 self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from tensord.workers.dispatch.classification import classify
 from tensord.workers.models.author_error import bounded
 from tensord.workers.regions.region_table import check_intact
 from tensord.workers.requests.places import Places, leased
-from tensord.workers.requests.preparation import AnswerPlan, Part
+from tensord.workers.requests.prepared import AnswerPlan, Part
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Response
 from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout

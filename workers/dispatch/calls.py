@@ -20,12 +20,12 @@ from tensord.workers.calls.call import Call
 from tensord.workers.calls.caller import ModelPort
 from tensord.workers.dispatch.call_circles import CallCircles, path
 from tensord.workers.dispatch.ensembles import EnsembleRuns
-from tensord.workers.dispatch.inner_arrival import validate_inner
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion, Part
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.prepared import validate_inner
 from tensord.workers.requests.request import Moments, Request, controls_of
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.submitter import Submitter

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from tensord.config import rate_limits
 from tensord.config.options import Options
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
-from tensord.shm.messages import PreparedRequest, RequestRecord, Taken
+from tensord.shm.messages import RequestRecord, Taken
 from tensord.shm.refusals import Refusal
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.answers import failure
@@ -35,7 +35,6 @@ from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.dispatch.shape_compiler import COMPILER_DESK, ShapeCompiler
 from tensord.workers.dispatch.stepping import SteppingRuns
-from tensord.workers.dispatch.validation import validate, validate_again
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion, Part, by_version
@@ -43,6 +42,7 @@ from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.requests.prepared import Preparation, validate
 from tensord.workers.requests.request import Request, controls_of, named
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.scheduling.agenda import NEVER, Agenda
@@ -141,18 +141,16 @@ class Dispatcher:
         if record.request_id in submitter.in_flight:
             raise InvalidArgument(f"request id {record.request_id} is in flight already")
         number = record.prepared
-        preparation = submitter.preparations[number] if type(number) is int else None
-        prepared: PreparedRequest = number if preparation is None else preparation.prepared  # type: ignore[assignment]
+        preparation = submitter.preparations[number] if isinstance(number, int) else Preparation(number)
+        prepared = preparation.prepared
         try:
             version = self._models.find(prepared.model, prepared.version)
             if version.sequences is not None:
                 controls = controls_of(record)
                 version = self._models.home(version, controls.correlation_id, controls.start)
-            if preparation is None:
-                request = validate(record, prepared, submitter, version, self._regions, now_ns)
-            else:
-                request = validate_again(record, preparation, submitter, version, self._regions, now_ns)
-            version.loaded.join(request)
+            request = validate(record, preparation, submitter, version, self._regions, now_ns)
+            if version.joins:
+                version.loaded.join(request)
         except ServingError as error:
             submitter.answer(failure(record.request_id, error))
             return

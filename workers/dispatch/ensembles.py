@@ -17,7 +17,6 @@ from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingErro
 from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.answer_controls import controls_said
-from tensord.workers.dispatch.inner_arrival import fitting, validate_inner
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.ensemble_chain import EnsembleChain, EnsembleChains
@@ -27,6 +26,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.chain_program import ChainProgram
 from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.prepared import fitting, validate_inner
 from tensord.workers.requests.request import Moments, Request, controls_of
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.result import Response, Result

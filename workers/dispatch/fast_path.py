@@ -37,7 +37,7 @@ from tensord.workers.programs.chain_program import ChainProgram
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.series_program import SeriesProgram
 from tensord.workers.regions.region_table import RegionTable, check_intact
-from tensord.workers.requests.preparation import AnswerPlan, Preparation
+from tensord.workers.requests.prepared import AnswerPlan, Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.tensors.buckets import Shapes
@@ -223,11 +223,11 @@ class FastPath(Poller):
             if preparation is None or plan is None or submitter.closed:
                 continue
             known = (submitter.lane.fileno(), preparation.number) in self._numbers
-            if known or (preparation.names is not None and not request.small):
+            if known or (preparation.own and not request.small):
                 continue  # or its tensors lie in an arena: such are never gathered here
             if isinstance(model, EnsembleChain) and not model.answers(request):
                 continue
-            if self._seen == self._changes and preparation.familiar is version.familiar:
+            if self._seen == self._changes and preparation.load is version.checked:
                 batch = self._batches.get((model, request.key))
                 if batch is None:
                     batch = self._batches[model, request.key] = self._batch(version, model, cast(Shapes, request.key))
@@ -244,7 +244,7 @@ class FastPath(Poller):
     def _learn(self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan) -> None:
         lane = request.submitter.lane
         prepared = preparation.prepared
-        if preparation.known is None or not lane.knows(plan.numbered):
+        if preparation.checked is None or not preparation.checked.plain or not lane.knows(plan.numbered):
             return
         places = [part.region for part in plan.parts]
         places += [tensor.region for tensor in prepared.inputs]
@@ -257,7 +257,7 @@ class FastPath(Poller):
         if regions and batch.version.sequences is not None:
             return
         inputs: list[tuple[int, int, int]] = []
-        for tensor, (_, byte_size) in zip(prepared.inputs, preparation.known.tensors, strict=True):
+        for tensor, byte_size in zip(prepared.inputs, preparation.checked.sizes, strict=True):
             inputs.append((arguments[tensor.name], byte_size, _address(tensor.region, byte_size, regions)))
         outputs = [
             (part.content, part.start, part.step, size, _address(part.region, size, regions))
@@ -285,12 +285,13 @@ class FastPath(Poller):
         """Of a request that had a run to itself, with large tensors, none of them in a region."""
         (request,) = execution.requests
         preparation, lane, executable = request.preparation, request.submitter.lane, execution.executable
-        if preparation is None or preparation.known is None or preparation.names is None or preparation.outputs is None:
+        if preparation is None or preparation.checked is None or not preparation.own or preparation.outputs is None:
             return
-        if request.submitter.closed or not isinstance(executable, Executable):
+        sizes = preparation.checked.sizes
+        if request.submitter.closed or not isinstance(executable, Executable) or not preparation.checked.plain:
             return
         key = (lane.fileno(), preparation.number)
-        if key in self._numbers or self._seen != self._changes or preparation.familiar is not version.familiar:
+        if key in self._numbers or self._seen != self._changes or preparation.load is not version.checked:
             return
         may_be = model.is_whole(execution) and not version.batcher.delays
         run = executable.lone_run(execution, preparation) if may_be else None
@@ -305,7 +306,7 @@ class FastPath(Poller):
                 key[1],
                 batch.native(),
                 request.rows,
-                tuple(preparation.sizes),
+                tuple(sizes),
                 run.answer.outputs,
                 run.answer.numbered.number,
                 run,

@@ -194,7 +194,7 @@ class Outbox:
                 if answer is None:
                     return False
                 submitter.answer(answer)
-                if preparation is not None and preparation.familiar is version.familiar:
+                if preparation is not None and preparation.load is version.checked:
                     numbered = submitter.lane.number(cast(PreparedAnswer, answer.prepared))
                     preparation.plan(made.layout, plan_answer(numbered, request, made.layout))
         except ServingError:
@@ -361,7 +361,7 @@ def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Num
     # Parameters are each answer's own.
     if preparation is None or answer.lease is None or prepared.parameters:
         return answer, None
-    if preparation.familiar is not request.version.familiar:
+    if preparation.load is not request.version.checked:
         return answer, None
     numbered = preparation.large = request.submitter.lane.number(prepared)
     return msgspec.structs.replace(answer, prepared=numbered.number), numbered

@@ -30,7 +30,7 @@ from tensord.workers.tensors.signature import Signature
 
 if TYPE_CHECKING:
     from tensord.workers.models.execution import Execution
-    from tensord.workers.requests.preparation import Preparation
+    from tensord.workers.requests.prepared import Preparation
 
 
 class GpuExecutable(Executable):

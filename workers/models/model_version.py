@@ -18,7 +18,7 @@ from tensord.workers.models.instance import Instance
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from tensord.workers.models.statistics import ModelStatistics
-from tensord.workers.requests.familiar import Familiar
+from tensord.workers.requests.prepared import CheckedInputs
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
 from tensord.workers.requests.response_sender import ResponseSender
@@ -60,6 +60,8 @@ class ModelVersion:
         self.repeatable = loaded.repeatable
         self.ordered = loaded.ordered
         self.jitted = loaded.jitted
+        #: Whether a request is given something besides what its client has sent, or may be refused for its sequence.
+        self.joins = loaded.sequences is not None or bool(loaded.made_inputs)
         self.state = VersionState.SERVING
         self.queue: RequestQueue[Request] = RequestQueue(loaded.queue_rules)
         self.batcher = DynamicBatcher(loaded.batch_rules, self.queue)
@@ -94,7 +96,8 @@ class ModelVersion:
         if self.jitted is not None and self.jitted.ragged:
             self.take = self._take_fitting
         self.statistics = ModelStatistics(loaded.name, loaded.version)
-        self.familiar = Familiar()
+        #: Of requests to it, and what stands for this load.
+        self.checked = CheckedInputs()
         #: The worker's, where it is used for this model.
         self.cache: ResponseCache | None = None
         #: Batches given to instances and not done.

@@ -27,7 +27,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 if TYPE_CHECKING:
     from tensord.workers.models.execution import Execution
-    from tensord.workers.requests.preparation import Preparation
+    from tensord.workers.requests.prepared import Preparation
 
 #: A range of a file: which one, start, end.
 _Range = tuple[tuple[int, int], int, int]
@@ -181,11 +181,11 @@ class HostExecutable(Executable):
             self.memory_of_outputs.refuse()
 
     def lone_run(self, execution: Execution, preparation: Preparation) -> LoneRun | None:
-        answer = plan_alone(execution, preparation)
-        if answer is None:
+        answer, checked = plan_alone(execution, preparation), preparation.checked
+        if answer is None or checked is None:
             return None
         lane, prepared = execution.requests[0].submitter.lane, preparation.prepared
-        return LoneRun(self, lane, prepared.inputs, preparation.sizes, answer)
+        return LoneRun(self, lane, prepared.inputs, checked.sizes, answer)
 
     def __repr__(self) -> str:
         return f"<HostExecutable {self.wanted}>"

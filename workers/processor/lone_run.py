@@ -23,7 +23,7 @@ from tensord.shm.prepared import Numbered
 if TYPE_CHECKING:
     from tensord.workers.models.execution import Execution
     from tensord.workers.processor.host_executable import HostExecutable
-    from tensord.workers.requests.preparation import Preparation
+    from tensord.workers.requests.prepared import Preparation
 
 #: Segment and offset in the submitter's arena, or the bytes themselves.
 Place = tuple[int, int] | bytes

@@ -32,7 +32,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 if TYPE_CHECKING:
     from tensord.workers.models.execution import Execution
     from tensord.workers.processor.lone_run import LoneRun
-    from tensord.workers.requests.preparation import Preparation
+    from tensord.workers.requests.prepared import Preparation
 
 #: Outputs, one or several, in memory of the host.
 Content = Array | bytes

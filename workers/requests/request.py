@@ -1,12 +1,12 @@
 """One request inside the worker: validated, with its tensors in reach, from the queue to its answer.
 
-Made by ``tensord.workers.dispatch.validation``, owned by the worker's loop; models only read it.
+Made by ``tensord.workers.requests.prepared``, owned by the worker's loop; models only read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -15,8 +15,6 @@ from tensord.shm.messages import PreparedRequest, RequestedOutput, RequestRecord
 from tensord.shm.refusals import Refusal
 from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.regions.region_tensor import LateTensor
-from tensord.workers.requests.familiar import Familiar
-from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.response_cache import Question
 from tensord.workers.requests.response_sender import ResponseSender, Sent
 from tensord.workers.requests.result import Result
@@ -25,6 +23,9 @@ from tensord.workers.requests.timeline import RequestTimeline
 from tensord.workers.scheduling.planner import Planner
 from tensord.workers.scheduling.sequence import Controls, Sequenced
 from tensord.workers.tensors.signature import Signature
+
+if TYPE_CHECKING:
+    from tensord.workers.requests.prepared import CheckedInputs, Preparation
 
 #: When a run began, had its inputs, had computed; in ns.
 Moments = tuple[int, int, int]
@@ -65,7 +66,7 @@ class Version(Protocol):
     #: Batches given to instances and not done.
     executing: int
     signature: Signature
-    familiar: Familiar
+    checked: CheckedInputs
     planner: Planner[Request]
     #: Whether a request may be run again, by itself, where its batch has failed.
     repeatable: bool

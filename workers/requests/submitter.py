@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor
 from tensord.shm.prepared import Numbered, ReceivedNumbers
-from tensord.workers.requests.preparation import Preparation
 from tensord.workers.requests.response_kind import Described, ResponseKind
+
+if TYPE_CHECKING:
+    from tensord.workers.requests.prepared import Preparation
 
 #: A request.
 R = TypeVar("R")

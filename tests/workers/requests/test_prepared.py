@@ -20,11 +20,10 @@ from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import RegionSlice, RequestedOutput, Slice
 from tensord.shm.operations import RegisterSystemRegion
-from tensord.workers.dispatch.validation import validate
 from tensord.workers.models.host_model import shapes_key
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
-from tensord.workers.requests.familiar import Familiar
+from tensord.workers.requests.prepared import Checked, CheckedInputs, Preparation, validate
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.tensors.signature import signature
@@ -34,7 +33,7 @@ from tests.records import Tensor, WholeRequest
 def version_of(text: str) -> ModelVersion:
     made = signature(parse_pbtxt('name: "m" ' + text, "m"), {}, {})
     fields = {"signature": made, "key": lambda arrays: shapes_key(arrays, made), "version": 1}
-    return cast(ModelVersion, SimpleNamespace(**fields, familiar=Familiar()))
+    return cast(ModelVersion, SimpleNamespace(**fields, checked=CheckedInputs()))
 
 
 BATCHED = version_of(
@@ -76,7 +75,7 @@ def submitter() -> Iterator[Submitter]:
 
 def check(submitter: Submitter, version: ModelVersion, regions: RegionTable, *inputs: Tensor, **fields: Any) -> Request:
     request = WholeRequest(1, "m", 0, inputs, **fields)
-    return validate(request.record, request.prepared, submitter, version, regions, 50)
+    return validate(request.record, Preparation(request.prepared), submitter, version, regions, 50)
 
 
 X = Tensor("x", "FP32", (2, 2), np.arange(4, dtype=np.float32).tobytes())
@@ -264,3 +263,25 @@ def test_outputs_are_asked_for_once(submitter: Submitter, regions: RegionTable) 
     twice = (RequestedOutput("y"), RequestedOutput("y", None, 2))
     with pytest.raises(InvalidArgument, match=r"\[request id: me\] output 'y' already exists in request"):
         check(submitter, BATCHED, regions, X, outputs=twice, client_id="me")
+
+
+def test_only_the_very_same_inputs_were_checked_before(submitter: Submitter, regions: RegionTable) -> None:
+    version = version_of(
+        """max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+        output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }"""
+    )
+    check(submitter, version, regions, X)
+    assert list(version.checked) == [(("x", "FP32", (2, 2)),)]
+    check(submitter, version, regions, X._replace(shape=(1, 4)))
+    for other in (X._replace(shape=(2, 3)), X._replace(datatype="INT32"), X._replace(name="y")):
+        with pytest.raises(InvalidArgument):
+            check(submitter, version, regions, other)
+    assert len(version.checked) == 2
+
+
+def test_shapes_without_end_are_forgotten() -> None:
+    checked = CheckedInputs()
+    for size in range(10_000):
+        checked.learn((("x", "FP32", (size,)),), Checked(size, 1, True, [], []))
+    assert (("x", "FP32", (9_999,)),) in checked
+    assert len(checked) < 1000

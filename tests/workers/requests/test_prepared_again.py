@@ -15,16 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.shm.errors import InvalidArgument, NotFound, ServingError
-from tensord.shm.messages import Content, RegionSlice, RequestedOutput, RequestRecord, Slice
+from tensord.shm.messages import Content, PreparedRequest, RegionSlice, RequestedOutput, RequestRecord, Slice
 from tensord.shm.operations import RegisterSystemRegion
-from tensord.workers.dispatch.validation import validate, validate_again
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.regions.region_table import RegionTable
-from tensord.workers.requests.preparation import Preparation
+from tensord.workers.requests.prepared import Preparation, validate
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
 from tests.records import Tensor, WholeRequest
-from tests.workers.dispatch.test_validation import BATCHED, FREE, outputs, regions, submitter, tensors, version_of
+from tests.workers.requests.test_prepared import BATCHED, FREE, outputs, regions, submitter, tensors, version_of
 
 __all__ = ["regions", "submitter"]  # fixtures
 
@@ -40,7 +39,7 @@ def request_of(*inputs: Tensor, **fields: Any) -> WholeRequest:
 
 
 def preparation_of(request: WholeRequest) -> Preparation:
-    return Preparation(0, request.prepared)
+    return Preparation(request.prepared, 0)
 
 
 def record_of(request: WholeRequest) -> RequestRecord:
@@ -83,11 +82,21 @@ def outcome(make: Any) -> Any:
 def checked(
     request: WholeRequest, preparation: Preparation, submitter: Submitter, version: ModelVersion, regions: RegionTable
 ) -> tuple[Any, Any]:
-    """What becomes of it with a number, and whole."""
-    return (
-        outcome(lambda: validate_again(record_of(request), preparation, submitter, version, regions, 50)),
-        outcome(lambda: validate(request.record, request.prepared, submitter, version, regions, 50)),
+    """What becomes of it with a number, and whole where nothing is known."""
+    numbered = outcome(lambda: validate(record_of(request), preparation, submitter, version, regions, 50))
+    return numbered, whole(request.record, request.prepared, submitter, version, regions)
+
+
+def whole(
+    record: RequestRecord, prepared: PreparedRequest, submitter: Submitter, version: ModelVersion, regions: RegionTable
+) -> Any:
+    """What becomes of one that says everything, the first time and the second time that a load sees such inputs."""
+    version.checked.clear()
+    first, second = (
+        outcome(lambda: validate(record, Preparation(prepared), submitter, version, regions, 50)) for _ in range(2)
     )
+    assert first == second
+    return first
 
 
 @pytest.mark.parametrize(
@@ -121,23 +130,25 @@ def test_it_is_the_request_that_it_would_be_whole(
     request = request_of(*inputs, **fields)
     preparation = preparation_of(request)
     for _ in range(3):
-        numbered, whole = checked(request, preparation, submitter, version, regions)
-        assert isinstance(whole, dict), whole
-        assert numbered == whole
+        numbered, expected = checked(request, preparation, submitter, version, regions)
+        assert isinstance(expected, dict), expected
+        assert numbered == expected
     assert regions.find("r").leases == 0
 
 
 def test_each_has_its_own_tensors(submitter: Submitter, regions: RegionTable) -> None:
     assert (
-        validate(request_of(X).record, request_of(X).prepared, submitter, BATCHED, regions, 50).rows == 2
-    )  # so that such shapes are familiar
+        validate(request_of(X).record, Preparation(request_of(X).prepared), submitter, BATCHED, regions, 50).rows == 2
+    )  # so that such shapes are known
     preparation = preparation_of(request_of(X))
     for tensor in (X, OTHER, X, OTHER):
-        request = validate_again(record_of(request_of(tensor)), preparation, submitter, BATCHED, regions, 50)
+        request = validate(record_of(request_of(tensor)), preparation, submitter, BATCHED, regions, 50)
         assert isinstance(tensor.place, bytes)
         assert (
             request.small
-            == validate(request_of(tensor).record, request_of(tensor).prepared, submitter, BATCHED, regions, 50).small
+            == validate(
+                request_of(tensor).record, Preparation(request_of(tensor).prepared), submitter, BATCHED, regions, 50
+            ).small
         )
         assert request.arrays["x"].tobytes() == tensor.place
 
@@ -161,12 +172,11 @@ def test_an_enemy_gets_what_it_would_get_whole(
     request = request_of(*inputs, outputs=tuple(wanted), client_id="me")
     preparation = preparation_of(request)
     for _ in range(3):
-        numbered, whole = checked(request, preparation, submitter, version, regions)
-        assert numbered == whole
+        numbered, expected = checked(request, preparation, submitter, version, regions)
+        assert numbered == expected
         other = RequestRecord(1, 0, tuple(contents), "me")
-        numbered = outcome(lambda other=other: validate_again(other, preparation, submitter, version, regions, 50))
-        whole = outcome(lambda other=other: validate(other, preparation.prepared, submitter, version, regions, 50))
-        assert numbered == whole
+        numbered = outcome(lambda other=other: validate(other, preparation, submitter, version, regions, 50))
+        assert numbered == whole(other, preparation.prepared, submitter, version, regions)
     assert regions.find("r").leases == 0
 
 
@@ -189,13 +199,13 @@ def test_other_sizes_are_refused_with_the_words_for_them(
             ),
             client_id="me",
         )
-        numbered, whole = checked(wrong, preparation, submitter, BATCHED, regions)
-        assert numbered == whole
-        assert whole[0] is InvalidArgument
+        numbered, expected = checked(wrong, preparation, submitter, BATCHED, regions)
+        assert numbered == expected
+        assert expected[0] is InvalidArgument
     # It is none the worse for that.
-    numbered, whole = checked(request, preparation, submitter, BATCHED, regions)
-    assert isinstance(whole, dict)
-    assert numbered == whole
+    numbered, expected = checked(request, preparation, submitter, BATCHED, regions)
+    assert isinstance(expected, dict)
+    assert numbered == expected
 
 
 @pytest.mark.parametrize("inputs", [(X,), (IN_REGION,), (IN_REGION, WORDS), (X, WORDS)])
@@ -209,7 +219,7 @@ def test_another_number_of_tensors(submitter: Submitter, regions: RegionTable, i
             with pytest.raises(
                 InvalidArgument, match=f"{given_} tensors came in a record that was prepared for {wanted}"
             ):
-                validate_again(record, preparation, submitter, BATCHED, regions, 50)
+                validate(record, preparation, submitter, BATCHED, regions, 50)
         assert isinstance(checked(request, preparation, submitter, BATCHED, regions)[0], dict)
     assert regions.find("r").leases == 0
 
@@ -232,9 +242,9 @@ def test_another_load_is_looked_at_again(submitter: Submitter, regions: RegionTa
     for number in (0, 1, 0, 2, 3):
         version = loads[number]
         for _ in range(2):
-            numbered, whole = checked(request, preparation, submitter, version, regions)
-            assert numbered == whole
-            assert isinstance(whole, dict) == (number in (0, 3))
+            numbered, expected = checked(request, preparation, submitter, version, regions)
+            assert numbered == expected
+            assert isinstance(expected, dict) == (number in (0, 3))
             if isinstance(numbered, dict):
                 assert numbered["version"] is version
 
@@ -244,11 +254,11 @@ def test_what_is_known_goes_with_the_load(submitter: Submitter, regions: RegionT
     request = request_of(X)
     preparation = preparation_of(request)
     for version in (load_of(4), load_of(4)):
-        validate_again(record_of(request), preparation, submitter, version, regions, 50)
-        assert preparation.familiar is version.familiar
+        validate(record_of(request), preparation, submitter, version, regions, 50)
+        assert preparation.load is version.checked
         assert preparation.plans == {}
         preparation.plans[object()] = object()  # type: ignore[index, assignment]
-        validate_again(record_of(request), preparation, submitter, version, regions, 50)
+        validate(record_of(request), preparation, submitter, version, regions, 50)
         assert len(preparation.plans) == 1
 
 
@@ -262,7 +272,7 @@ def test_a_preparation_does_not_keep_a_model(submitter: Submitter, regions: Regi
     version.loaded = Loaded()
     alive = weakref.ref(version.loaded)
     for _ in range(2):
-        request = validate_again(record_of(request_of(X)), preparation, submitter, version, regions, 50)
+        request = validate(record_of(request_of(X)), preparation, submitter, version, regions, 50)
     del version, request
     gc.collect()
     assert alive() is None
@@ -306,7 +316,7 @@ def test_a_region_that_is_another_one_meanwhile(
     """1. registered; 2. gone; 3. there again but too small; 4. just large enough; 5. gone while it is in use."""
     regions, register = table
     preparation = preparation_of(asked)
-    for byte_size, expected in (
+    for byte_size, refusal in (
         (64, None),
         (0, NotFound),
         (20, InvalidArgument),
@@ -316,10 +326,10 @@ def test_a_region_that_is_another_one_meanwhile(
     ):
         register(byte_size)
         for _ in range(2):
-            numbered, whole = checked(asked, preparation, submitter, BATCHED, regions)
-            assert numbered == whole
-            assert whole[0] is expected if expected else isinstance(whole, dict)
-    made = validate_again(record_of(asked), preparation, submitter, BATCHED, regions, 50)
+            numbered, expected = checked(asked, preparation, submitter, BATCHED, regions)
+            assert numbered == expected
+            assert expected[0] is refusal if refusal else isinstance(expected, dict)
+    made = validate(record_of(asked), preparation, submitter, BATCHED, regions, 50)
     (region,) = made.regions
     closed: list[bool] = []
     assert regions.unregister("system", "s") == 1
@@ -339,8 +349,8 @@ def test_one_that_was_first_refused(submitter: Submitter, table: tuple[RegionTab
     request = request_of(Tensor("x", "FP32", (2, 2), RegionSlice("s", 0, 16)))
     preparation = preparation_of(request)
     assert checked(request, preparation, submitter, BATCHED, regions)[0][0] is NotFound
-    assert preparation.familiar is None
+    assert preparation.load is None
     register(64)
-    numbered, whole = checked(request, preparation, submitter, BATCHED, regions)
-    assert isinstance(whole, dict)
-    assert numbered == whole
+    numbered, expected = checked(request, preparation, submitter, BATCHED, regions)
+    assert isinstance(expected, dict)
+    assert numbered == expected

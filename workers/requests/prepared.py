@@ -1,0 +1,559 @@
+"""Prepared requests in a worker: checked once for each load of a model version, then placed once for each request.
+
+    PreparedRequest ── check: names, datatypes, shapes, rows, key ──▶ Checked: kept by the load, and by a number where it has one
+    RequestRecord   ── place: contents, sizes, ranges, leases ──────▶ Request
+
+A record is read as if an enemy had written it. Texts and the order of checks are Triton's: regions and requested outputs, then
+names and number of the inputs, batch size, then datatype, shape and bytes of each, the last input of the request first, as its
+hash table hands them out. Numeric tensors become views of the bytes where they lie; BYTES are copied before their lengths are
+read. A refused request was never queued, and holds no lease. Requests made inside the worker are checked by the same functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+from msgspec.structs import replace
+
+from tensord.shm.arrays import Array, IncompleteString, array, datatype_of
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.messages import (
+    PreparedAnswer,
+    PreparedRequest,
+    PreparedTensor,
+    RegionSlice,
+    RequestedOutput,
+    RequestRecord,
+    Slice,
+    placed,
+)
+from tensord.shm.open_shape import closed, elements, is_open
+from tensord.shm.prepared import Numbered
+from tensord.shm.regions import Region, check_range
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.devices.cuda_tensor import CudaTensor
+from tensord.workers.regions.region_table import AnyRegion, RegionTable
+from tensord.workers.regions.region_tensor import LateTensor, RegionTensor
+from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.request import Request, Sink, label
+from tensord.workers.tensors.batch_outputs import OutputLayout
+from tensord.workers.tensors.signature import Signature, TensorSpec
+
+if TYPE_CHECKING:
+    from tensord.workers.models.model_version import ModelVersion
+    from tensord.workers.requests.submitter import Submitter
+
+#: Kinds of inputs remembered for one load, and plans for one number.
+_MAX_CHECKED = 256
+_MAX_PLANS = 64
+#: In place of a number.
+_INLINE = -1
+#: Datatypes whose tensors are copied before they are used, wherever they lie.
+_COPIED = ("BYTES", "BOOL")
+_BATCH_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each input "
+    "shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
+    "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+Content = bytes | memoryview | LateTensor
+#: (name, datatype, shape) of each input, in the order of the request.
+Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+# --------------------------------------------------------------------------------------------------- what is kept of them
+
+
+class Checked(NamedTuple):
+    """What inputs of certain names, datatypes and shapes come to in one load of a model version."""
+
+    #: What requests must have in common to run together.
+    key: Hashable
+    rows: int
+    #: Whether the bytes of all of them are the arrays as the model takes them; then their dtypes and sizes are here.
+    plain: bool
+    dtypes: list[np.dtype[Any]]
+    sizes: list[int]
+
+
+class CheckedInputs(dict[Inputs, Checked]):
+    """A load's bounded cache of checked inputs, which also stands for that load. Belongs to the worker's loop."""
+
+    __slots__ = ()
+
+    def learn(self, inputs: Inputs, checked: Checked) -> None:
+        """Remembers inputs that were found right."""
+        if len(self) >= _MAX_CHECKED:
+            self.clear()
+        self[inputs] = checked
+
+
+class Part(NamedTuple):
+    """Where an output is in what a run made, and where it goes. Row n begins at ``start + n * step``."""
+
+    #: Which of the run's contents.
+    content: int
+    start: int
+    step: int
+    byte_size: int
+    #: None: into the record.
+    region: RegionSlice | None
+
+
+class AnswerPlan(NamedTuple):
+    """An answer but for its bytes."""
+
+    numbered: Numbered[PreparedAnswer]
+    #: In the order of the answer's outputs.
+    parts: list[Part]
+    #: Of all parts together, for one row.
+    row_byte_size: int
+    #: Whether all of them go into the record.
+    inside: bool
+
+
+class Preparation:
+    """A prepared request of one submitter, with what was found when one like it was validated, and how they are answered.
+
+    That holds for one load of a model version. Where its model means another one by now, everything is found out again.
+    """
+
+    __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
+
+    def __init__(self, prepared: PreparedRequest, number: int = _INLINE) -> None:
+        """``number``: none of one that came inside its request, and is nobody else's."""
+        self.number = number
+        self.prepared = prepared
+        #: Whether all of its tensors are each request's own, and none lies in a region.
+        self.own = not [tensor for tensor in prepared.inputs if tensor.region is not None]
+        #: Stands for the load whose requests they are, without keeping the model; None: none was validated so far.
+        self.load: CheckedInputs | None = None
+        #: What they come to; None: each has another shape.
+        self.checked: Checked | None = None
+        #: What they ask for, by name; None: that names regions, which must be looked at each time.
+        self.outputs: Mapping[str, RequestedOutput] | None = None
+        #: By how a run's outputs lie: what becomes of them.
+        self.plans: dict[OutputLayout, AnswerPlan] = {}
+        #: The number of the last answer with large outputs.
+        self.large: Numbered[PreparedAnswer] | None = None
+
+    def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
+        """One of them was found right."""
+        self.load, self.checked = load, checked
+        self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None
+        self.plans = {}
+        self.large = None
+
+    def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
+        """Remembers how answers cut from such outputs are made. There are as many as programs that ran them."""
+        if len(self.plans) >= _MAX_PLANS:
+            self.plans.clear()
+        self.plans[layout] = plan
+
+    def __repr__(self) -> str:
+        return f"<Preparation for {self.prepared.model!r}, {len(self.plans)} plans>"
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+
+
+def validate(
+    own: RequestRecord,
+    preparation: Preparation,
+    submitter: Submitter[Request],
+    version: ModelVersion,
+    regions: RegionTable,
+    now_ns: int,
+) -> Request:
+    """Makes a request of a record and what was prepared for it, or came in it.
+
+    Raises: ServingError: what is wrong, in a sentence for the client; nothing stays leased.
+    """
+    prepared, signature = preparation.prepared, version.signature
+    known = preparation.load is version.checked
+    checked, outputs = (preparation.checked, preparation.outputs) if known else (None, None)
+    leased: list[AnyRegion] = []
+    try:
+        # What a front of Triton looks at comes first, then what its core does.
+        if preparation.own and len(own.contents) == len(prepared.inputs):
+            contents: list[Content] = [
+                place if type(place) is bytes else submitter.lane.view(cast(Slice, place)) for place in own.contents
+            ]
+        else:
+            contents = _contents(prepared, own, submitter, regions, leased)
+        if checked is None:
+            prepared = _closed(prepared, own, contents)
+        if outputs is None:
+            outputs = _outputs(prepared, own, signature, regions, leased) if prepared.outputs else {}
+        if checked is None:
+            checked = _check(prepared.inputs, prepared, own, version, contents)
+        arrays: dict[str, Array] | None = None
+        named: dict[str, Content] | None = None
+        copied = 0
+        if checked.plain and [*map(len, contents)] == checked.sizes:
+            named = dict(zip([tensor.name for tensor in prepared.inputs], contents, strict=True))
+            if leased:
+                _give_types(named, prepared, checked)
+        else:
+            arrays = _arrays(prepared, own, signature, contents)
+            for tensor, content in zip(prepared.inputs, contents, strict=True):
+                copied += len(content) if tensor.datatype in _COPIED else 0
+        if not known:
+            preparation.learn(version.checked, checked if prepared is preparation.prepared else None, outputs)
+        key, repeats = checked.key, preparation.number != _INLINE and preparation.checked is not None
+        if own.strikes:
+            # A request under which a worker has died runs alone, so that it cannot take others with it.
+            key, repeats = (key, own.request_id, submitter.peer), False
+        return Request(
+            version,
+            submitter,
+            prepared,
+            own,
+            key,
+            checked.rows,
+            arrays,
+            outputs,
+            leased,
+            now_ns,
+            copied,
+            named,
+            preparation if repeats else None,
+        )
+    except BaseException:
+        for region in leased:
+            region.unlease()
+        raise
+
+
+def validate_inner(
+    prepared: PreparedRequest,
+    own: RequestRecord,
+    arrays: Mapping[str, Array],
+    outputs: Collection[str],
+    submitter: Submitter[Request],
+    version: ModelVersion,
+    now_ns: int,
+    sink: Sink,
+    origin: Request | None = None,
+) -> InnerRequest:
+    """Makes a request inside the worker. Its tensors are arrays that nobody can write to any more: none is copied.
+
+    Args:
+      prepared, own: say everything of it but its inputs and outputs.
+      arrays: in the shapes that a client would send, as ``fitting`` makes them.
+      origin: the request that it is made for, where there is one.
+    Raises: ServingError: what is wrong, in a sentence for whoever made it.
+    """
+    signature, taken = version.signature, dict(arrays)
+    inputs = [PreparedTensor(name, datatype_of(array.dtype) or "", array.shape) for name, array in arrays.items()]
+    checked = _check(inputs, prepared, own, version)
+    if not checked.plain:
+        for name, array in arrays.items():
+            spec = signature.inputs[name]
+            taken[name] = cast(Array, array.reshape(_model_shape(signature, spec, array.shape)))
+    for name in outputs:
+        if name not in signature.outputs:
+            raise InvalidArgument(f"unexpected inference output '{name}' for model '{version.name}'")
+    key = (checked.key, own.request_id, submitter.peer) if own.strikes else checked.key
+    return InnerRequest(version, submitter, prepared, own, key, checked.rows, taken, outputs, now_ns, sink, origin)
+
+
+def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
+    """Reshapes a tensor for a model with those dims: to a batch of one where that batches, to its one row where it does not."""
+    shape = array.shape
+    if batches and len(shape) == len(dims):
+        return cast(Array, array.reshape((1, *shape)))
+    if not batches and len(shape) == len(dims) + 1 and shape[0] == 1:
+        return cast(Array, array.reshape(shape[1:]))
+    return array
+
+
+# ------------------------------------------------------------------------------------------------------ checked, once a load
+
+
+class _Shaped(NamedTuple):
+    """An array as far as keys are made of it."""
+
+    shape: tuple[int, ...]
+
+
+def _check(
+    inputs: Sequence[PreparedTensor],
+    prepared: PreparedRequest,
+    own: RequestRecord,
+    version: ModelVersion,
+    contents: Sequence[Content] = (),
+) -> Checked:
+    """Checks names, datatypes and shapes, unless such inputs were found right before.
+
+    Args:
+      contents: the bytes of the inputs. Where an input is refused, Triton has looked at the bytes of those behind it.
+    Raises: ServingError.
+    """
+    described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])
+    checked = version.checked.get(described)
+    if checked is not None:
+        return checked
+    signature = version.signature
+    _check_names(inputs, prepared, own, signature)
+    rows = _batch_size(inputs, own, signature) if signature.batches else 1
+    left = len(inputs)
+    try:
+        while left:
+            _check_tensor(own, signature, inputs[left - 1])
+            left -= 1
+        key = version.key(cast(Mapping[str, Array], _model_shapes(inputs, signature)))
+    except ServingError:
+        for tensor, content in zip(reversed(inputs[left:]), reversed(contents[left:]), strict=False):
+            _array(own, signature, tensor, content)
+        raise
+    specs = [signature.inputs[tensor.name] for tensor in inputs]
+    sizes = [math.prod(tensor.shape) * spec.dtype.itemsize for tensor, spec in zip(inputs, specs, strict=True)]
+    plain = all(spec.plain for spec in signature.inputs.values()) and max(sizes, default=0) <= MAX_ELEMENTS
+    checked = Checked(key, rows, plain, [spec.dtype for spec in specs], sizes)
+    version.checked.learn(described, checked)
+    return checked
+
+
+def _model_shapes(inputs: Sequence[PreparedTensor], signature: Signature) -> dict[str, _Shaped]:
+    return {
+        tensor.name: _Shaped(_model_shape(signature, signature.inputs[tensor.name], tensor.shape)) for tensor in inputs
+    }
+
+
+def _check_names(
+    inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
+) -> None:
+    """Each input once, none too many, none missing."""
+    given = [tensor.name for tensor in inputs]
+    for position, name in enumerate(given):
+        if name in given[:position]:
+            raise InvalidArgument(f"{label(own.client_id)}input '{name}' already exists in request")
+    required, most = signature.required, len(signature.inputs)
+    if not required <= len(given) <= most:
+        raise _wrong_count(prepared, own, signature, given)
+    for name in reversed(given):
+        if name not in signature.inputs:
+            raise InvalidArgument(f"unexpected inference input '{name}' for model '{signature.model}'")
+    if any(not spec.optional and spec.name not in given for spec in signature.inputs.values()):
+        raise _wrong_count(prepared, own, signature, given)
+
+
+def _wrong_count(prepared: PreparedRequest, own: RequestRecord, signature: Signature, given: list[str]) -> ServingError:
+    required, most = signature.required, len(signature.inputs)
+    expected = (
+        f"expected {most} inputs" if required == most else f"expected number of inputs between {required} and {most}"
+    )
+    missing = [spec.name for spec in signature.inputs.values() if spec.name not in given and not spec.optional]
+    # A misspelt input of generate is one.
+    named = f" Its parameters are [{_quoted([*prepared.parameters])}]." if missing and prepared.parameters else ""
+    return InvalidArgument(
+        f"{label(own.client_id)}{expected} but got {len(given)} inputs for model '{signature.model}'. "
+        f"Got input(s) [{_quoted(given[::-1])}], but missing required input(s) [{_quoted(missing)}]. "
+        f"Please provide all required input(s).{named}"
+    )
+
+
+def _quoted(names: list[str]) -> str:
+    return ",".join(f"'{name}'" for name in names)
+
+
+def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
+    """The one batch size of all inputs."""
+    rows: int | None = None
+    for tensor in reversed(inputs):
+        if not tensor.shape:
+            raise InvalidArgument(
+                f"{label(own.client_id)}input '{tensor.name}' has no shape but model requires batch dimension "
+                f"for '{signature.model}'"
+            )
+        if rows is not None and tensor.shape[0] != rows:
+            raise InvalidArgument(
+                f"{label(own.client_id)}input '{tensor.name}' batch size does not match other inputs for '{signature.model}'"
+            )
+        rows = tensor.shape[0]
+    rows = 1 if rows is None else rows  # only a model whose inputs are all optional gets here without any
+    if rows > signature.max_batch_size:
+        raise InvalidArgument(
+            f"{label(own.client_id)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
+        )
+    if rows < 1:
+        raise InvalidArgument(
+            f"{label(own.client_id)}inference request batch-size must be at least 1 for '{signature.model}', got {rows}"
+        )
+    return rows
+
+
+def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTensor) -> None:
+    """Its datatype and its shape. Raises InvalidArgument."""
+    spec, shape = signature.inputs[tensor.name], tensor.shape
+    if tensor.datatype != spec.datatype:
+        raise InvalidArgument(
+            f"{label(own.client_id)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
+            f"but model '{signature.model}' expects '{spec.datatype}'"
+        )
+    if not spec.fits(shape[1:] if signature.batches else shape):
+        raise _unexpected_shape(own, signature, spec, shape)
+
+
+def _model_shape(signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which the model takes a tensor of that shape."""
+    lead = shape[:1] if signature.batches else ()
+    return lead + spec.to_model(shape[len(lead) :])
+
+
+def _unexpected_shape(
+    own: RequestRecord, signature: Signature, spec: TensorSpec, shape: tuple[int, ...]
+) -> ServingError:
+    dims = (-1, *spec.dims) if signature.batches else spec.dims
+    return InvalidArgument(
+        f"{label(own.client_id)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
+        f"Expected {_dims(dims)}, got {_dims(shape)}. {_BATCH_NOTE if signature.batches else ''}"
+    )
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+# ------------------------------------------------------------------------------------------------- placed, once a request
+
+
+def _contents(
+    prepared: PreparedRequest,
+    own: RequestRecord,
+    submitter: Submitter[Request],
+    regions: RegionTable,
+    leased: list[AnyRegion],
+) -> list[Content]:
+    """Finds the bytes of each input, in the order of the request."""
+    contents: list[Content] = []
+    for tensor, place in placed(prepared.inputs, own.contents):
+        if isinstance(place, bytes):
+            contents.append(place)
+        elif isinstance(place, Slice):
+            contents.append(submitter.lane.view(place))
+        else:
+            region = regions.find(place.region)
+            if not place.byte_size and 0 not in tensor.shape:
+                check_range(place.offset, 0, region.byte_size, place.region)
+                raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{place.region}'")
+            if not isinstance(region, Region):
+                contents.append(_slice(region, place))
+            else:
+                contents.append(region.view(place.offset, place.byte_size))
+            region.lease()
+            leased.append(region)
+    return contents
+
+
+def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
+    """Finds the dimensions that the client left to be found. Raises InvalidArgument: there are none such."""
+    if not [tensor for tensor in prepared.inputs if is_open(tensor.shape)]:
+        return prepared
+    tensors: list[PreparedTensor] = []
+    for tensor, content in zip(prepared.inputs, contents, strict=True):
+        if is_open(tensor.shape):
+            what = f"{label(own.client_id)}input '{tensor.name}' shape"
+            if tensor.datatype == "BYTES":
+                # Read from a copy, as the elements are: nobody else can write to that.
+                content = np.asarray(content).tobytes() if isinstance(content, LateTensor) else bytes(content)
+                count = elements(tensor.datatype, content, what)
+            else:
+                count = len(content) // (ELEMENT_SIZES.get(tensor.datatype) or 1)
+            tensor = replace(tensor, shape=closed(tensor.shape, count, what))
+        tensors.append(tensor)
+    return replace(prepared, inputs=tuple(tensors))
+
+
+def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTensor:
+    check_range(place.offset, place.byte_size, region.byte_size, place.region)
+    if isinstance(region, CudaRegion):
+        return CudaTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
+    return RegionTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
+
+
+def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
+    """Makes tensors of the bytes that are fetched later."""
+    for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
+        content = named[tensor.name]
+        if isinstance(content, LateTensor):
+            named[tensor.name] = content.view(dtype, tensor.shape)
+
+
+def _arrays(
+    prepared: PreparedRequest, own: RequestRecord, signature: Signature, contents: list[Content]
+) -> dict[str, Array]:
+    """Makes arrays of the bytes, or says what is wrong with them."""
+    made = {
+        tensor.name: _array(own, signature, tensor, content)
+        for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
+    }
+    return {tensor.name: made[tensor.name] for tensor in prepared.inputs}
+
+
+def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
+    """Makes an array of the model's shape. Raises InvalidArgument: the bytes are not those of such a tensor."""
+    spec, shape = signature.inputs[tensor.name], tensor.shape
+    if spec.datatype == "BYTES":
+        # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
+        try:
+            snapshot = np.asarray(content).tobytes() if isinstance(content, LateTensor) else bytes(content)
+            made = array(snapshot, "BYTES", shape, f"input '{spec.name}'", f" for model '{signature.model}'")
+        except IncompleteString:
+            raise
+        except InvalidArgument as error:
+            raise InvalidArgument(label(own.client_id) + error.message) from None
+    else:
+        count = 1
+        for size in shape:
+            count *= size
+        needed = count * spec.dtype.itemsize
+        if needed != len(content) or needed > MAX_ELEMENTS:
+            raise InvalidArgument(
+                f"{label(own.client_id)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
+                f"Expected {needed}, got {len(content)}"
+            )
+        if isinstance(content, LateTensor):
+            # Fetched when it is its turn, so that a queue holds no copies; an array to whoever does not ask.
+            made = cast(Array, content.view(spec.dtype, shape))
+        else:
+            made = np.frombuffer(content, spec.dtype).reshape(shape)
+        if spec.datatype == "BOOL" and isinstance(made, np.ndarray):
+            # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
+            made = made.view(np.uint8) != 0
+    return made.reshape(_model_shape(signature, spec, shape)) if spec.reshaped else made
+
+
+def _outputs(
+    prepared: PreparedRequest,
+    own: RequestRecord,
+    signature: Signature,
+    regions: RegionTable,
+    leased: list[AnyRegion],
+) -> dict[str, RequestedOutput]:
+    """Finds the requested outputs by name, and leases their regions."""
+    wanted: dict[str, RequestedOutput] = {}
+    for output in prepared.outputs:
+        if output.name in wanted:
+            raise InvalidArgument(f"{label(own.client_id)}output '{output.name}' already exists in request")
+        if output.name not in signature.outputs:
+            raise InvalidArgument(f"unexpected inference output '{output.name}' for model '{signature.model}'")
+        wanted[output.name] = output
+        if output.region is not None:
+            _check_room(output.region, output, regions, leased)
+    return wanted
+
+
+def _check_room(place: RegionSlice, output: RequestedOutput, regions: RegionTable, leased: list[AnyRegion]) -> None:
+    if output.classification:
+        raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
+    region = regions.find(place.region)
+    check_range(place.offset, place.byte_size, region.byte_size, place.region)
+    region.lease()
+    leased.append(region)
