@@ -17,18 +17,15 @@ from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Internal, ServingError
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor, RegionSlice
 from tensord.shm.messages import Content as SentContent
-from tensord.shm.prepared import Numbered
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.client_memory import standing
 from tensord.workers.devices.device_array import DeviceArray
 from tensord.workers.dispatch.classification import classify
 from tensord.workers.models.author_error import bounded
 from tensord.workers.regions.region_table import check_intact
-from tensord.workers.requests.places import Places, leased
-from tensord.workers.requests.prepared import AnswerPlan, Part
+from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Response
-from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout
 from tensord.workers.tensors.signature import Signature
 
 Content = bytes | Array
@@ -117,94 +114,6 @@ def _put(
         queued.abandon()
         raise
     return tensors, contents
-
-
-def complete_planned(request: Request, plan: AnswerPlan, made: BatchOutputs, row: int) -> AnswerRecord | None:
-    """A small answer to a request like an earlier one that was answered out of outputs that lay alike.
-
-    Returns: None: a region is a GPU's now; nothing was written anywhere.
-    Raises: as ``complete``.
-    """
-    rows, contents = request.rows, made.contents
-    parts = [
-        contents[number][(at := start + row * step) : at + rows * size] for number, start, step, size, _ in plan.parts
-    ]
-    if request.regions:
-        places = [part.region for part in plan.parts]
-        if not _write_small(
-            request, [(place, part) for place, part in zip(places, parts, strict=True) if place and part]
-        ):
-            return None
-        if not plan.inside:
-            parts = [part for place, part in zip(places, parts, strict=True) if not place]
-    request.copied_byte_size += rows * plan.row_byte_size
-    return AnswerRecord(request.request_id, plan.numbered.number, tuple(parts))
-
-
-def plan_answer(numbered: Numbered[PreparedAnswer], request: Request, layout: OutputLayout) -> AnswerPlan:
-    """How ``complete_small`` answers such a request, for the next ones."""
-    parts: list[Part] = []
-    for name, _, content, start, step, size, _ in layout.outputs:
-        if request.outputs and name not in request.outputs:
-            continue
-        wanted = request.outputs.get(name)
-        parts.append(Part(content, start, step, size, None if wanted is None else wanted.region))
-    return AnswerPlan(
-        numbered, parts, sum([part.byte_size for part in parts]), all(part.region is None for part in parts)
-    )
-
-
-def complete_small(
-    request: Request, made: BatchOutputs, row: int, version: int, inline_byte_size: int
-) -> AnswerRecord | None:
-    """The most frequent kind of answer, a few small tensors: into the record, or where a region is named into that.
-
-    Args:
-      made: what the request's whole batch came to; the request's part begins at ``row``.
-    Returns: None: it is another kind of answer; nothing was written anywhere.
-    Raises: as ``complete``.
-    """
-    rows, layout = request.rows, made.layout
-    if rows * layout.row_byte_size > inline_byte_size:
-        return None
-    tensors: list[PreparedTensor] = []
-    contents: list[SentContent] = []
-    writes: list[tuple[RegionSlice, bytes]] = []
-    wishes, copied = request.outputs, 0
-    for name, datatype, content, start, step, size, shape in layout.outputs:
-        region: RegionSlice | None = None
-        if wishes:
-            wanted = wishes.get(name)
-            if wanted is None:
-                continue
-            region = wanted.region
-            if wanted.classification or (region is not None and region.byte_size < rows * size):
-                return None
-        at = start + row * step
-        part = made.contents[content][at : at + rows * size]
-        copied += len(part)
-        tensors.append(PreparedTensor(name, datatype, (rows, *shape) if layout.batches else shape, region))
-        if region is None:
-            contents.append(part)
-        elif part:
-            writes.append((region, part))
-    if request.regions and not _write_small(request, writes):
-        return None
-    request.copied_byte_size += copied
-    return AnswerRecord(request.request_id, PreparedAnswer(version, tuple(tensors)), tuple(contents))
-
-
-def _write_small(request: Request, writes: list[tuple[RegionSlice, bytes]]) -> bool:
-    """Writes outputs into regions. False: a region of the request is a GPU's; nothing was written."""
-    for used in request.regions:
-        if isinstance(used, CudaRegion):
-            return False
-    for place, part in writes:
-        target = leased(request, place.region)
-        assert not isinstance(target, CudaRegion)
-        target.write(place.offset, part)
-    check_intact(request.regions)
-    return True
 
 
 def _choose(

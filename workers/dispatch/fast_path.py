@@ -37,7 +37,8 @@ from tensord.workers.programs.chain_program import ChainProgram
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.series_program import SeriesProgram
 from tensord.workers.regions.region_table import RegionTable, check_intact
-from tensord.workers.requests.prepared import AnswerPlan, Preparation
+from tensord.workers.requests.answer_plan import AnswerPlan
+from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.tensors.buckets import Shapes
@@ -244,7 +245,8 @@ class FastPath(Poller):
     def _learn(self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan) -> None:
         lane = request.submitter.lane
         prepared = preparation.prepared
-        if preparation.checked is None or not preparation.checked.plain or not lane.knows(plan.numbered):
+        checked, numbered = preparation.checked, plan.numbered
+        if checked is None or not checked.plain or numbered is None or not lane.knows(numbered):
             return
         places = [part.region for part in plan.parts]
         places += [tensor.region for tensor in prepared.inputs]
@@ -257,7 +259,7 @@ class FastPath(Poller):
         if regions and batch.version.sequences is not None:
             return
         inputs: list[tuple[int, int, int]] = []
-        for tensor, byte_size in zip(prepared.inputs, preparation.checked.sizes, strict=True):
+        for tensor, byte_size in zip(prepared.inputs, checked.sizes, strict=True):
             inputs.append((arguments[tensor.name], byte_size, _address(tensor.region, byte_size, regions)))
         outputs = [
             (part.content, part.start, part.step, size, _address(part.region, size, regions))
@@ -273,7 +275,7 @@ class FastPath(Poller):
                 request.rows,
                 tuple(inputs),
                 tuple(outputs),
-                plan.numbered.number,
+                numbered.number,
                 intact,
             )
         except ValueError:

@@ -27,18 +27,19 @@ from tensord.shm.errors import Cancelled, Internal, ServingError, Unavailable
 from tensord.shm.messages import AnswerRecord, PreparedAnswer
 from tensord.shm.prepared import Numbered
 from tensord.shm.refusals import Refusal, RefusalLog
-from tensord.workers.dispatch.answers import complete, complete_planned, complete_small, failure, plan_answer
+from tensord.workers.dispatch.answers import complete, failure
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_version import Part
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable
+from tensord.workers.requests.answer_plan import AnswerPlan, plan_answer
 from tensord.workers.requests.inner_request import hand_over, kept
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Moments, Request, named
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter import BlockedAnswer, Submitter
 from tensord.workers.scheduling.agenda import NEVER, Agenda
-from tensord.workers.tensors.batch_outputs import BatchOutputs
+from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout
 
 _log = logging.getLogger(__name__)
 #: Blocked answers of one submitter, in first segments of an arena: more are refused at once.
@@ -182,27 +183,29 @@ class Outbox:
             return False
         version, preparation = request.version, request.preparation
         plan = None if preparation is None else preparation.plans.get(made.layout)
+        plan = plan or self._plan(request, made.layout)
+        if plan is None:
+            return False
         try:
-            if plan is not None:
-                planned = complete_planned(request, plan, made, row)
-                if planned is None:
-                    return False
-                submitter.lane.complete(planned, plan.numbered)
-                submitter.unflushed = True
-            else:
-                answer = complete_small(request, made, row, version.version, self._options.inline_byte_size)
-                if answer is None:
-                    return False
-                submitter.answer(answer)
-                if preparation is not None and preparation.load is version.checked:
-                    numbered = submitter.lane.number(cast(PreparedAnswer, answer.prepared))
-                    preparation.plan(made.layout, plan_answer(numbered, request, made.layout))
+            answer = plan.write(request, made, row)
         except ServingError:
             # What is wrong with a region is found again, and said, by the long way.
             return False
+        if answer is None:
+            return False
+        submitter.lane.complete(answer, plan.numbered)
+        submitter.unflushed = True
         version.statistics.copied(request.copied_byte_size)
         self.end(request)
         return True
+
+    def _plan(self, request: Request, layout: OutputLayout) -> AnswerPlan | None:
+        """Plans an answer, for the next ones too where the request repeats itself. None: it is another kind of answer."""
+        plan, preparation = plan_answer(request, layout, self._options.inline_byte_size), request.preparation
+        if plan is not None and preparation is not None and preparation.load is request.version.checked:
+            plan = plan.number(request.submitter.lane.number(cast(PreparedAnswer, plan.said)))
+            preparation.plan(layout, plan)
+        return plan
 
     def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
         """Answers with a result. Returns what the client gets: the result, or the error it became.

@@ -20,7 +20,7 @@ from tensord.shm.prepared import Numbered
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.statistics import ModelStatistics
 from tensord.workers.programs.step_program import Rows
-from tensord.workers.requests.answer_rows import AnswerRows
+from tensord.workers.requests.answer_plan import AnswerRows
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.submitter import Submitter

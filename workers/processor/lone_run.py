@@ -51,7 +51,7 @@ def plan_alone(execution: Execution, preparation: Preparation) -> LoneAnswer | N
     """Returns how a lone request of that kind was answered. None: not in a way that is planned."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
-    if made is not None and plan is not None:
+    if made is not None and plan is not None and plan.numbered is not None:
         names = {content: name for name, _, content, *_ in made.layout.outputs}
         inside = [names[part.content] for part in plan.parts]
         cut = [(number, part.start, part.byte_size * request.rows) for number, part in enumerate(plan.parts)]

@@ -128,16 +128,8 @@ def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSl
                 f"shared memory size specified with the request for output '{name}' ({wanted.region.byte_size} bytes) "
                 f"should be at least {size} bytes to hold the results"
             )
-        region = leased(request, wanted.region.region)
+        region = request.leased(wanted.region.region)
         if size:
             check_range(wanted.region.offset, size, region.byte_size, region.name)
         places[name] = (wanted.region, region)
     return places
-
-
-def leased(request: Request, name: str) -> AnyRegion:
-    """The very region that was checked: by now its name may be free, or stand for another one."""
-    for region in request.regions:
-        if region.name == name:
-            return region
-    raise AssertionError(f"no lease on region '{name}'")

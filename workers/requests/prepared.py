@@ -39,6 +39,7 @@ from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.cuda_tensor import CudaTensor
 from tensord.workers.regions.region_table import AnyRegion, RegionTable
 from tensord.workers.regions.region_tensor import LateTensor, RegionTensor
+from tensord.workers.requests.answer_plan import AnswerPlan
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Request, Sink, label
 from tensord.workers.tensors.batch_outputs import OutputLayout
@@ -91,30 +92,6 @@ class CheckedInputs(dict[Inputs, Checked]):
         if len(self) >= _MAX_CHECKED:
             self.clear()
         self[inputs] = checked
-
-
-class Part(NamedTuple):
-    """Where an output is in what a run made, and where it goes. Row n begins at ``start + n * step``."""
-
-    #: Which of the run's contents.
-    content: int
-    start: int
-    step: int
-    byte_size: int
-    #: None: into the record.
-    region: RegionSlice | None
-
-
-class AnswerPlan(NamedTuple):
-    """An answer but for its bytes."""
-
-    numbered: Numbered[PreparedAnswer]
-    #: In the order of the answer's outputs.
-    parts: list[Part]
-    #: Of all parts together, for one row.
-    row_byte_size: int
-    #: Whether all of them go into the record.
-    inside: bool
 
 
 class Preparation:

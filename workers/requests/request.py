@@ -215,6 +215,13 @@ class Request(Sequenced):
         """How Triton's messages begin, so that a client finds its request."""
         return label(self.client_id)
 
+    def leased(self, name: str) -> AnyRegion:
+        """Returns the very region that was checked: by now its name may be free, or stand for another one."""
+        for region in self.regions:
+            if region.name == name:
+                return region
+        raise AssertionError(f"no lease on region '{name}'")
+
     def release(self) -> None:
         """Ends the use of regions. Idempotent."""
         for region in self.regions:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from tensord.shm.arrays import DTYPES, Array, datatype_of
 from tensord.shm.messages import PreparedAnswer, response_byte_size
 from tensord.shm.prepared import Numbered
-from tensord.workers.requests.answer_rows import AnswerPieces
+from tensord.workers.requests.answer_plan import AnswerPieces
 
 #: Name, datatype and shape of each output.
 Described = tuple[tuple[str, str, tuple[int, ...]], ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -15,13 +16,14 @@ from hypothesis import strategies as st
 
 from tensord.config.model_config import parse_pbtxt
 from tensord.shm.arena import Arena
-from tensord.shm.arrays import array
+from tensord.shm.arrays import Array, array
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import Internal, InvalidArgument
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice, RequestedOutput, Slice
 from tensord.shm.prepared import Numbers
 from tensord.shm.regions import Region
-from tensord.workers.dispatch.answers import complete, complete_planned, complete_small, plan_answer
+from tensord.workers.dispatch.answers import complete
+from tensord.workers.requests.answer_plan import AnswerPlan, plan_answer
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.batch_outputs import BatchOutputs, Packing, layout_of, layout_of_rows, uncut
 from tensord.workers.tensors.signature import Signature, signature
@@ -168,6 +170,7 @@ PLAIN: Signature = signature(
     {},
     {},
 )
+VERSION = SimpleNamespace(version=5)
 SHM = 4096
 
 
@@ -182,8 +185,9 @@ def region() -> Iterator[Region]:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[BatchOutputs], int, int]:
-    """Two runs of one program whose outputs lie alike, how many rows they have, and how many of them a request has at most."""
+def runs(draw: st.DrawFn) -> tuple[list[tuple[BatchOutputs, dict[str, Array]]], int, int]:
+    """Two runs of one program whose outputs lie alike, each with its outputs as arrays; how many rows they have, and how many of
+    them a request has at most."""
     rows, packed = draw(st.integers(1, 5)), draw(st.booleans())
     sizes = {"y": draw(st.integers(0, 3)), "n": draw(st.integers(0, 9)), "z": 1}
     names = draw(st.permutations(sorted(sizes)))[: draw(st.integers(1, 3))]
@@ -214,49 +218,57 @@ def runs(draw: st.DrawFn) -> tuple[list[BatchOutputs], int, int]:
         layout, stacks = layout_of(PLAIN, arrays[0], True), [list(each.values()) for each in arrays]
     made = [uncut(layout, each) for each in stacks]
     # A request of a packed run has one row of it.
-    return [each for each in made if each is not None], rows, 1 if packed else rows
+    return [(each, of) for each, of in zip(made, arrays, strict=True) if each is not None], rows, 1 if packed else rows
 
 
 @settings(deadline=None, max_examples=200)
 @given(run=runs(), data=st.data())
-def test_a_planned_answer_is_the_small_one(
-    region: Region, run: tuple[list[BatchOutputs], int, int], data: st.DataObject
+def test_a_planned_answer_is_the_one_that_is_placed(
+    region: Region, run: tuple[list[tuple[BatchOutputs, dict[str, Array]]], int, int], data: st.DataObject
 ) -> None:
     """For any rows of any later run: the same tensors, the same bytes in regions, the same count of what was copied."""
     made, total, most = run
     rows = data.draw(st.integers(1, most))
-    held = [name for name, *_ in made[0].layout.outputs]
+    held = [name for name, *_ in made[0][0].layout.outputs]
     wanted = [
         RequestedOutput(name, data.draw(st.sampled_from([None, RegionSlice("r", 300 * at, 300)])))
         for at, name in enumerate(data.draw(st.lists(st.sampled_from(held), unique=True)))
     ]
 
     def request() -> Request:
-        fresh = request_of({}, rows, outputs={output.name: output for output in wanted}, request_id=data.draw(IDS))
+        fresh = request_of(
+            {}, rows, version=VERSION, outputs={output.name: output for output in wanted}, request_id=data.draw(IDS)
+        )
         fresh.regions = [region] if any(output.region is not None for output in wanted) else []
         return fresh
 
-    first = request()
-    small = complete_small(first, made[0], 0, 5, 1 << 20)
-    assert small is not None
-    plan = plan_answer(Numbers[PreparedAnswer]().number(whole_of(small).prepared), first, made[0].layout)
-    for run_ in made:
+    plan = planned(request(), made[0][0])
+    assert plan.numbered is not None
+    for run_, arrays in made:
         row = data.draw(st.integers(0, total - rows))
-        whole, planned = request(), request()
+        whole, short = request(), request()
         region.view(0, SHM)[:] = bytes(SHM)
-        made_small = complete_small(whole, run_, row, 5, 1 << 20)
-        assert made_small is not None
-        expected = whole_of(made_small)
+        placed = complete(whole, {name: array[row : row + rows] for name, array in arrays.items()}, PLAIN, 5, 1 << 20)
+        assert placed is not None
+        expected = whole_of(placed)
         written = bytes(region.view(0, SHM))
         region.view(0, SHM)[:] = bytes(SHM)
-        formed = complete_planned(planned, plan, run_, row)
+        formed = plan.write(short, run_, row)
         assert formed is not None
         assert formed.prepared == plan.numbered.number
-        assert formed.request_id == planned.request_id
+        assert formed.request_id == short.request_id
         given_ = whole_answer(plan.numbered.prepared, formed)
         assert (given_.version, given_.outputs, given_.lease) == (expected.version, expected.outputs, None)
         assert bytes(region.view(0, SHM)) == written
-        assert planned.copied_byte_size == whole.copied_byte_size
+        assert short.copied_byte_size == whole.copied_byte_size
+
+
+def planned(request: Request, made: BatchOutputs) -> AnswerPlan:
+    """How such a request is answered out of outputs that lie like these, with a number."""
+    plan = plan_answer(request, made.layout, 1 << 20)
+    assert plan is not None
+    assert isinstance(plan.said, PreparedAnswer)
+    return plan.number(Numbers[PreparedAnswer]().number(plan.said))
 
 
 IDS = st.integers(1, 99)
@@ -267,10 +279,9 @@ def planned_into(place: RegionSlice, *regions: Any) -> tuple[Request, AnswerReco
     y = np.arange(4, dtype=np.float32).reshape(1, 4)
     made = uncut(layout_of(PLAIN, {"y": y}, True), [y])
     assert made is not None
-    request = request_of({}, 1, outputs={"y": RequestedOutput("y", place)})
+    request = request_of({}, 1, version=VERSION, outputs={"y": RequestedOutput("y", place)})
     request.regions = list(regions)
-    plan = plan_answer(Numbers[PreparedAnswer]().number(PreparedAnswer(5)), request, made.layout)
-    return request, complete_planned(request, plan, made, 0)
+    return request, planned(request, made).write(request, made, 0)
 
 
 def test_a_region_that_is_a_gpu_s_now_is_not_written_by_a_plan(region: Region) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tensord.shm.messages import AnswerRecord, ToSubmitter
 from tensord.shm.record import decoder
-from tensord.workers.requests.answer_rows import AnswerPieces, AnswerRows
+from tensord.workers.requests.answer_plan import AnswerPieces, AnswerRows
 
 
 @pytest.mark.parametrize("form", [0, 127, 128, 1023])

@@ -1,0 +1,180 @@
+"""Plans of small answers: how they are cut out of what a run computed, and where each of their outputs goes.
+
+    prepared request, layout of a program's outputs ─▶ AnswerPlan, kept by the number of the request
+    AnswerPlan ─▶ write: one answer ─▶ the C part: the same, outside of Python (workers/dispatch/fast_path.py)
+    its number ─▶ AnswerRows: one for each of many requests ─▶ AnswerPieces: many for one request
+
+Records of one number are put together from what the encoder made of one, instead of a record and its call for each:
+
+    | array | tag | request id u64 | number | outputs | no lease, code, trace |      all of one size
+
+They differ in the id and in the bytes of their outputs. Where these are is seen in what the encoder makes of records that differ
+in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tensord.shm.arrays import Array
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor, RegionSlice
+from tensord.shm.prepared import Numbered
+from tensord.shm.record import encoder
+from tensord.workers.regions.region_table import check_intact
+from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout
+
+if TYPE_CHECKING:
+    from tensord.workers.requests.request import Request
+
+#: An id of as many bytes as ids can have, and one that differs from it in the first of them.
+_ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000
+
+
+class Part(NamedTuple):
+    """Where an output is in what a run made, and where it goes. Row n begins at ``start + n * step``."""
+
+    #: Which of the run's contents.
+    content: int
+    start: int
+    step: int
+    byte_size: int
+    #: None: into the record.
+    region: RegionSlice | None
+
+
+class AnswerPlan(NamedTuple):
+    """An answer but for its bytes: to requests that say the same, out of outputs that lie alike."""
+
+    #: As the record has it: its number, or all of it where it has none.
+    said: int | PreparedAnswer
+    numbered: Numbered[PreparedAnswer] | None
+    #: In the order of the answer's outputs.
+    parts: list[Part]
+    #: Of all parts together, for one row.
+    row_byte_size: int
+    #: Whether all of them go into the record.
+    inside: bool
+
+    def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
+        """Returns the plan of answers with that number."""
+        return self._replace(said=numbered.number, numbered=numbered)
+
+    def write(self, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
+        """Answers a request. Returns None where a region is a GPU's now, and then has written nothing anywhere.
+
+        Args:
+          made: what the request's whole batch came to; the request's part begins at ``row``.
+        Raises: InvalidArgument: a region is not there any more.
+        """
+        rows, contents = request.rows, made.contents
+        parts = [
+            contents[number][(at := start + row * step) : at + rows * size]
+            for number, start, step, size, _ in self.parts
+        ]
+        if request.regions:
+            for used in request.regions:
+                if isinstance(used, CudaRegion):
+                    return None
+            for (*_, place), part in zip(self.parts, parts, strict=True):
+                if place is not None and part:
+                    target = request.leased(place.region)
+                    assert not isinstance(target, CudaRegion)
+                    target.write(place.offset, part)
+            check_intact(request.regions)
+            if not self.inside:
+                parts = [part for (*_, place), part in zip(self.parts, parts, strict=True) if place is None]
+        request.copied_byte_size += rows * self.row_byte_size
+        return AnswerRecord(request.request_id, self.said, tuple(parts))
+
+
+def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
+    """Plans how such requests are answered: into the record, or where a region is named into that.
+
+    None: an output is large, is wanted as classes or does not fit into its region; nothing of this is planned.
+    """
+    rows, wishes = request.rows, request.outputs
+    if rows * layout.row_byte_size > inline_byte_size:
+        return None
+    tensors: list[PreparedTensor] = []
+    parts: list[Part] = []
+    for name, datatype, content, start, step, size, shape in layout.outputs:
+        region: RegionSlice | None = None
+        if wishes:
+            wanted = wishes.get(name)
+            if wanted is None:
+                continue
+            region = wanted.region
+            if wanted.classification or (region is not None and region.byte_size < rows * size):
+                return None
+        tensors.append(PreparedTensor(name, datatype, (rows, *shape) if layout.batches else shape, region))
+        parts.append(Part(content, start, step, size, region))
+    prepared = PreparedAnswer(request.version.version, tuple(tensors))
+    inside = all(part.region is None for part in parts)
+    return AnswerPlan(prepared, None, parts, sum([part.byte_size for part in parts]), inside)
+
+
+class AnswerRows:
+    """Answers of that number; ``name`` says for which requests."""
+
+    def __init__(self, number: int, sizes: Sequence[int]) -> None:
+        """``sizes``: bytes of each output."""
+        self._sample, self._id_at, content = _layout(number, sizes)
+        #: Of one output: a slice costs less.
+        self._content: Array | slice = slice(content[0], content[-1] + 1) if len(sizes) == 1 else content
+        self._rows = self._sample[None]
+
+    def name(self, request_ids: Sequence[int]) -> None:
+        """A row for each of these requests."""
+        self._rows = np.tile(self._sample, (len(request_ids), 1))
+        self._rows[:, self._id_at : self._id_at + 8] = np.array(request_ids, ">u8").view(np.uint8).reshape(-1, 8)
+
+    def records(self, contents: Array) -> list[bytes]:
+        """A record for each of them. ``contents``: their outputs side by side, UINT8[requests, size]."""
+        rows, size = self._rows, len(self._sample)
+        rows[:, self._content] = contents
+        encoded = rows.tobytes()
+        return [encoded[at : at + size] for at in range(0, len(encoded), size)]
+
+    def __repr__(self) -> str:
+        return f"<AnswerRows {self._rows.shape}>"
+
+
+class AnswerPieces:
+    """Answers of that number: what stands before, between and behind the outputs."""
+
+    def __init__(self, number: int, sizes: Sequence[int]) -> None:
+        """``sizes``: bytes of each output."""
+        sample, self._id_at, content = _layout(number, sizes)
+        encoded, begins, at = sample.tobytes(), [], 0
+        for size in sizes:
+            # What has no bytes stands nowhere: it is with what follows.
+            begins.append(int(content[at]) if at < len(content) else len(encoded))
+            at += size
+        ends = [0, *(begin + size for begin, size in zip(begins, sizes, strict=True))]
+        pieces = [encoded[end:begin] for end, begin in zip(ends, [*begins, len(encoded)], strict=True)]
+        self._head = pieces[0]
+        #: What follows each output.
+        self._behind = pieces[1:]
+
+    def of(self, request_id: int) -> tuple[bytes, list[bytes]]:
+        """For that request: what stands before its outputs, and what follows each of them."""
+        head, at = self._head, self._id_at
+        return head[:at] + request_id.to_bytes(8) + head[at + 8 :], self._behind
+
+    def __repr__(self) -> str:
+        return f"<AnswerPieces around {len(self._behind)} outputs>"
+
+
+def _layout(number: int, sizes: Sequence[int]) -> tuple[Array, int, Array]:
+    """A record, where its id begins, and where the bytes of its outputs are."""
+    sample = _encoded(_ID, number, [bytes(size) for size in sizes])
+    id_at = int(np.argmax(sample != _encoded(_OTHER_ID, number, [bytes(size) for size in sizes])))
+    return sample, id_at, np.flatnonzero(sample != _encoded(_ID, number, [b"\xff" * size for size in sizes]))
+
+
+def _encoded(request_id: int, number: int, contents: list[bytes]) -> Array:
+    return np.frombuffer(encoder.encode(AnswerRecord(request_id, number, tuple(contents))), np.uint8)
