@@ -228,6 +228,8 @@ class WorkerLane:
     ) -> None:
         """``on_segment``: told of every segment of both arenas. ``writable``: page-lock them (``tensord.shm.segment``)."""
         self._channel = Channel(sock, _FROM_SUBMITTER)
+        #: Its descriptor, for epoll.
+        self.fileno = sock.fileno
         self._channel.send(WireVersion(WIRE_VERSION))
         #: Whether the other end has said that it speaks the same edition.
         self._agreed = False
@@ -236,9 +238,6 @@ class WorkerLane:
         self._requests = ArenaMap(on_segment, writable)
         self._numbers: Numbers[PreparedAnswer] = Numbers()
         self._published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self._channel, PrepareAnswer)
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
 
     @property
     def waiting(self) -> int:
@@ -298,7 +297,8 @@ class WorkerLane:
             except Unavailable:
                 self._refuse(records[0].segment)
             return []
-        _refuse_descriptors(fds)
+        if fds:
+            _refuse_descriptors(fds)
         wanted: list[Instruction] = []
         returned: list[LeaseKey] = []
         for record in records:
@@ -406,11 +406,11 @@ def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> None:
     elif type(record) is SegmentClosed and not fds:
         segments.close_segment(record.segment)
     else:
-        _refuse_descriptors(fds)
+        if fds:
+            _refuse_descriptors(fds)
         raise InvalidArgument(f"{type(record).__name__} with {len(fds)} descriptors is not expected here")
 
 
 def _refuse_descriptors(fds: list[int]) -> None:
     descriptors.close(fds)
-    if fds:
-        raise InvalidArgument(f"{len(fds)} descriptors came with records that carry none")
+    raise InvalidArgument(f"{len(fds)} descriptors came with records that carry none")

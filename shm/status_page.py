@@ -129,7 +129,7 @@ class StatusPage:
         """Notes what the thread at that desk starts to run: (submitter, request id) each. ``model``: its ``model_key``."""
         if desk >= DESKS:
             return
-        at = self.word(desk)
+        at = _WORDS * (desk + 1)
         words = self._words
         words[at + _MODEL] = model
         words[at + _SINCE] = now_ns
@@ -146,7 +146,7 @@ class StatusPage:
     def end(self, desk: int) -> None:
         """The thread at that desk runs nothing."""
         if desk < DESKS:
-            self._words[self.word(desk)] = 0
+            self._words[_WORDS * (desk + 1)] = 0
 
     def executing(self) -> set[tuple[int, int]]:
         """Every (submitter, request id) being run; of a dead worker: what it died with."""

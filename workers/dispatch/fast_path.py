@@ -194,20 +194,16 @@ class FastPath(Poller):
         self._numbers.discard((submitter.lane.fileno(), number))
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        loaded, made = version.loaded, execution.outputs
-        if loaded.instances or not loaded.queue_rules.plain or loaded.streams:
+        # A sequence may live in the load before this one, while that has not ended.
+        if not version.native or (version.sequences is not None and self._models.draining):
             return
-        # Answers that leave in order wait for one another where there is no room.
-        if version.cache is not None or loaded.made_inputs.asked is not None or version.ordered:
-            return
-        jitted = version.jitted
-        if version.sequences is not None:
-            # A sequence may live in the load before this one, while that has not ended.
-            if self._models.draining:
-                return
-        elif not loaded.repeatable:
-            return
-        elif jitted is not None and len(execution.requests) == 1 and (made is None or not execution.requests[0].small):
+        loaded, made, jitted = version.loaded, execution.outputs, version.jitted
+        if (
+            version.sequences is None
+            and jitted is not None
+            and len(execution.requests) == 1
+            and (made is None or not execution.requests[0].small)
+        ):
             self._learn_alone(version, jitted, execution)
         if made is None:
             return

@@ -62,6 +62,14 @@ class ModelVersion:
         self.jitted = loaded.jitted
         #: Whether a request is given something besides what its client has sent, or may be refused for its sequence.
         self.joins = loaded.sequences is not None or bool(loaded.made_inputs)
+        #: Whether the C part may answer requests to it. It knows neither rules of queues nor requests that answers depend on, and
+        #: answers that leave in order wait for one another where there is no room.
+        self.native = (
+            not (loaded.instances or loaded.streams or loaded.ordered)
+            and loaded.queue_rules.plain
+            and loaded.made_inputs.asked is None
+            and (loaded.repeatable or loaded.sequences is not None)
+        )
         self.state = VersionState.SERVING
         self.queue: RequestQueue[Request] = RequestQueue(loaded.queue_rules)
         self.batcher = DynamicBatcher(loaded.batch_rules, self.queue)
@@ -154,6 +162,7 @@ class ModelVersion:
     def use(self, cache: ResponseCache) -> None:
         """Its answers may be given again."""
         self.cache = cache
+        self.native = False
         self.when_closed(lambda: cache.forget(self))
 
     @property
