@@ -228,6 +228,8 @@ class WorkerLane:
     ) -> None:
         """``on_segment``: told of every segment of both arenas. ``writable``: page-lock them (``tensord.shm.segment``)."""
         self._channel = Channel(sock, _FROM_SUBMITTER)
+        #: Whether what came calls for a flush: a segment was refused, or closed while the submitter still has it mapped.
+        self.unsaid = False
         #: Its descriptor, for epoll.
         self.fileno = sock.fileno
         self._channel.send(WireVersion(WIRE_VERSION))
@@ -243,11 +245,6 @@ class WorkerLane:
     def waiting(self) -> int:
         """Records not yet sent."""
         return self._channel.waiting
-
-    @property
-    def unsaid(self) -> bool:
-        """Whether something waits for a flush: records, or that a segment is closed, which the submitter still has mapped."""
-        return self._channel.waiting > 0 or self._announcer.behind
 
     @property
     def arena(self) -> Arena:
@@ -289,6 +286,7 @@ class WorkerLane:
     def _refuse(self, segment: int) -> None:
         self._requests.refuse(segment)
         self._channel.put(SegmentRefused(segment))
+        self.unsaid = True
 
     def _apply(self, records: list[Any], fds: list[int]) -> list[Instruction]:
         if len(records) == 1 and type(records[0]) is SegmentOpened:
@@ -310,8 +308,10 @@ class WorkerLane:
                 self._announcer.refused(record.segment)
             else:
                 _apply_segment(record, [], self._requests)
-        if returned and (stale := self._arena.release_all(returned)) is not None:
-            raise InvalidArgument(f"lease {stale} is given back but not on loan")
+        if returned:
+            if (stale := self._arena.release_all(returned)) is not None:
+                raise InvalidArgument(f"lease {stale} is given back but not on loan")
+            self.unsaid |= self._announcer.behind
         return wanted
 
     def view(self, place: Slice) -> memoryview:
@@ -338,17 +338,17 @@ class WorkerLane:
         """
         if numbered is not None:
             self._published.publish(numbered)
-        self._channel.put(self._announced(record.request_id, record.lease) or record)
+        if record.lease is not None:
+            record = self._announced(record.request_id, record.lease) or record
+        self._channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
         """Queues answers that are encoded (``AnswerRecord``), of that number and with their outputs in the records."""
         self._published.publish(numbered)
         self._channel.put_encoded(records)
 
-    def _announced(self, request_id: int, lease: LeaseKey | None) -> AnswerRecord | None:
+    def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
         """Announces the segment of a lease. Otherwise the lease is taken back; returns what the request is answered with."""
-        if lease is None:
-            return None
         try:
             self._announcer.announce(lease[0])
         except Unavailable as error:
@@ -371,6 +371,7 @@ class WorkerLane:
 
     def flush(self) -> bool:
         """True: all is sent. False: call again when the lane is writable."""
+        self.unsaid = False
         self._announcer.withdraw_closed()
         return self._channel.flush()
 

@@ -159,21 +159,17 @@ class Dispatcher:
             submitter.answer(failure(record.request_id, Internal(f"the request failed with {type(error).__name__}")))
             return
         submitter.in_flight[record.request_id] = request
-        self._admit(version, request, now_ns)
-
-    def _admit(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Answers a request from the cache, starts it if it is to an ensemble, or queues it."""
-        if version.cache is not None and self._cached.answer(version, request, version.cache):
-            return
         self._queue(version, request, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
         """Takes a request that was made inside the worker. Raises ServingError: it is not one for that model."""
         version.loaded.join(request)
-        self._admit(version, request, now_ns)
+        self._queue(version, request, now_ns)
 
     def _queue(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Puts a request where it waits; a full queue answers it."""
+        """Answers a request from the cache, or puts it where it waits; a full queue answers it."""
+        if version.cache is not None and self._cached.answer(version, request, version.cache):
+            return
         waiting = version.compiling.get(request.key) if version.sequences is None else None
         if now_ns >= self._expiry.next_ns:
             self._expiry.end(now_ns)
