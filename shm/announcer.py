@@ -22,7 +22,8 @@ class Announcer:
         self._writable = writable
         #: Segments that the peer knows.
         self.announced: set[int] = set()
-        self._closures = arena.closures
+        #: How many closures the peer was told of.
+        self.closures = arena.closures
 
     def announce(self, segment: int) -> None:
         """Raises Unavailable: this process has no descriptor left to send."""
@@ -38,18 +39,18 @@ class Announcer:
 
     def is_told(self, segment: int) -> bool:
         """Whether there is nothing to announce before its use."""
-        return segment in self.announced and self._closures == self._arena.closures
+        return segment in self.announced and self.closures == self._arena.closures
 
     @property
     def behind(self) -> bool:
         """Whether segments were closed that the peer may still have mapped."""
-        return self._closures != self._arena.closures
+        return self.closures != self._arena.closures
 
     def withdraw_closed(self) -> None:
-        """One comparison when nothing was closed. A mapping at the peer would keep the pages of a closed segment."""
-        if self._closures == self._arena.closures:
+        """Says which segments are closed: a mapping at the peer would keep their pages."""
+        if self.closures == self._arena.closures:
             return
-        self._closures = self._arena.closures
+        self.closures = self._arena.closures
         for gone in self.announced - self._arena.segments.keys():
             self._channel.put(SegmentClosed(gone))
             self.announced.discard(gone)

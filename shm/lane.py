@@ -336,7 +336,7 @@ class WorkerLane:
         Args:
           numbered: what the number in it stands for.
         """
-        if numbered is not None:
+        if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         if record.lease is not None:
             record = self._announced(record.request_id, record.lease) or record
@@ -372,7 +372,8 @@ class WorkerLane:
     def flush(self) -> bool:
         """True: all is sent. False: call again when the lane is writable."""
         self.unsaid = False
-        self._announcer.withdraw_closed()
+        if self._announcer.closures != self._arena.closures:
+            self._announcer.withdraw_closed()
         return self._channel.flush()
 
     def close(self) -> None:

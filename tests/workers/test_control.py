@@ -147,7 +147,7 @@ def test_figures_are_those_of_the_versions_that_serve() -> None:
     bench = Bench()
     bench.load()(loaded())
     version = bench.models.find("m", 1)
-    version.statistics.copied(12)
+    version.statistics.copied_byte_size += 12
     bench.control.handle(Call(1, WorkerFigures()), [])
     figures = msgspec.json.decode(bench.sent[-1].result, type=Figures)
     assert figures.versions == (version.figures(0),)

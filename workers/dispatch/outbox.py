@@ -170,7 +170,7 @@ class Outbox:
             result = Cancelled("the request was cancelled")
         elif not isinstance(result, ServingError):
             result, copied = kept(result)
-            request.version.statistics.copied(copied)
+            request.version.statistics.copied_byte_size += copied
         hand_over(request, result, moments)
         return result
 
@@ -195,7 +195,7 @@ class Outbox:
             return False
         submitter.lane.complete(answer, plan.numbered)
         submitter.unflushed = True
-        version.statistics.copied(request.copied_byte_size)
+        version.statistics.copied_byte_size += request.copied_byte_size
         self.end(request)
         return True
 
@@ -260,7 +260,7 @@ class Outbox:
                 request.submitter.lane.arena.release(answer.lease)
             _log.exception("an answer of model '%s' could not be sent", version.name)
             return Internal(f"the answer of model '{version.name}' could not be sent: {type(error).__name__}")
-        version.statistics.copied(request.copied_byte_size)
+        version.statistics.copied_byte_size += request.copied_byte_size
         self.end(request)
         return None
 

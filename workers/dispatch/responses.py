@@ -289,7 +289,7 @@ class Responses:
         request.ahead.append(byte_size)
         if result is not None and not isinstance(result, ServingError):
             result, copied = kept(result)
-            request.version.statistics.copied(copied)
+            request.version.statistics.copied_byte_size += copied
         hand_over(request, result, None, final)
 
     def _place(self, sender: ResponseSender[Request], result: Result | None, final: bool) -> int | ServingError | None:

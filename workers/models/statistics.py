@@ -231,10 +231,6 @@ class ModelStatistics:
         self.padded_rows += rows
         self.padded_elements += elements
 
-    def copied(self, byte_size: int) -> None:
-        """Counts what was copied for one request alone."""
-        self.copied_byte_size += byte_size
-
     def failed(self, lasted_ns: int, why: Failure = Failure.REJECTED) -> None:
         """Counts a request that was accepted and never ran: unless said otherwise its time was up."""
         self.fail.add(lasted_ns)

@@ -38,12 +38,12 @@ _NONE: Mapping[str, Array] = {}
 class Counts(Protocol):
     """What is counted of requests when they are answered."""
 
+    #: Bytes of a request's tensors that were copied for it alone.
+    copied_byte_size: int
+
     @property
     def refused(self) -> MutableMapping[Refusal, int]:
         """For want of room or time."""
-
-    def copied(self, byte_size: int) -> None:
-        """So many bytes of a request's tensors were copied for it alone."""
 
     def failed(self, lasted_ns: int, why: Any) -> None:
         """A request was accepted and never ran."""

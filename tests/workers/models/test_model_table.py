@@ -109,14 +109,14 @@ def test_figures_go_on_over_a_reload_and_begin_anew_after_an_unload() -> None:
     table = ModelTable()
     old, new, later = version_of(), version_of(), version_of()
     table.add(old)
-    old.statistics.copied(5)
+    old.statistics.copied_byte_size += 5
     old.queue.push(request_of({}))
     assert (old.figures(0).pending, old.figures(0).counts.copied_byte_size) == (1, 5)
     table.add(new)
-    old.statistics.copied(2)
+    old.statistics.copied_byte_size += 2
     old.queue.take(None, 1)
     table.settle()
-    new.statistics.copied(1)
+    new.statistics.copied_byte_size += 1
     assert (new.figures(0).pending, new.figures(0).counts.copied_byte_size) == (0, 8)
     assert new.figures(0).began_ns == old.figures(0).began_ns
     table.remove("m", 1, lambda: None)

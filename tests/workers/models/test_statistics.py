@@ -59,7 +59,7 @@ def test_failures_count_apart() -> None:
 def test_counts_say_what_the_statistics_say() -> None:
     statistics = ModelStatistics("m", 3)
     statistics.executed(executed([1, 2, 1]), {}, now_ns=370)
-    statistics.copied(96)
+    statistics.copied_byte_size += 96
     assert statistics.counts() == Counts(
         success=3,
         inference=4,
