@@ -140,7 +140,7 @@ class ModelVersion:
         """What requests must have in common to run together."""
         compiled = self.jitted or self.loaded.stepped
         if compiled is not None:
-            return compiled.key({**arrays, **self.loaded.made_inputs.nobody} if self.loaded.made_inputs else arrays)
+            return compiled.key({**arrays, **self.loaded.made_inputs.nobody})
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:

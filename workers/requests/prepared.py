@@ -32,7 +32,7 @@ from tensord.shm.messages import (
     Slice,
     placed,
 )
-from tensord.shm.open_shape import closed, elements, is_open
+from tensord.shm.open_shape import OPEN, closed, elements
 from tensord.shm.prepared import Numbered
 from tensord.shm.regions import Region, check_range
 from tensord.shm.snapshot_region import SnapshotRegion
@@ -284,7 +284,12 @@ def _check(
         while left:
             _check_tensor(own, signature, inputs[left - 1])
             left -= 1
-        key = version.key(cast(Mapping[str, Array], _model_shapes(inputs, signature)))
+        shaped = {tensor.name: _Shaped(tensor.shape) for tensor in inputs}
+        for tensor in inputs:
+            spec = signature.inputs[tensor.name]
+            if spec.reshaped:
+                shaped[tensor.name] = _Shaped(_model_shape(signature, spec, tensor.shape))
+        key = version.key(cast(Mapping[str, Array], shaped))
     except ServingError:
         for tensor, content in zip(reversed(inputs[left:]), reversed(contents[left:]), strict=False):
             _array(own, signature, tensor, content)
@@ -295,12 +300,6 @@ def _check(
     checked = Checked(key, rows, plain, [spec.dtype for spec in specs], sizes)
     version.checked.learn(described, checked)
     return checked
-
-
-def _model_shapes(inputs: Sequence[PreparedTensor], signature: Signature) -> dict[str, _Shaped]:
-    return {
-        tensor.name: _Shaped(_model_shape(signature, signature.inputs[tensor.name], tensor.shape)) for tensor in inputs
-    }
 
 
 def _check_names(
@@ -431,11 +430,11 @@ def _contents(
 
 def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
     """Finds the dimensions that the client left to be found. Raises InvalidArgument: there are none such."""
-    if not [tensor for tensor in prepared.inputs if is_open(tensor.shape)]:
+    if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared
     tensors: list[PreparedTensor] = []
     for tensor, content in zip(prepared.inputs, contents, strict=True):
-        if is_open(tensor.shape):
+        if OPEN in tensor.shape:
             what = f"{label(own.client_id)}input '{tensor.name}' shape"
             if tensor.datatype == "BYTES":
                 # Read from a copy, as the elements are: nobody else can write to that.
