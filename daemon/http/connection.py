@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
                 exchange.take(data, head_size)
             else:
                 exchange.begin()
-                exchange.reception.receive(data[head_size:])
+                exchange.receive(data[head_size:])
                 exchange.complete()
                 exchange.take_turn()
             return True

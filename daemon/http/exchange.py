@@ -1,7 +1,7 @@
 """One inference request, from its body to its answer: no task, no queue, no event.
 
     head ─▶ body (reception) ─▶ prepared ─▶ submit ─▶ answer ─▶ encode (response_codec) ─▶ socket
-     ╰────── small and whole ───▲                       ╰─ said before: head and tensors ─▲
+     ╰────────── small ─────────▲                       ╰─ said before: head and tensors ─▲
 
 Each arrow is a call from the connection's or the lane's callback. The connection (answer_order) keeps exchanges in the order in
 which their requests came, so an answer is written only by the exchange whose turn it is.
@@ -23,27 +23,26 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tensord.daemon.front.status import http_status
+from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import json_cut, placement, request_codec, response_codec
 from tensord.daemon.http.body import Body, CollectedBody, PlacedBody
 from tensord.daemon.http.compression import Deflation
 from tensord.daemon.http.conversions import Job
 from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
 from tensord.daemon.http.message_head import InferHead
-from tensord.daemon.http.prepared import Prepared, Request, request_of
+from tensord.daemon.http.prepared import Prepared, Request
 from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.daemon.submit.scheduling import UNSCHEDULED
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
 from tensord.shm.errors import DEFECT, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, PreparedRequest, RequestRecord, Slice
-from tensord.shm.prepared import Numbered
+from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, RequestRecord, Slice
 
 if TYPE_CHECKING:
     from tensord.daemon.http.answer_order import AnswerOrder
@@ -94,9 +93,11 @@ class Exchange(InFlight):
     #: Where the request is a sampled one.
     _trace: Trace | None = None
     #: From ``begin`` until the submitter has the tensors: each refers to the other, and requests shall leave the garbage
-    #: collector nothing to do.
+    #: collector nothing to do. None: the body is small, and kept here.
     _reception: Reception | None = None
-    _my_turn: bool = False
+    _small_body: bytes = b""
+    #: Every earlier request of this connection is answered.
+    my_turn: bool = False
     #: Until it is sent: where tensors lie that did not come in the body's own leases.
     _leases: tuple[Lease, ...] = ()
 
@@ -107,21 +108,21 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """The head is complete: prepare a place for the body."""
+        """Prepares a place for a body that is large, compressed, of unknown length, or sent once it is asked for."""
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self._order.account
         )
         try:
-            if self._head.error is not None:
-                raise self._head.error
             self._admit()
             reception.begin()
         except ServingError as error:
             reception.error = error
 
     def _admit(self) -> None:
-        """Raises NotFound, Unsupported: there is no such model for HTTP."""
+        """Raises NotFound, Unsupported: there is no such model for HTTP; or what is wrong with the head."""
         head, table = self._head, self._serving.table
+        if head.error is not None:
+            raise head.error
         if head.edition != table.edition:
             # Of one that is being loaded it is not known yet: see ``_answer_anew``.
             if table.expect(head.model, head.version).streams:
@@ -133,44 +134,50 @@ class Exchange(InFlight):
             if self._trace is not None:
                 self._trace.stamp(trace_stamps.HTTP_RECV_START)
 
-    @property
-    def reception(self) -> Reception:
-        """The body that is arriving."""
-        assert self._reception is not None
-        return self._reception
+    def receive(self, chunk: bytes) -> None:
+        """Takes a piece of the body. Raises BodyTooLarge."""
+        reception = self._reception
+        if reception is None:
+            self._small_body += chunk
+            return
+        limit = self._serving.options.http.max_body_byte_size
+        if reception.received + len(chunk) > limit:
+            raise BodyTooLarge(f"has more than {limit} bytes", limit)
+        reception.receive(chunk)
 
     @property
-    def body(self) -> Body:
-        """What came of the body, and where it lies."""
-        return self.reception.body
+    def body(self) -> Body | None:
+        """What came of the body, and where it lies; None: it is small."""
+        return None if self._reception is None else self._reception.body
 
     @property
     def received(self) -> int:
         """Bytes of the body that came."""
-        return self.reception.received
+        return len(self._small_body) if self._reception is None else self._reception.received
 
     @property
     def refused(self) -> bool:
         """Whether the answer is an error already, so that the rest of the body need not come."""
-        return self.reception.error is not None
+        return self._reception is not None and self._reception.error is not None
 
     def complete(self) -> None:
-        """The body is whole."""
+        """Goes on with a body that is whole."""
         if self.phase is not _RECEIVING:
             return
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_RECV_END)
         self.phase = _RECEIVED
-        self.reception.complete()
+        if self._reception is not None:
+            self._reception.complete()
         self._go_on()
 
     def take_turn(self) -> None:
-        """Every earlier exchange of this connection is answered."""
-        self._my_turn = True
+        """Goes on once every earlier request of this connection is answered."""
+        self.my_turn = True
         self._go_on()
 
     def take(self, data: bytes, begins: int) -> None:
-        """Instead of all these: the body is whole, small and not compressed, and it is this exchange's turn.
+        """Submits a request whose body is whole, small and not compressed, in its turn.
 
         Args:
           data: what came; the body is all of it from ``begins`` on.
@@ -191,15 +198,18 @@ class Exchange(InFlight):
                 key = head.key, text
                 request = known.texts[key] or known.meet(head, key)
             prepared, client_id, scheduling = request.prepared, request.id, request.scheduling
-            if prepared.unpack is None or self._trace is not None:
+            if prepared.unpack is None:
                 self._submit(request, CollectedBody.of(data[begins:]))
                 return
             if not client_id and serving.makes_ids:
                 client_id = str(uuid.uuid4())
             self._asked, self._client_id = prepared, client_id
-            numbered: Numbered[PreparedRequest] = prepared.numbered  # type: ignore[assignment]
+            contents, numbered = prepared.unpack(data, ends), prepared.numbered
+            if numbered is None or self._trace is not None:
+                self._send(scheduling, contents)
+                return
             self.numbered = numbered
-            submitter, number, contents = serving.submitter, numbered.number, prepared.unpack(data, ends)
+            submitter, number = serving.submitter, numbered.number
             # Most say nothing of their scheduling, and to unpack that costs more than all else here.
             self.record = (
                 RequestRecord(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
@@ -228,16 +238,20 @@ class Exchange(InFlight):
             reception.drop()
             return None
         self._reception = reception
-        self._my_turn = True
+        self.my_turn = True
         return body
 
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
         """Submits once the body is whole and placed and it is our turn."""
-        if self.phase is not _RECEIVED or not self._my_turn or self._gone or self._job is not None:
+        if self.phase is not _RECEIVED or not self.my_turn or self._gone or self._job is not None:
             return
-        reception = self.reception
+        reception = self._reception
+        if reception is None:
+            self.phase, body = _SUBMITTED, self._small_body
+            self.take(body, 0)
+            return
         if not reception.ready:
             return
         try:
@@ -268,7 +282,7 @@ class Exchange(InFlight):
             if not state.metadata:
                 raise Unavailable(f"model '{state.name}' is being loaded, and what its raw input is is not known yet")
             raw = decode_raw(state, text)
-            self._submit(request_of(self._head, raw), body)
+            self._submit(self._serving.prepared.prepare(self._head, raw), body)
             return
         if len(text) <= PIECE_BYTE_SIZE:
             apart = json_cut.cut(text) if len(text) > request_codec.MAX_UNCUT else None
@@ -288,7 +302,7 @@ class Exchange(InFlight):
             self._submit(request, body)
             return
         self._asked, self._client_id = prepared, request.id
-        self._send(request, body.places(len(text), prepared.placed))
+        self._send(request.scheduling, body.places(len(text), prepared.placed))
 
     def _submit(self, request: Request, body: Body) -> None:
         if self._serving.makes_ids and not request.id:
@@ -322,32 +336,33 @@ class Exchange(InFlight):
         inline, json_size = self._serving.submitter.inline_byte_size, self._head.json_size or 0
         contents = placement.place(request.sources, body, json_size, lease, inline)
         if lease is None or placement.is_filled(request.sources):
-            self._send(request, tuple(contents))
+            self._send(request.scheduling, tuple(contents))
             return
 
         def filled(contents: list[Content]) -> None:
             self._job = None
-            self._answer_if_refused(self._send, request, tuple(contents))
+            self._answer_if_refused(self._send, request.scheduling, tuple(contents))
 
         filling = placement.fill(request.sources, contents, lease)
         self._job = self._serving.conversions.run(filling, filled, self._not_converted)
 
-    def _send(self, request: Request, contents: tuple[Content, ...]) -> None:
+    def _send(self, scheduling: Scheduling, contents: tuple[Content, ...]) -> None:
+        asked: Prepared = self._asked  # type: ignore[assignment]
         reception, self._reception = self._reception, None
         leases = self._leases
         if leases:
             self._leases = ()
         if reception is not None:
             leases = reception.leave() + leases
-        submitter, asked, trace, noted = self._serving.submitter, request.prepared, self._trace, 0
-        numbered = asked.numbered or asked.on_lane(submitter.numbers, submitter.inline_byte_size)
+        submitter, trace, noted = self._serving.submitter, self._trace, 0
+        numbered = asked.numbered or asked.on_lane(submitter.numbers)
         if trace is not None:
             noted = trace.level
-            trace.client_id = request.id
+            trace.client_id = self._client_id
             trace.stamp(trace_stamps.REQUEST_START)
         prepared = asked.record if numbered is None else numbered.number
         self.record = RequestRecord(
-            submitter.next_id(), prepared, contents, request.id, 0, monotonic_ns(), *request.scheduling, noted
+            submitter.next_id(), prepared, contents, self._client_id, 0, monotonic_ns(), *scheduling, noted
         )
         self.numbered, self.leases = numbered, leases
         submitter.send(self)

@@ -166,6 +166,9 @@ class Messages:
             self.meaning = head
         exchange = Exchange(serving, head, order, head.keep_alive)
         order.append(exchange)
+        if head.text_size >= 0 and not order.expects_continue:
+            exchange.my_turn = len(order.requests) == 1
+            return
         exchange.begin()
         if exchange.refused and (order.expects_continue or head.content_length is None):
             # Its body is not wanted, and how much would come is unknown: answer now and hang up.
@@ -236,14 +239,11 @@ class Messages:
         self.body_left -= len(body)
         if self.chunks is not None:
             self.chunk_count += 1
-        if isinstance(receiving, Exchange):
-            limit = self._serving.options.http.max_body_byte_size
-            if receiving.received + len(body) > limit:
-                self._order.refuse(*BodyTooLarge(f"has more than {limit} bytes", limit).refusal)
-            else:
-                receiving.reception.receive(body)
-        elif receiving is not None:
-            receiving.receive(body)
+        if receiving is not None:
+            try:
+                receiving.receive(body)
+            except BodyTooLarge as error:
+                self._order.refuse(*error.refusal)
 
     def on_message_complete(self) -> None:
         self.inside = False

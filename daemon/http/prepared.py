@@ -50,8 +50,13 @@ _encode = msgspec.json.Encoder().encode
 class PreparedRequests:
     """Finds what requests say among what was said before. One per front."""
 
-    def __init__(self, count: int = MAX_NUMBERS) -> None:
-        """``count``: so many are remembered at least, and as many texts."""
+    def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
+        """
+        Args:
+          count: so many are remembered at least, and as many texts.
+          inline_byte_size: up to which a tensor travels in its record.
+        """
+        self._inline_byte_size = inline_byte_size
         #: By what is said.
         self._known: Memo[Any, Prepared] = Memo(count)
         #: By model, version, size of the tensors behind it, and text: of those that come again with the same id and scheduling.
@@ -99,20 +104,19 @@ class PreparedRequests:
                 return Request(prepared, said.id, sources, scheduling)
             decoded = request_codec.decode_head(said, apart, tail_size, head.model)
         except Malformed as reason:
-            return request_of(head, request_codec.decode_exactly(text, apart, tail_size, head.model, reason))
-        request = request_of(head, decoded)
+            return self.prepare(head, request_codec.decode_exactly(text, apart, tail_size, head.model, reason))
+        request = self.prepare(head, decoded)
         if len(text) <= _MAX_SAID and not any(not absent and is_open(shape) for _, _, shape, _, absent in key[2]):
             self._known.put(key, request.prepared)
         return request
 
+    def prepare(self, head: InferHead, decoded: DecodedRequest) -> Request:
+        """Prepares a request that is not looked for among those that are known."""
+        sources = [source for _, _, _, source in decoded.inputs]
+        return Request(Prepared(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling)
+
     def __repr__(self) -> str:
         return f"<PreparedRequests {len(self._known)}, texts {len(self.texts)}>"
-
-
-def request_of(head: InferHead, decoded: DecodedRequest) -> Request:
-    """Returns a request that is not looked for among those that are known."""
-    sources = [source for _, _, _, source in decoded.inputs]
-    return Request(Prepared(head, decoded), decoded.id, sources, decoded.scheduling)
 
 
 def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[Source]:
@@ -144,7 +148,7 @@ class Prepared:
         "unpack",
     )
 
-    def __init__(self, head: InferHead, asked: DecodedRequest) -> None:
+    def __init__(self, head: InferHead, asked: DecodedRequest, inline_byte_size: int = 0) -> None:
         #: As requests name it.
         self.model = head.model
         self.record: PreparedRequest = asked.prepared(head.model, head.version, head.forwarded)
@@ -154,31 +158,31 @@ class Prepared:
             source if isinstance(source, Part | RegionSlice) else VALUES for _, _, _, source in asked.inputs
         ]
         self.has_values = any(source is VALUES for source in self.sources)
+        parts = [source for source in self.sources if type(source) is Part]
+        sizes = [part.byte_size for part in parts]
         #: Of all its binary parts together.
-        self.tail_size = sum([source.byte_size for source in self.sources if type(source) is Part])
+        self.tail_size = sum(sizes)
         #: Its number on the lanes, once such requests have come twice.
         self.numbered: Numbered[PreparedRequest] | None = None
         #: Takes the tensors out of a small body; None: not all of them travel in the record.
         self.unpack: Callable[[bytes, int], tuple[Any, ...]] | None = None
         #: Its parts, where none of its tensors travels in the record: so they lie in a body that is placed; None: look at each.
         self.placed: list[Part] | None = None
+        if not self.has_values:
+            if max(sizes, default=0) <= inline_byte_size:
+                self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
+            elif min(sizes) > inline_byte_size:
+                self.placed = parts
         #: What the last request whose text was not known said of itself.
         self.last_said: tuple[str, Scheduling] = "", UNSCHEDULED
         self._answers: dict[int, AnswerText] = {}
         #: The one that was asked for last: mostly it is asked for again.
         self.last_answer: AnswerText | None = None
 
-    def on_lane(self, numbers: Numbers[PreparedRequest], inline_byte_size: int) -> Numbered[PreparedRequest] | None:
+    def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
         """Returns the number of such requests; None: this is the first one, and says everything itself."""
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
-            parts = [source for source in self.sources if type(source) is Part]
-            sizes = [part.byte_size for part in parts]
-            if self.numbered is not None and not self.has_values:
-                if max(sizes, default=0) <= inline_byte_size:
-                    self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
-                elif min(sizes) > inline_byte_size:
-                    self.placed = parts
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:

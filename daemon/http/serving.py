@@ -66,7 +66,7 @@ class Serving:
         http = self.options.http
         requests = self.options.requests
         self.makes_ids = requests.make_ids
-        self.prepared = PreparedRequests(requests.max_forms)
+        self.prepared = PreparedRequests(requests.max_forms, self.submitter.inline_byte_size)
         self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
         cuts = self.infer_rule is None and self.forwarding is None and self.cross_origin is None

@@ -16,12 +16,12 @@ import pytest
 from tensord.daemon.front.memo import Memo
 from tensord.daemon.http import request_codec
 from tensord.daemon.http.message_head import InferHead, TextKey
-from tensord.daemon.http.prepared import Request, request_of
+from tensord.daemon.http.prepared import PreparedRequests, Request
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import RegionSlice, Slice
 from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.work.baseline import Baseline, counts
-from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES, Bench, KeptTransport
+from tests.work.connection import FIRST_SEQUENCE, MIB, OPTIONS, SEQUENCES, Bench, KeptTransport
 from tests.work.counter import Work
 
 #: Requests before counting begins: what came twice is known.
@@ -236,6 +236,9 @@ def test_instructions(row: Row, baseline: Baseline) -> None:
     on_a_bench(test)
 
 
+_UNREMEMBERED = PreparedRequests(0, OPTIONS.arenas.inline_byte_size)
+
+
 class Unremembering:
     """Reads every request as if it were the first: the ordinary way, with nothing beside it."""
 
@@ -243,7 +246,7 @@ class Unremembering:
 
     @staticmethod
     def read(head: InferHead, text: bytes, tail_size: int, apart: None = None) -> Request:
-        return request_of(head, request_codec.decode(text, tail_size, head.model, apart))
+        return _UNREMEMBERED.prepare(head, request_codec.decode(text, tail_size, head.model, apart))
 
     @classmethod
     def meet(cls, head: InferHead, key: tuple[TextKey, bytes]) -> Request:

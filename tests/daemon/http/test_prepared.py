@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensord.daemon.http import request_codec, request_head
 from tensord.daemon.http.decoded_request import DecodedRequest, Part
 from tensord.daemon.http.message_head import InferHead
-from tensord.daemon.http.prepared import Prepared, PreparedRequests, Request, request_of
+from tensord.daemon.http.prepared import Prepared, PreparedRequests, Request
 from tensord.daemon.http.request_head import Malformed
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import ServingError
@@ -201,7 +201,7 @@ def test_whatever_came_before_a_request_says_what_it_says(asked: list[tuple[byte
         meaning = head(model=f"m{model}")
 
         def alone(said: bytes = said, tail_size: int = tail_size, meaning: InferHead = meaning) -> Request:
-            return request_of(meaning, request_codec.decode(said, tail_size, meaning.model))
+            return PreparedRequests().prepare(meaning, request_codec.decode(said, tail_size, meaning.model))
 
         def found(said: bytes = said, tail_size: int = tail_size, meaning: InferHead = meaning) -> Request:
             return forms.read(meaning, said, tail_size)
@@ -246,7 +246,7 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> No
                 "x": 1,
             }
             request = forms.read(head(), text(PLAIN, parameters=parameters), 4)
-            request.prepared.on_lane(lane, 8)
+            request.prepared.on_lane(lane)
             wanted = [
                 parameters[name] for name in ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end")
             ]
@@ -302,13 +302,13 @@ def test_a_form_has_a_number_once_it_came_twice() -> None:
     """Shapes and parameters that never repeat are told with their requests, and take no number from those that do."""
     forms, lane = PreparedRequests(), Numbers[PreparedRequest]()
     repeated = forms.read(head(), text(PLAIN), 4).prepared
-    assert repeated.on_lane(lane, 8) is None
-    number = forms.read(head(), text(PLAIN, id="again"), 4).prepared.on_lane(lane, 8)
+    assert repeated.on_lane(lane) is None
+    number = forms.read(head(), text(PLAIN, id="again"), 4).prepared.on_lane(lane)
     assert number is not None
     for count in range(5000):
         once = forms.read(head(), text(PLAIN, parameters={"request": count}), 4).prepared
-        assert once.on_lane(lane, 8) is None
-        assert forms.read(head(), text(PLAIN), 4).prepared.on_lane(lane, 8) is number
+        assert once.on_lane(lane) is None
+        assert forms.read(head(), text(PLAIN), 4).prepared.on_lane(lane) is number
     assert (lane.minted, lane.evicted) == (1, 0)
     assert len(lane._once) <= 1024
 
@@ -318,19 +318,14 @@ def test_sizes_of_strings_are_no_part_of_what_workers_are_told() -> None:
     told = set()
     for size in range(4, 60):
         entry = {"name": "s", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": size}}
-        told.add(forms.read(head(), text(entry), size).prepared.on_lane(lane, 100))
+        told.add(forms.read(head(), text(entry), size).prepared.on_lane(lane))
     assert len(told) == 2  # nothing for the first
     assert lane.minted == 1
 
 
 def test_tensors_of_a_small_body_are_taken_out_of_it() -> None:
-    lane = Numbers[PreparedRequest]()
-
     def form(*inputs: dict[str, Any], tail_size: int, inline: int = 8) -> Prepared:
-        made = PreparedRequests().read(head(), text(*inputs), tail_size).prepared
-        made.on_lane(lane, inline)
-        made.on_lane(lane, inline)
-        return made
+        return PreparedRequests(inline_byte_size=inline).read(head(), text(*inputs), tail_size).prepared
 
     both = form(PLAIN, REGION, {**PLAIN, "name": "x2"}, tail_size=8)
     assert both.unpack is not None
