@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from tensord.daemon.front.entries import check_count
-from tensord.daemon.http.json_values import is_unsigned
-from tensord.daemon.http.request_head import parse
+from tensord.daemon.http.request_head import is_unsigned, parse
 from tensord.shm.errors import InvalidArgument
 
 #: cudaIpcMemHandle_t.

@@ -8,7 +8,7 @@ from tensord.daemon.http.json_array import JsonArray
 from tensord.daemon.http.json_base64 import JsonBase64
 from tensord.daemon.http.json_strings import JsonStrings
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from tensord.shm.messages import Parameter, PreparedRequest, PreparedTensor, RegionSlice, RequestedOutput
+from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 
 
 @dataclass(slots=True)
@@ -37,17 +37,3 @@ class DecodedRequest:
     all_binary: bool
     parameters: dict[str, Parameter]
     scheduling: Scheduling = UNSCHEDULED
-
-    def prepared(self, model: str, version: int, forwarded: dict[str, str] | None) -> PreparedRequest:
-        """Returns what such requests have in common on a lane. ``forwarded``: headers that are parameters."""
-        inputs = [
-            PreparedTensor(name, datatype, shape, source if isinstance(source, RegionSlice) else None)
-            for name, datatype, shape, source in self.inputs
-        ]
-        return PreparedRequest(
-            model,
-            version,
-            tuple(inputs),
-            self.outputs,
-            {**self.parameters, **forwarded} if forwarded else self.parameters,
-        )

@@ -18,8 +18,8 @@ import msgspec
 from tensord.daemon.http import json_data, json_text, request_head
 from tensord.daemon.http.control_fields import members
 from tensord.daemon.http.decoded_request import DecodedRequest
-from tensord.daemon.http.json_values import text
-from tensord.daemon.http.request_parameters import read_parameters
+from tensord.daemon.http.request_codec import read_parameters
+from tensord.daemon.http.request_head import text
 from tensord.daemon.submit.placement import InferenceRequest, InputContent
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import element_count

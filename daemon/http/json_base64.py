@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from tensord.daemon.http.json_values import refusal
+from tensord.daemon.http.request_head import refusal
 from tensord.shm.datatypes import ELEMENT_SIZES
 
 #: Text decoded at a time; a multiple of four, which are three bytes.

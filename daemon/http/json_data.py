@@ -21,8 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tensord.daemon.http.json_values import refusal
-from tensord.daemon.http.request_head import Malformed
+from tensord.daemon.http.request_head import Malformed, refusal
 from tensord.shm.arrays import DTYPES, array, byte_content
 from tensord.shm.datatypes import MAX_RANK
 from tensord.shm.errors import InvalidArgument

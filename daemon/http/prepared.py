@@ -27,12 +27,12 @@ from tensord.daemon.http import request_codec, request_head, response_codec
 from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source
 from tensord.daemon.http.json_cut import Cut
 from tensord.daemon.http.message_head import MAX_TEXT, InferHead, TextKey
+from tensord.daemon.http.request_codec import part
 from tensord.daemon.http.request_head import ABSENT, Malformed, RequestHead
-from tensord.daemon.http.request_parameters import part
 from tensord.daemon.http.response_codec import Buffer
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.datatypes import element_count
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, RegionSlice, Slice
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RegionSlice, Slice
 from tensord.shm.open_shape import is_open
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 
@@ -79,7 +79,8 @@ class PreparedRequests:
         request = self._read(head, text, tail_size, None)
         prepared = request.prepared
         # What one step of a sequence says, its next one mostly says again, whatever others say between them.
-        said = request.id, UNSCHEDULED if request.scheduling.goes_on else request.scheduling
+        scheduling = request.scheduling
+        said = request.id, UNSCHEDULED if scheduling is UNSCHEDULED or scheduling.goes_on else scheduling
         if prepared.last_said != said:
             prepared.last_said = said
         elif not prepared.has_values:
@@ -151,7 +152,13 @@ class Prepared:
     def __init__(self, head: InferHead, asked: DecodedRequest, inline_byte_size: int = 0) -> None:
         #: As requests name it.
         self.model = head.model
-        self.record: PreparedRequest = asked.prepared(head.model, head.version, head.forwarded)
+        inputs = [
+            PreparedTensor(name, datatype, shape, source if isinstance(source, RegionSlice) else None)
+            for name, datatype, shape, source in asked.inputs
+        ]
+        parameters = {**asked.parameters, **head.forwarded} if head.forwarded else asked.parameters
+        #: What such requests have in common on a lane.
+        self.record = PreparedRequest(head.model, head.version, tuple(inputs), asked.outputs, parameters)
         #: What the JSON said; not its id, its scheduling, nor the values in it.
         self.asked = asked
         self.sources: list[Source] = [

@@ -6,31 +6,55 @@
 What belongs to the protocol is refused here; what only the model's configuration can tell is left to the worker. Checks
 follow each other as a real Triton's do, because clients see the first one that fails: text, id, parameters, inputs one by one
 (name, datatype, shape, one data source), outputs, left-over binary data.
-Source: Triton docs/protocol/extension_binary_data.md, extension_shared_memory.md; KServe V2 REST.
+Source: Triton docs/protocol: extension_binary_data.md, extension_shared_memory.md, extension_classification.md,
+extension_parameters.md, extension_sequence.md, extension_schedule_policy.md; KServe V2 REST.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import msgspec
 
-from tensord.daemon.http import json_cut, json_data, open_data, request_head
+from tensord.daemon.http import json_cut, json_data, request_head
 from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source, Values
 from tensord.daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
 from tensord.daemon.http.json_base64 import JsonBase64
 from tensord.daemon.http.json_strings import JsonStrings, is_flat
-from tensord.daemon.http.json_values import refusal, unsigned
-from tensord.daemon.http.request_head import ABSENT, ExactInput, ExactRequest, InputHead, Malformed, RequestHead
-from tensord.daemon.http.request_parameters import read_parameters
-from tensord.daemon.http.requested_outputs import read_outputs, read_region
+from tensord.daemon.http.request_head import (
+    ABSENT,
+    UINT64_MAX,
+    ExactInput,
+    ExactOutput,
+    ExactRequest,
+    InputHead,
+    Malformed,
+    OutputHead,
+    RequestHead,
+    boolean,
+    is_unsigned,
+    refusal,
+    text,
+    unsigned,
+)
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.datatypes import ELEMENT_SIZES, element_count, wire_name
-from tensord.shm.errors import InvalidArgument
-from tensord.shm.open_shape import OPEN, check, closed, is_open
+from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
+from tensord.shm.open_shape import OPEN, check, closed, elements, is_open
 
 #: Shorter texts are read whole, longer ones only once their large data is cut out.
 MAX_UNCUT = 4096
 #: The slow way is for texts up to this size: about four milliseconds.
 _MAX_EXACT = 256 << 10
 _QUOTE = ord('"')
+_INT64_MAX = (1 << 63) - 1
+_BLANKS = b"[], \t\r\n"
+#: Longer texts are not counted: it would keep the loop for more than a millisecond or two.
+_MAX_COUNTED = 1 << 20
 
 
 def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut.Cut | None = None) -> DecodedRequest:
@@ -65,7 +89,8 @@ def decode_head(
         read_parameters(request.parameters, decoded)
     offset = 0
     for entry in request.inputs:
-        entry.datatype = wire_name(entry.datatype)
+        if entry.datatype not in ELEMENT_SIZES:
+            entry.datatype = wire_name(entry.datatype)
         source = _source(entry, offset, apart)
         if type(source) is Part:
             offset += source.byte_size
@@ -84,14 +109,15 @@ def decode_head(
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
     """The one data source of an input."""
-    name, parameters, shape = entry.name, request_head.given(entry.parameters), entry.shape
+    name, shape = entry.name, entry.shape
+    parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     if entry.datatype not in ELEMENT_SIZES:
         raise InvalidArgument(f"invalid datatype for input {name}")
     for dim in shape:
         if type(dim) is not int or dim < OPEN:
             raise refusal("shape", "non-unsigned-integer", "unsigned-integer")
     count = 0
-    if is_open(shape):
+    if OPEN in shape:
         check(shape, f"input '{name}' shape")
     else:
         count = element_count(shape, f"input '{name}' shape")
@@ -111,7 +137,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
     if given[0] == "'binary_data_size'":
         return Part(offset, unsigned("binary_data_size", parameters["binary_data_size"]))
     if given[0] == "'shared_memory_region'":
-        return read_region(parameters)
+        return _region(parameters)
     return read_values(entry, count, apart)
 
 
@@ -139,8 +165,8 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
     """How many values the data of an input have. ``text``: where they were cut out."""
     what = f"input '{entry.name}' shape"
     if text is None and not isinstance(entry, InputHead):
-        return open_data.of_value(entry.data, entry.datatype, what)
-    return open_data.of_text(memoryview(entry.data) if text is None else text, entry.datatype, what)
+        return count_in_value(entry.data, entry.datatype, what)
+    return count_in_text(memoryview(entry.data) if text is None else text, entry.datatype, what)
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
@@ -164,3 +190,158 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
             return json_data.exact(values, datatype, shape, count, name)
     array = JsonArray(text, start, name, datatype, shape, count)
     return array if end - start > PIECE_BYTE_SIZE else array.wire_bytes()
+
+
+# -------------------------------------------------------------------------------------- how many values an open shape has
+
+
+# Texts are not read for it: in an array of numbers, nested or not, there is a comma less than there are values; in one of strings
+# there are two quotation marks to each. Of what is no such array the count may be anything: whoever converts it refuses it.
+
+
+def count_in_text(text: bytes | memoryview, datatype: str, what: str) -> int:
+    """Counts the values of a JSON array, or of a string in base64. Raises InvalidArgument: it is none; too long."""
+    if len(text) > _MAX_COUNTED:
+        raise InvalidArgument(
+            f"{what} has a dimension of -1, which is found from at most {_MAX_COUNTED} bytes of JSON, {len(text)} are given"
+        )
+    text = bytes(text)
+    if text[:1] == b'"':
+        try:
+            return count_in_value(msgspec.json.decode(text, type=str), datatype, what)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise refusal("data", "non-array", "array") from error
+    if datatype == "BYTES":
+        plain = text.replace(b"\\\\", b"")
+        return (plain.count(b'"') - plain.count(b'\\"')) // 2
+    return text.count(b",") + 1 if text.translate(None, _BLANKS) else 0
+
+
+def count_in_value(value: Any, datatype: str, what: str) -> int:
+    """Counts the elements that a JSON value has as data of an input."""
+    if isinstance(value, str):
+        try:
+            return elements(datatype, base64.b64decode(value, validate=True), what)
+        except (binascii.Error, ValueError) as error:
+            raise refusal("data", "non-array", "array") from error
+    left, count = [value], 0
+    while left:
+        item = left.pop()
+        if isinstance(item, list):
+            left += item
+        else:
+            count += 1
+    return count
+
+
+# -------------------------------------------------------------------------------------- outputs and regions
+
+
+def read_outputs(entries: Iterable[OutputHead | ExactOutput], decoded: DecodedRequest) -> None:
+    """Fills in what the entries of ``outputs`` ask for. Raises InvalidArgument."""
+    decoded.outputs = tuple([_requested(entry, decoded) for entry in entries])
+
+
+def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> RequestedOutput:
+    parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
+    classification = parameters.get("classification", 0)
+    if type(classification) is not int or not 0 <= classification <= UINT64_MAX:
+        raise InvalidArgument(
+            "Unable to set 'classification': attempt to access JSON non-unsigned-integer as unsigned-integer"
+        )
+    if "binary_data" in parameters:
+        decoded.binary[entry.name] = boolean("binary_data", parameters["binary_data"])
+    if "shared_memory_region" not in parameters:
+        return RequestedOutput(entry.name, None, classification)
+    region = _region(parameters)
+    if decoded.binary.get(entry.name):
+        raise InvalidArgument("Output can't set both 'shared_memory_region' and 'binary_data'")
+    if classification:
+        raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
+    return RequestedOutput(entry.name, region)
+
+
+def _region(parameters: dict[str, Any]) -> RegionSlice:
+    """The slice that the parameters of an input or output name. Raises InvalidArgument: wrong types, or numbers no region has."""
+    region = text("shared_memory_region", parameters["shared_memory_region"])
+    offset = unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))
+    byte_size = unsigned("shared_memory_byte_size", parameters.get("shared_memory_byte_size", 0))
+    if offset > _INT64_MAX:
+        raise InvalidArgument(f"Invalid offset for shared memory region: '{region}'")
+    if byte_size > UINT64_MAX - offset:
+        raise InvalidArgument(
+            f"Integer overflow detected: byte_size ({byte_size}) + offset ({offset}) exceeds maximum value ({UINT64_MAX}) "
+            f"for region '{region}'"
+        )
+    if byte_size > _INT64_MAX:
+        raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region}'")
+    return RegionSlice(region, offset, byte_size)
+
+
+# -------------------------------------------------------------------------------------- parameters
+
+
+def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
+    """Fills in what the parameters say. Raises InvalidArgument, Unsupported: string sequence ids that are too long."""
+    for key, value in given.items():
+        if key in _SCHEDULING:
+            field, read = _SCHEDULING[key]
+            decoded.scheduling = decoded.scheduling._replace(**{field: read(key, value)})
+        elif key == "binary_data_output":
+            decoded.all_binary = boolean(key, value)
+        else:
+            decoded.parameters[key] = _parameter(key, value)
+
+
+def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
+    """What parameters say of one request alone, and the others. What is wrong is among these: ``read_parameters`` says why."""
+    if _SCHEDULING.keys().isdisjoint(given):
+        return UNSCHEDULED, given
+    own: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in _SCHEDULING:
+            field, read = _SCHEDULING[key]
+            try:
+                own[field] = read(key, value)
+                continue
+            except ServingError:
+                pass
+        others[key] = value
+    return Scheduling(**own), others
+
+
+def _parameter(key: str, value: Any) -> Parameter:
+    if key.startswith("triton_"):
+        raise InvalidArgument(
+            "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+        )
+    if type(value) is int:
+        if -_INT64_MAX - 1 <= value <= _INT64_MAX:
+            return value
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise InvalidArgument(f"parameter '{key}' is out of the range of a double") from error
+    if isinstance(value, bool | float | str):
+        return value
+    raise InvalidArgument(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'.")
+
+
+def _sequence_id(key: str, value: Any) -> int | str:
+    if is_unsigned(value):
+        return int(value)
+    identifier = text(key, value)
+    if len(identifier.encode()) > MAX_SEQUENCE_ID:
+        raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
+    return identifier
+
+
+#: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
+_SCHEDULING: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "priority": ("priority", unsigned),
+    "timeout": ("timeout_us", unsigned),
+    "sequence_id": ("sequence_id", _sequence_id),
+    "sequence_start": ("sequence_start", boolean),
+    "sequence_end": ("sequence_end", boolean),
+}

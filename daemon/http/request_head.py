@@ -7,6 +7,7 @@ The exact way is the slow one: it says what is wrong in the sentences a real Tri
 Infinity, which are no JSON, but Triton and its clients write them. Both ways give objects with the same attributes. ``data`` is
 text that is still to be read, or values; ``parameters`` are what the protocol knows of them, or all that were given. Unknown keys
 are ignored, as Triton does, by the exact way: msgspec would not look at what they hold, which may be no JSON.
+Source: the sentences that a real Triton 2.51 answers with (its ``triton::common::TritonJson``), as recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import rapidjson
 from msgspec import UNSET, UnsetType
 
 from tensord.daemon.front.entries import MAX_ENTRIES, check_count
-from tensord.daemon.http.json_values import refusal, text
 from tensord.shm.errors import InvalidArgument
 
 #: ``data`` of an input that has none.
@@ -30,6 +30,7 @@ _NO_PARAMETERS: dict[str, Any] = {}
 #: How errors call the entries of a list.
 _ENTRIES = {"inputs": "inputs", "outputs": "outputs", "shape": "dimensions"}
 _PARSE_ERROR = "failed to parse the request JSON buffer: "
+UINT64_MAX = (1 << 64) - 1
 _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
@@ -127,11 +128,6 @@ def quick(head: bytes | memoryview) -> RequestHead:
     return request
 
 
-def given(parameters: TensorParameters | dict[str, Any]) -> dict[str, Any]:
-    """Those that were given, by name."""
-    return parameters if isinstance(parameters, dict) else msgspec.to_builtins(parameters)
-
-
 def itself(offset: int) -> int:
     """The place of a byte in a text that is whole."""
     return offset
@@ -218,3 +214,37 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
         raise InvalidArgument("Unable to parse 'parameters': attempt to get members for non-object")
     check_count(len(parameters), "parameters of a tensor")
     return parameters
+
+
+# ---------------------------------------------------------------------------------- single values, in Triton's sentences
+
+
+def refusal(key: str, given: str, wanted: str) -> InvalidArgument:
+    """Says that ``key`` holds a value that is ``given`` where ``wanted`` is needed."""
+    return InvalidArgument(f"Unable to parse '{key}': attempt to access JSON {given} as {wanted}")
+
+
+def boolean(key: str, value: Any) -> bool:
+    """Raises InvalidArgument on anything but true and false."""
+    if not isinstance(value, bool):
+        raise refusal(key, "non-boolean", "boolean")
+    return value
+
+
+def unsigned(key: str, value: Any) -> int:
+    """Raises InvalidArgument on anything but an integer of 64 bits without a sign; true and false are none."""
+    if type(value) is not int or not 0 <= value <= UINT64_MAX:
+        raise refusal(key, "non-unsigned-integer", "unsigned-integer")
+    return value
+
+
+def text(key: str, value: Any) -> str:
+    """Raises InvalidArgument on anything but a string."""
+    if not isinstance(value, str):
+        raise refusal(key, "non-string", "string")
+    return value
+
+
+def is_unsigned(value: Any) -> bool:
+    """Tells whether a value is an integer of 64 bits without a sign; true and false are none."""
+    return type(value) is int and 0 <= value <= UINT64_MAX

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.daemon.http import open_data
+from tensord.daemon.http import request_codec
 from tensord.shm.errors import InvalidArgument
 from tests.daemon.http.heads import content, decode, input_text
 
@@ -28,16 +28,20 @@ def test_texts_and_values(datatype: str, data: st.DataObject, blanks: bool) -> N
     text = json.dumps(value, indent=1 if blanks else None, ensure_ascii=data.draw(st.booleans())).encode(
         "utf-8", "surrogatepass"
     )
-    assert open_data.of_text(text, datatype, "x") == expected
-    assert open_data.of_value(value, datatype, "x") == expected
+    assert request_codec.count_in_text(text, datatype, "x") == expected
+    assert request_codec.count_in_value(value, datatype, "x") == expected
 
 
 def test_base64() -> None:
     text = base64.b64encode(bytes(12)).decode()
-    assert open_data.of_value(text, "FP32", "x") == open_data.of_text(f'"{text}"'.encode(), "FP32", "x") == 3
+    assert (
+        request_codec.count_in_value(text, "FP32", "x")
+        == request_codec.count_in_text(f'"{text}"'.encode(), "FP32", "x")
+        == 3
+    )
     for wrong in ('"***"', '"abc', '"AAAA"'):
         with pytest.raises(InvalidArgument):
-            open_data.of_text(wrong.encode(), "FP32", "x")
+            request_codec.count_in_text(wrong.encode(), "FP32", "x")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.http.request_parameters import part
+from tensord.daemon.http.request_codec import part
 from tensord.daemon.submit.scheduling import KEYS, Scheduling
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tests.daemon.http.heads import decode, request_of
