@@ -1,11 +1,11 @@
 """A connection of a client: it has what receives, an order of answers, and deadlines.
 
     socket ─▶ Connection ─▶ head parsed before (heads) ─▶ Exchange ───────────────────────────────╮
-                │   ╰─────▶ ParserFeed ─▶ Messages ─▶ Exchange, Generation, or AsgiRequest ───────┴─▶ AnswerOrder ─▶ socket
+                │   ╰─────▶ ParserFeed ─▶ Exchange, Generation, or AsgiRequest ────────────────────┴─▶ AnswerOrder ─▶ socket
                 ╰─────────▶ BodyReader: the rest of a large body, straight to its place
 
 Its guards, each with a clear answer: the number of connections (503), a request that does not get whole in time (408), and those
-of ``messages``. Whoever asks nothing, or does not take its answers, for too long is cut off.
+of ``parser_feed``. Whoever asks nothing, or does not take its answers, for too long is cut off.
 
 A client that ends its sending side is gone: what it asked is cancelled. Where the operator says so it may still read, and what
 it sent whole is answered (``http.answer_half_closed``).

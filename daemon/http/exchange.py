@@ -42,7 +42,7 @@ from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
 from tensord.shm.errors import DEFECT, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, RequestRecord, Slice
+from tensord.shm.messages import AnswerRecord, Content, PreparedAnswer, RequestRecord
 
 if TYPE_CHECKING:
     from tensord.daemon.http.answer_order import AnswerOrder
@@ -435,14 +435,9 @@ class Exchange(InFlight):
             )
             self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
             return
-        self._encode(prepared, own, lane.view)
-
-    def _encode(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> None:
-        assert self._asked is not None
-        asked = self._asked.asked
         try:
             head, parts = response_codec.encode(
-                prepared, own.contents, self._head.model, self._client_id, asked.binary, asked.all_binary, view
+                prepared, own.contents, self._head.model, self._client_id, asked.binary, asked.all_binary, lane.view
             )
         except ServingError as error:
             self._answer_error(http_status(error), error.message)

@@ -33,7 +33,7 @@ _OTHER_LINE = re.compile(
 class Heads(Memo[bytes, InferHead]):
     """One per front. ``heads[bytes]``: what bytes up to the empty line mean; None: they have to be parsed."""
 
-    __slots__ = ("_cut", "_cuts", "_max_byte_size", "_max_fields")
+    __slots__ = ("_cuts", "_max_byte_size", "_max_fields")
 
     def __init__(self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT) -> None:
         """
@@ -42,8 +42,8 @@ class Heads(Memo[bytes, InferHead]):
           max_byte_size, max_fields: of heads that are taken at all.
           cuts: whether lines may be left out: no operator's rule looks at them.
         """
-        super().__init__(min(count, MAX_COUNT))
-        self._cut: Memo[bytes, InferHead] = Memo(min(count, MAX_COUNT))
+        # Each by its bytes, and by what of them matters.
+        super().__init__(2 * min(count, MAX_COUNT))
         self._max_byte_size = min(MAX_HEAD, max_byte_size)
         self._max_fields = max_fields
         self._cuts = cuts
@@ -51,7 +51,10 @@ class Heads(Memo[bytes, InferHead]):
     def __missing__(self, head: bytes) -> InferHead | None:
         meaning = super().__missing__(head)
         if meaning is None and self._cuts and len(head) <= self._max_byte_size:
-            meaning = self._cut[_OTHER_LINE.sub(b"", head)]
+            cut = _OTHER_LINE.sub(b"", head)
+            if len(cut) == len(head):
+                return None
+            meaning = self[cut]
             if meaning is not None:
                 if head.count(b"\r\n") - 2 > self._max_fields:
                     return None
@@ -66,4 +69,6 @@ class Heads(Memo[bytes, InferHead]):
             return
         self.put(head, meaning)
         if self._cuts:
-            self._cut.put(_OTHER_LINE.sub(b"", head), meaning)
+            cut = _OTHER_LINE.sub(b"", head)
+            if len(cut) < len(head):
+                self.put(cut, meaning)

@@ -6,6 +6,9 @@
 The parser cannot be told to stop in the middle of what it was given, and a few bytes may be a request, or a chunk of a body. Cut
 so, whoever sends thousands of either does not keep others waiting. Heads are given by themselves where a chunked body may follow:
 so it is known where that begins, whose framing is followed (``chunk_sizes``).
+
+The guards of a head, each with a clear answer: its size and its number of fields (431), malformed HTTP (400), what message_head
+refuses. And of a body: its size (413). A head that asks for no inference becomes an ``AsgiRequest``.
 """
 
 from __future__ import annotations
@@ -17,17 +20,27 @@ from time import monotonic
 
 import httptools
 
-from tensord.daemon.front.chunk_sizes import Refusal
+from tensord.daemon.front.access import Restricted
+from tensord.daemon.front.chunk_sizes import ChunkSizes, Refusal
+from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.status import BodyTooLarge
+from tensord.daemon.http import message_head
 from tensord.daemon.http.answer_order import AnswerOrder
+from tensord.daemon.http.asgi import AsgiRequest
+from tensord.daemon.http.exchange import Exchange
+from tensord.daemon.http.generate import Generate, GenerateStream
 from tensord.daemon.http.heads import END, MAX_HEAD
-from tensord.daemon.http.messages import Messages
+from tensord.daemon.http.message_head import InferHead, InferRoute
 from tensord.daemon.http.serving import Serving
+from tensord.shm.errors import ServingError
 
 _log = logging.getLogger(__name__)
 #: Bytes given to the parser at a time.
 _PIECE = 8 << 10
 #: Messages that begin and chunks of bodies in one turn of the loop: with each piece some more than that.
 _EVENTS_A_TURN = 64
+#: Requests a client may send ahead on one connection before the first is answered.
+_MAX_PIPELINED = 256
 _find_coding = re.compile(rb"transfer-encoding", re.IGNORECASE).search
 #: A run of line ends from its first line feed without a carriage return on, and whether a request may begin behind it: there the
 #: parser passes over it. (It begins with the line feed, because only so it is searched for as fast as memory is read, and takes
@@ -41,6 +54,229 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
         if found[1] is not None:
             return found.start()
     return -1
+
+
+class Messages:
+    """Takes what httptools finds on one connection, and puts its requests into ``order``."""
+
+    def __init__(self, serving: Serving, transport: asyncio.Transport, order: AnswerOrder) -> None:
+        self._serving = serving
+        self._transport = transport
+        self._order = order
+        self.begin_anew()
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        #: Headers of the message that are forwarded, with their names as they were sent.
+        self._forwarded: list[tuple[bytes, bytes]] = []
+        #: The message began when the server took nothing any more.
+        self._late = False
+        #: Bytes of a head that is not whole.
+        self.head_size = 0
+        #: A message has begun and has not ended.
+        self.inside = False
+        #: Messages that began, and chunks of bodies, since these were set to 0.
+        self.begun = self.chunk_count = 0
+        #: The framing of the body that is arriving, if it comes in chunks.
+        self.chunks: ChunkSizes | None = None
+        #: Bytes that are still to come of a body whose length the head says.
+        self.body_left = 0
+        #: What the head of the last message meant that began, where another one of the same bytes means the same.
+        self.meaning: InferHead | None = None
+        self._connection_end = ConnectionEnd()
+
+    def begin_anew(self) -> None:
+        """What was parsed before has nothing to do with what comes."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.body_left = 0
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self._connection_end.close()
+        del self.parser  # which refers to this object
+
+    # ------------------------------------------------------------------------------------------------- head
+
+    def on_message_begin(self) -> None:
+        self.begun += 1
+        self.inside = True
+        times = self._order.times
+        if not times.head_since:
+            times.head_since = monotonic()
+            times.idle_since = 0.0
+        self.meaning = None
+        self.body_left = 0
+        self._late = self._serving.closed
+        self.url = b""
+        self.headers = []
+        if self._forwarded:
+            self._forwarded = []
+        self._order.expects_continue = False
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._order.receiving is not None:
+            return  # a trailer, which nobody wants
+        if self._serving.forwarding is not None and self._serving.forwarding.wants(name):
+            self._forwarded.append((name, value))
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._order.expects_continue = True
+        elif name == b"content-length":
+            self.body_left = int(value)
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        order, parser = self._order, self.parser
+        # Where it is refused already, the parser goes on to the end of what it was fed. An offered upgrade: see ParserFeed.
+        if order.closing or (parser.should_upgrade() and parser.get_method() != b"CONNECT"):
+            return
+        if self._serving.cross_origin is not None:
+            order.origin_lines = self._serving.cross_origin.lines(self.headers)
+        version = parser.get_http_version()
+        refusal = self._refusal(version)
+        if refusal is not None:
+            order.refuse(*refusal)
+            return
+        if version == "1.0":
+            order.expects_continue = False  # that version has no interim answers
+        route = self._serving.routes.find(self.url) if parser.get_method() == b"POST" else None
+        if route is None:
+            self._begin_asgi_request(version)
+        elif route.endpoint == "infer":
+            self._begin_exchange(route, version)
+        else:
+            self._begin_generation(route, version)
+
+    def _refusal(self, version: str) -> tuple[int, str] | None:
+        """Returns the status and the text of what is wrong with the head; None: nothing is."""
+        http = self._serving.options.http
+        self.head_size = sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url))
+        if self.head_size > http.max_head_byte_size:
+            return self.too_long()
+        if len(self.headers) > http.max_head_fields:
+            fields, limit = len(self.headers), http.max_head_fields
+            return 431, f"the request has {fields} header fields, at most {limit} are allowed"
+        self.head_size = 0
+        times = self._order.times
+        times.head_since = 0.0
+        # Of a request that was held it is known already: whoever sends it by the byte gains no time by that.
+        times.body_since = times.body_since or monotonic()
+        if self.parser.get_method() == b"CONNECT":
+            return 400, "malformed HTTP request"
+        if self._late:
+            # Whoever sends the next request before the last answer would go on until the end of the grace period, and be cut.
+            return 503, "the server is stopping"
+        if len(self._order.requests) >= _MAX_PIPELINED:
+            return 400, f"more than {_MAX_PIPELINED} requests are waiting for their answers on this connection"
+        return message_head.refusal(version, self.headers)
+
+    def too_long(self) -> tuple[int, str]:
+        """What is said of such a head."""
+        limit = self._serving.options.http.max_head_byte_size
+        return 431, f"the request line and headers have more than {limit} bytes, at most {limit} are allowed"
+
+    def _begin_exchange(self, route: InferRoute, version: str) -> None:
+        serving, order = self._serving, self._order
+        keep_alive = bool(self.parser.should_keep_alive())
+        head = message_head.infer_head(route, version, keep_alive, self.headers, serving.compression > 0)
+        if self._serving.has_rules:
+            self._apply_rules(head)
+        limit = serving.options.http.max_body_byte_size
+        if (head.content_length or 0) > limit:
+            order.refuse(*BodyTooLarge(f"has {head.content_length} bytes", limit).refusal)
+            return
+        if head.content_length is None:
+            self._chunks_begin()
+        if not order.expects_continue:
+            self.meaning = head
+        exchange = Exchange(serving, head, order, head.keep_alive)
+        order.append(exchange)
+        if head.text_size >= 0 and not order.expects_continue:
+            exchange.my_turn = len(order.requests) == 1
+            return
+        exchange.begin()
+        if exchange.refused and (order.expects_continue or head.content_length is None):
+            # Its body is not wanted, and how much would come is unknown: answer now and hang up.
+            exchange.keep_alive = False
+            order.receiving = None
+            exchange.complete()
+        elif order.expects_continue and len(order.requests) == 1:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if len(order.requests) == 1:
+            exchange.take_turn()
+
+    def _apply_rules(self, head: InferHead) -> None:
+        """What the operator has asked for: lines for browsers, a key, headers as parameters."""
+        if self._order.origin_lines:
+            head.tell_origin(self._order.origin_lines)
+        try:
+            if self._serving.infer_rule is not None:
+                self._serving.infer_rule.check(self.headers)
+            if self._forwarded and self._serving.forwarding is not None:
+                head.forward(self._serving.forwarding.parameters(self._forwarded))
+        except Restricted as refusal:
+            head.error = refusal  # before anything else that is wrong: nothing is told to who may not ask
+        except ServingError as error:
+            head.error = head.error or error
+
+    def _begin_generation(self, route: InferRoute, version: str) -> None:
+        order = self._order
+        head = message_head.generate_head(route, version, bool(self.parser.should_keep_alive()), self.headers)
+        if self._serving.has_rules:
+            self._apply_rules(head)
+        if head.content_length is None:
+            self._chunks_begin()
+        # It asks for its body itself, once its model is known to be there.
+        expects_continue, order.expects_continue = order.expects_continue, False
+        endpoint = Generate if route.endpoint == "generate" else GenerateStream
+        generation = endpoint(self._serving, head, order, expects_continue)
+        order.append(generation)
+        if len(order.requests) == 1:
+            generation.take_turn()
+
+    def _begin_asgi_request(self, version: str) -> None:
+        """Anything but inference."""
+        order = self._order
+        if any(name == b"transfer-encoding" for name, _ in self.headers):
+            self._chunks_begin()
+        scope = {
+            **message_head.scope(self.parser.get_method(), self.url, version, self.headers),
+            # Who asks: read from it only where that matters (tensord.daemon.front.peer).
+            "tensord.socket": self._transport.get_extra_info("socket"),
+            "tensord.end": self._connection_end,
+        }
+        # The application says when it wants the body.
+        expects_continue, order.expects_continue = order.expects_continue, False
+        keep_alive = bool(self.parser.should_keep_alive())
+        request = AsgiRequest(self._serving, scope, order, keep_alive, expects_continue)
+        order.append(request)
+        if len(order.requests) == 1:
+            request.take_turn()
+
+    # ------------------------------------------------------------------------------------------------- body
+
+    def _chunks_begin(self) -> None:
+        """The body whose head came comes in chunks."""
+        http = self._serving.options.http
+        self.chunks = ChunkSizes(http.max_body_byte_size, http.max_head_byte_size)
+
+    def on_body(self, body: bytes) -> None:
+        receiving = self._order.receiving
+        self.body_left -= len(body)
+        if self.chunks is not None:
+            self.chunk_count += 1
+        if receiving is not None:
+            try:
+                receiving.receive(body)
+            except BodyTooLarge as error:
+                self._order.refuse(*error.refusal)
+
+    def on_message_complete(self) -> None:
+        self.inside = False
+        self.body_left = 0
+        self._order.received_whole()
 
 
 class ParserFeed:

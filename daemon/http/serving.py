@@ -41,6 +41,8 @@ class Serving:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     #: Requests without an id get one.
     makes_ids: bool = field(init=False)
+    #: Whether there is one of the three that follow.
+    has_rules: bool = field(init=False)
     #: What an inference request needs to be let in; None: nothing.
     infer_rule: Rule | None = None
     #: Headers that become parameters; None: none.
@@ -69,5 +71,5 @@ class Serving:
         self.prepared = PreparedRequests(requests.max_forms, self.submitter.inline_byte_size)
         self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
-        cuts = self.infer_rule is None and self.forwarding is None and self.cross_origin is None
-        self.heads = Heads(http.max_head_byte_size, http.max_head_fields, cuts, requests.max_forms)
+        self.has_rules = not (self.infer_rule is None and self.forwarding is None and self.cross_origin is None)
+        self.heads = Heads(http.max_head_byte_size, http.max_head_fields, not self.has_rules, requests.max_forms)
