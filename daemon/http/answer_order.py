@@ -131,10 +131,12 @@ class AnswerOrder:
         self._go_on(self.requests.popleft())
 
     def _go_on(self, answered: Request) -> None:
-        if not answered.keep_alive or self.transport.is_closing():
+        if not answered.keep_alive:
             if not self.transport.is_closing():
                 self._hang_up()
         elif self.requests:
+            if self.transport.is_closing():
+                return
             if self.flow.write_paused:
                 # What it asks next would lie beside what it has not taken.
                 self._turn_due = True

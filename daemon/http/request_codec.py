@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -101,7 +101,7 @@ def decode_head(
                 )
         decoded.inputs.append((entry.name, entry.datatype, tuple(entry.shape), source))
     if request.outputs:
-        read_outputs(request.outputs, decoded)
+        decoded.outputs = tuple([_requested(entry, decoded) for entry in request.outputs])
     if offset != tail_size:
         raise InvalidArgument(f"unexpected additional input data for model '{model}'")
     return decoded
@@ -237,12 +237,8 @@ def count_in_value(value: Any, datatype: str, what: str) -> int:
 # -------------------------------------------------------------------------------------- outputs and regions
 
 
-def read_outputs(entries: Iterable[OutputHead | ExactOutput], decoded: DecodedRequest) -> None:
-    """Fills in what the entries of ``outputs`` ask for. Raises InvalidArgument."""
-    decoded.outputs = tuple([_requested(entry, decoded) for entry in entries])
-
-
 def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> RequestedOutput:
+    """Reads an entry of ``outputs``. Raises InvalidArgument."""
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     classification = parameters.get("classification", 0)
     if type(classification) is not int or not 0 <= classification <= UINT64_MAX:
