@@ -28,7 +28,7 @@ Request = Exchange | Generation | AsgiRequest
 
 
 class AnswerOrder:
-    """One connection's.
+    """Keeps the requests of one connection in their order, and writes their answers.
 
     Args:
       account: what its client holds of the arenas.
@@ -70,14 +70,14 @@ class AnswerOrder:
         self._unwritten: list[Exchange | Generation] = []
 
     def append(self, request: Request) -> None:
-        """Its body comes next."""
+        """Adds a request whose head has come, and whose body comes next."""
         self.requests.append(request)
         self.receiving = request
         if self._serving.stopping:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Its body came."""
+        """Goes on once the body that was arriving is whole."""
         receiving, self.receiving = self.receiving, None
         self.times.body_since = 0.0
         if len(self.requests) > 1:
@@ -88,13 +88,13 @@ class AnswerOrder:
 
     @property
     def between(self) -> bool:
-        """Whether nothing is under way: what comes is a head."""
+        """Returns whether nothing is under way, so that what comes is a head."""
         return not (self.requests or self.receiving or self.times.head_since)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def answer_whole(self, answer: bytes) -> None:
-        """The active request's, in one piece; there is nothing to give back when it has left, and the connection stays."""
+        """Writes the active answer in one piece, where nothing is to be given back when it has left, and the connection stays."""
         self.transport.write(answer)
         answered = self.requests.popleft()
         if self.requests or self._refusal or self.times.head_since or self.flow.read_paused:
@@ -103,7 +103,7 @@ class AnswerOrder:
             self.times.idle_since = monotonic()
 
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
-        """The same of any. True when nothing of it is left in the transport's buffer; else it is told when it has left."""
+        """Writes any answer. Returns True if the transport took all of it; else ``written`` of its request is called later."""
         if len(pieces) == 1:
             self.transport.write(pieces[0])
         else:
@@ -127,7 +127,7 @@ class AnswerOrder:
         return False
 
     def answered(self) -> None:
-        """The active request has its answer: the next one's turn."""
+        """Gives the next request its turn, as the active one has its answer."""
         self._go_on(self.requests.popleft())
 
     def _go_on(self, answered: Request) -> None:
@@ -150,7 +150,7 @@ class AnswerOrder:
                 self.flow.resume_reading()
 
     def _give_turn(self) -> None:
-        """To the first, and those behind it while each is answered at once; not one inside of the other: that may be deep."""
+        """Gives the first request its turn, then those behind it while each is answered at once, in a loop and not nested."""
         if not self.requests:
             return
         following: Request | None = self.requests[0]
@@ -169,15 +169,15 @@ class AnswerOrder:
             self._turning = False
 
     def owes(self, exchange: Exchange) -> bool:
-        """Whether the answer that is written next is that exchange's."""
+        """Returns whether the answer that is written next is that exchange's."""
         return bool(self.requests) and self.requests[0] is exchange
 
     def cut(self) -> None:
-        """The client cannot be answered any more."""
+        """Ends a connection whose client cannot be answered any more."""
         self.transport.abort()
 
     def announce_end(self) -> None:
-        """The last answer says that there will be no more; not those before it: what the client sent ahead is answered."""
+        """Lets the last answer say that the connection ends; what the client sent ahead is answered before."""
         last = self.requests[-1] if self.requests else None
         if last is None or not last.keep_alive:
             return
@@ -189,13 +189,13 @@ class AnswerOrder:
     # ------------------------------------------------------------------------------------------- reading and writing
 
     def pause_writing(self) -> None:
-        """The client does not take its answers: it gets no more of its requests read."""
+        """Stops reading a client that does not take its answers."""
         self.flow.write_paused = True
         self.times.stalled_since = monotonic()
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """It has taken them."""
+        """Goes on once the client has taken its answers."""
         self.times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
         self.flow.resume_writing()
@@ -211,7 +211,7 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def pause_body(self, pause: bool) -> None:
-        """The body that is arriving has no place, or has one."""
+        """Stops or resumes reading as the body that is arriving has no place, or has one."""
         if pause:
             self._body_waits_since = monotonic()
         elif self._body_waits_since:
@@ -230,7 +230,7 @@ class AnswerOrder:
 
     @property
     def received(self) -> int:
-        """Bytes of the body that is arriving; -1: none is whose client could send it faster."""
+        """Counts the bytes of the body that is arriving; -1: none is whose client could send it faster."""
         return -1 if self.receiving is None or self._body_waits_since else self.receiving.received
 
     # ------------------------------------------------------------------------------------------------ the end
@@ -273,7 +273,7 @@ class AnswerOrder:
             self._hang_up()
 
     def lost(self) -> None:
-        """The connection is gone."""
+        """Lets go of everything, as the connection is gone."""
         if self.requests or self._unwritten:
             call_each([request.abandon for request in {*self.requests, *self._unwritten}], "leaving a request")
             self.requests.clear()
@@ -283,7 +283,7 @@ class AnswerOrder:
 
 
 class Flow:
-    """Whether a client is read, and whether it takes what is written to it."""
+    """Knows whether a client is read, and whether it takes what is written to it."""
 
     __slots__ = ("_writable", "read_paused", "resting", "transport", "write_paused")
 

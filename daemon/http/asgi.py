@@ -60,7 +60,7 @@ class AsgiRequest:
     # ------------------------------------------------------------------------------------------- the connection's side
 
     def receive(self, chunk: bytes) -> None:
-        """A piece of the body; nobody wants it once the answer is complete."""
+        """Takes a piece of the body; nobody wants it once the answer is complete."""
         if not self._answered:
             self._body += chunk
             if len(self._body) > _MAX_WAITING:
@@ -80,7 +80,7 @@ class AsgiRequest:
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """The client is gone: the application is told, and what it says is dropped."""
+        """Tells the application that the client is gone; what it says is dropped."""
         self._gone = True
         self._expects_continue = False
         self._news.set()
@@ -131,7 +131,7 @@ class AsgiRequest:
             raise RuntimeError(f"the ASGI message '{kind}' is out of place")
 
     def _start(self, status: int, fields: Iterable[tuple[bytes, bytes]]) -> None:
-        """The answer's status and header fields; they leave with the first bytes of its body. Raises RuntimeError."""
+        """Keeps the answer's status and header fields, which leave with the first bytes of its body. Raises RuntimeError."""
         lines = [status_line(status)]
         if self.keep_alive and self._scope["http_version"] == "1.0":
             # Who speaks HTTP/1.0 must be told that the connection stays.

@@ -47,7 +47,7 @@ class CollectedBody:
 
     @classmethod
     def of(cls, content: bytes) -> CollectedBody:
-        """One that is whole."""
+        """Makes a body that is whole."""
         body = cls()
         body.write(content)
         return body
@@ -70,7 +70,7 @@ class CollectedBody:
             self._more += chunk
 
     def whole(self) -> bytes | memoryview:
-        """Everything received."""
+        """Returns everything received."""
         if self._pages is not None:
             return self._pages[: self.received]
         if self._more is not None:
@@ -79,7 +79,7 @@ class CollectedBody:
 
 
 class TextBody:
-    """A large JSON body of known length, in ordinary memory until it is read. Pages that have not arrived take none.
+    """Keeps a large JSON body of known length in ordinary memory until it is read. Pages that have not arrived take none.
 
     Args:
       grown: told how much more came. False: nothing of it is kept any more, and what comes is thrown away.
@@ -100,25 +100,25 @@ class TextBody:
         self.advance(len(chunk))
 
     def rest(self) -> memoryview:
-        """As of ``PlacedBody``."""
+        """Serves as ``PlacedBody``'s."""
         if self._kept:
             return self._memory[self.received :]
         return self._memory[: self._byte_size - self.received]
 
     def advance(self, byte_size: int) -> None:
-        """As of ``PlacedBody``."""
+        """Serves as ``PlacedBody``'s."""
         self.received += byte_size
         if self._kept and not self._grown(byte_size):
             self._kept = False
             self._memory = memoryview(bytearray(_THROWN_AWAY))
 
     def whole(self) -> memoryview:
-        """Everything received, while it is kept."""
+        """Returns everything received, while it is kept."""
         return self._memory[: self.received]
 
 
 class PlacedBody:
-    """A large binary body of known length, in a lease of the request arena."""
+    """Writes a large binary body of known length into a lease of the request arena."""
 
     __slots__ = ("_end", "_start", "lease", "received")
 
@@ -130,12 +130,12 @@ class PlacedBody:
 
     @staticmethod
     def start(head_size: int) -> int:
-        """Where in its lease a body with so much JSON begins."""
+        """Returns where in its lease a body with so much JSON begins."""
         return -head_size % ALIGNMENT
 
     @staticmethod
     def lease_size(byte_size: int) -> int:
-        """What to borrow for a body of that size."""
+        """Returns how many bytes to borrow for a body of that size."""
         return byte_size + ALIGNMENT
 
     def write(self, chunk: bytes | memoryview) -> None:
@@ -144,25 +144,25 @@ class PlacedBody:
         self.received += len(chunk)
 
     def rest(self) -> memoryview:
-        """What is still to come: a socket may be read straight into it."""
+        """Returns the memory for what is still to come: a socket may be read straight into it."""
         return self.lease.view[self._start + self.received : self._end]
 
     def advance(self, byte_size: int) -> None:
-        """That many bytes were written into ``rest``."""
+        """Counts bytes that were written into ``rest``."""
         self.received += byte_size
 
     def head(self, head_size: int) -> memoryview:
-        """The JSON."""
+        """Returns the JSON."""
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[Part]) -> tuple[Slice, ...]:
-        """Where parts lie of which none is tiny."""
+        """Returns where parts lie of which none is tiny."""
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: Part, inline_byte_size: int) -> Content:
-        """Where a part lies; of a tiny one its bytes."""
+        """Returns where a part lies, or a tiny one's bytes."""
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
             return bytes(self.lease.view[start : start + part.byte_size])

@@ -29,7 +29,7 @@ _MAX_CODINGS = 32
 
 
 class Inflation:
-    """A compressed body that is inflated into ``body`` while it arrives.
+    """Inflates a compressed body into ``body`` while it arrives.
 
     Args:
       coding: "gzip" or "deflate".
@@ -47,7 +47,7 @@ class Inflation:
         self.received = 0
 
     def feed(self, chunk: bytes) -> None:
-        """A piece of the compressed body; the next steps inflate it."""
+        """Takes a piece of the compressed body; the next steps inflate it."""
         self.received += len(chunk)
         view = memoryview(chunk)
         self._pending.extend(view[at : at + _INFLATE_IN] for at in range(0, len(view), _INFLATE_IN))
@@ -78,18 +78,18 @@ class Inflation:
         return bool(self._pending)
 
     def finish(self) -> None:
-        """Everything was fed and inflated. Raises InvalidArgument: the stream goes on beyond the body."""
+        """Checks the end, once everything was fed and inflated. Raises InvalidArgument: the stream goes on beyond the body."""
         if not self._stream.eof:
             raise InvalidArgument(
                 f"failed to decompress the request body: the {self._coding} stream is truncated after {self.received} bytes"
             )
 
     def skip(self, chunk: bytes) -> None:
-        """A piece of a body that is refused already."""
+        """Counts a piece of a body that is refused already."""
         self.received += len(chunk)
 
     def drop(self) -> None:
-        """Nobody wants the rest, nor what was inflated."""
+        """Drops the rest and what was inflated."""
         self._pending.clear()
         self._body = CollectedBody()
 
@@ -143,12 +143,12 @@ class Deflation:
         return False
 
     def drop(self) -> None:
-        """Nobody wants it; the pieces may be given back."""
+        """Drops the answer; its pieces may be given back."""
         self._pieces.clear()
 
 
 def request_coding(value: bytes) -> str | None:
-    """The coding a Content-Encoding names, "" for none; None: one that is not understood, or more than one."""
+    """Returns the coding a Content-Encoding names, "" for none; None: one that is not understood, or more than one."""
     name = value.decode("latin-1").lower()
     if name == "identity":
         return ""
@@ -157,7 +157,7 @@ def request_coding(value: bytes) -> str | None:
 
 
 def answer_coding(accept: bytes) -> str:
-    """The coding of an answer by the request's Accept-Encoding; "": none.
+    """Chooses the coding of an answer by the request's Accept-Encoding; "": none.
 
     The first with the highest q of those we know, as Triton chooses; ``*`` and names in capitals choose none.
     """
@@ -173,7 +173,7 @@ def answer_coding(accept: bytes) -> str:
 
 
 def _quality(parameter: bytes) -> float:
-    """A ``q=0.8``; what is none counts as 0: an answer that is not compressed is always right."""
+    """Reads a ``q=0.8``; what is none counts as 0, because an answer that is not compressed is always right."""
     name, _, value = parameter.partition(b"=")
     try:
         quality = float(value) if name.strip() == b"q" else 0.0

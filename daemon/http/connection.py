@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
             self._parse(data, between)
 
     def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
-        """A request whose head was parsed before, or the beginning of one, where nothing else is under way. False: parse it."""
+        """Takes a request whose head was parsed before, or its beginning, where nothing else is under way. False: parse it."""
         order, serving, length = self.order, self._serving, head.content_length
         received = len(data) - head_size
         if order.closing:
@@ -126,7 +126,7 @@ class Connection(asyncio.Protocol):
         )
 
     def _take_large(self, head: InferHead, first: bytes) -> bool:
-        """A request with that head and the beginning of its body. False: not now."""
+        """Takes a large request with that head and the beginning of its body. False: not now."""
         order = self.order
         if order.flow.read_paused:
             return False
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Anything else. ``between``: nothing was under way when it came."""
+        """Gives anything else to the parser. ``between``: nothing was under way when it came."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)
@@ -162,7 +162,7 @@ class Connection(asyncio.Protocol):
             self._leave_reader()
 
     def eof_received(self) -> bool:
-        """The client sends no more; nothing says whether it still reads. True: the connection stays open for what it is owed."""
+        """Ends reading; nothing says whether the client still reads. True: the connection stays open for what it is owed."""
         order = self.order
         order.ended = True
         if not order.closing:
@@ -181,14 +181,14 @@ class Connection(asyncio.Protocol):
         order.reader.receive(body)
 
     def _leave_reader(self) -> None:
-        """What came was small and whole: it is read as everything is, for now."""
+        """Reads as usual again, because what came was small and whole."""
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """What the reader had to read is there."""
+        """Goes on once the reader has all of a large body."""
         order = self.order
         order.received_whole()
         if order.flow.read_paused and not (order.closing or self.transport.is_closing()):
@@ -216,7 +216,7 @@ class Connection(asyncio.Protocol):
             order.leave()
 
     def shutdown(self) -> None:
-        """The server stops: an idle connection closes, a busy one after its last answer."""
+        """Closes an idle connection, as the server stops; a busy one closes after its last answer."""
         order = self.order
         if self.idle:
             order.leave()
@@ -226,7 +226,7 @@ class Connection(asyncio.Protocol):
             order.refuse(503, "the server is stopping, and the rest of the request does not come")
 
     def _came(self) -> int:
-        """Bytes of what is not whole; -1: nothing is that the client could send."""
+        """Counts the bytes of what is not whole; -1: nothing is that the client could send."""
         order = self.order
         if order.receiving is not None:
             return order.received
@@ -236,7 +236,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
+        """Returns whether no request is under way."""
         order = self.order
         return not (order.requests or order.times.head_since or order.times.body_since)
 
@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Whether it waits for no answer, nor for all of one to leave. A head that is not whole asks nothing yet."""
+        """Returns whether the client waits for no answer or rest of one. A head that is not whole asks nothing yet."""
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 

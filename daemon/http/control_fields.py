@@ -21,7 +21,7 @@ _INT64_MAX = (1 << 63) - 1
 
 
 def read(body: bytes, required: bool = False) -> dict[str, Any]:
-    """The fields of a body; an empty one has none, unless ``required``. What is no object has no fields either.
+    """Reads the fields of a body; an empty one has none, unless ``required``. What is no object has no fields either.
 
     Raises: InvalidArgument: not JSON.
     """
@@ -32,7 +32,7 @@ def read(body: bytes, required: bool = False) -> dict[str, Any]:
 
 
 def settings(body: bytes) -> dict[str, Any]:
-    """The settings that a body names; an array names none, as for Triton. Raises InvalidArgument."""
+    """Reads the settings that a body names; an array names none, as for Triton. Raises InvalidArgument."""
     value = parse(body)
     if isinstance(value, list):
         return {}

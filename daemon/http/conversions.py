@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Job:
-    """One piece of work under way."""
+    """Holds one piece of work that is done in steps."""
 
     __slots__ = ("_done", "_failed", "_steps", "cancelled")
 
@@ -33,12 +33,12 @@ class Job:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: neither callback will come, and what it uses may be taken away."""
+        """Gives the work up: neither callback will come, and what it uses may be taken away."""
         self.cancelled = True
         self._steps.close()
 
     def step(self) -> bool:
-        """Whether there is more to do."""
+        """Does a step. Returns whether there is more to do."""
         try:
             next(self._steps)
             return True
@@ -50,7 +50,7 @@ class Job:
 
 
 class Conversions:
-    """The jobs of one front."""
+    """Does the jobs of one front in turn, a step each."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()

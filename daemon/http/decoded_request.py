@@ -13,7 +13,7 @@ from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 
 @dataclass(slots=True)
 class Part:
-    """Where a binary tensor lies: an offset from the first binary part, in bytes."""
+    """Says where a binary tensor lies: an offset from the first binary part, in bytes."""
 
     offset: int
     byte_size: int
@@ -27,7 +27,7 @@ Source = Part | RegionSlice | Values
 
 @dataclass(slots=True)
 class DecodedRequest:
-    """What one request asks for."""
+    """Holds what one request asks for."""
 
     id: str
     inputs: list[tuple[str, str, tuple[int, ...], Source]]

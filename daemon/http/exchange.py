@@ -55,7 +55,7 @@ _LENGTH = b"\r\nContent-Length: "
 
 
 class Phase(enum.Enum):
-    """Where an exchange stands."""
+    """Says where an exchange stands."""
 
     #: The body is arriving.
     RECEIVING = "receiving"
@@ -72,7 +72,7 @@ _RECEIVING, _RECEIVED, _SUBMITTED = Phase.RECEIVING, Phase.RECEIVED, Phase.SUBMI
 
 
 class Exchange(InFlight):
-    """One inference request and its answer."""
+    """Leads one inference request from its body to its answer."""
 
     _serving: Serving
     _head: InferHead
@@ -147,17 +147,17 @@ class Exchange(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """What came of the body, and where it lies; None: it is small."""
+        """Returns what came of the body, and where it lies; None: it is small."""
         return None if self._reception is None else self._reception.body
 
     @property
     def received(self) -> int:
-        """Bytes of the body that came."""
+        """Counts the bytes of the body that came."""
         return len(self._small_body) if self._reception is None else self._reception.received
 
     @property
     def refused(self) -> bool:
-        """Whether the answer is an error already, so that the rest of the body need not come."""
+        """Returns whether the answer is an error already, so that the rest of the body need not come."""
         return self._reception is not None and self._reception.error is not None
 
     def complete(self) -> None:
@@ -223,7 +223,7 @@ class Exchange(InFlight):
             self._answer_defect()
 
     def begin_now(self) -> PlacedBody | None:
-        """As ``begin``, of a large binary body whose turn it is. None: nothing happened; it has no place now, or is refused."""
+        """Begins with a large binary body in its turn. None: nothing happened; it has no place now, or is refused."""
         reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self._order.account)
         try:
             body = reception.begin_now()
@@ -462,7 +462,7 @@ class Exchange(InFlight):
         self._answer_or_cut(self._answer, head, parts)
 
     def _answer_or_cut(self, step: Callable[..., None], *arguments: object) -> None:
-        """The next step of an answer, where the caller is the loop."""
+        """Does the next step of an answer, where the caller is the loop."""
         try:
             step(*arguments)
         except Exception:
@@ -483,14 +483,14 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """The answer goes to the connection, whole."""
+        """Hands the whole answer to the connection."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
-        """A step of it, and in the end the answer. The lease is given back then: the compressed bytes are our own."""
+        """Compresses a little, and in the end answers. The lease is given back then: the compressed bytes are our own."""
         if self._gone:
             return
         if deflation.step():
@@ -520,7 +520,7 @@ class Exchange(InFlight):
         self._answer_error(500, DEFECT)
 
     def written(self) -> None:
-        """The transport holds nothing of the answer any more."""
+        """Gives back what the transport held of the answer."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
@@ -546,7 +546,7 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ the end
 
     def abandon(self) -> None:
-        """The client is gone."""
+        """Gives the request up, as the client is gone."""
         self._gone = True
         if self._job is not None:
             self._job.cancel()

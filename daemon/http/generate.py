@@ -102,7 +102,7 @@ class Generation(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def receive(self, chunk: bytes) -> None:
-        """A piece of the body."""
+        """Takes a piece of the body."""
         if self._reception is not None:
             self._reception.receive(chunk)
 
@@ -229,7 +229,7 @@ class Generation(InFlight):
         self._release(prepared, own, lane)
 
     def written(self) -> None:
-        """The client has taken everything that was written."""
+        """Goes on once the client has taken everything that was written."""
         self._blocked = False
         while self._held and not self._blocked:
             self._take(*self._held.popleft())
@@ -303,7 +303,7 @@ class Generation(InFlight):
             self._trace.end()
 
     def _finish(self) -> None:
-        """The answer is written."""
+        """Ends the request, as its answer is written."""
         self._decided = self._answered = True
         self._let_go()
         self._order.answered()

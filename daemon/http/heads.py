@@ -62,7 +62,7 @@ class Heads(Memo[bytes, InferHead]):
         return meaning
 
     def learn(self, head: bytes, meaning: InferHead) -> None:
-        """From bytes that the parser took for one head."""
+        """Remembers the meaning of bytes that the parser took for one head."""
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return
         if meaning.content_length is None or meaning.error is not None:

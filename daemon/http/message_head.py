@@ -74,7 +74,7 @@ def infer_route(target: bytes) -> InferRoute | None:
 
 @dataclass(slots=True)
 class InferHead:
-    """What the request line and headers said."""
+    """Holds what the request line and headers said."""
 
     model: str
     version: int
@@ -117,7 +117,7 @@ class InferHead:
         self.key = (self.model, self.version, self.tail_size) if known else None
 
     def tell_origin(self, lines: bytes) -> None:
-        """The answer has those header lines as well."""
+        """Gives the answer these header lines as well."""
         self.origin_lines = lines
         self.is_plain = self.is_plain and not lines
 
@@ -142,7 +142,7 @@ def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
 
 
 def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
-    """The decoded path, the path as it came, and the query.
+    """Splits a target into the decoded path, the path as it came, and the query.
 
     An encoded slash is a part of its segment and no border between two, so it stays encoded.
     """
@@ -155,7 +155,7 @@ def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
 
 
 def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[str, Any]:
-    """What ASGI tells an application of it."""
+    """Makes the scope that ASGI gives an application."""
     path, raw_path, query = path_and_query(target)
     return {
         "type": "http",
@@ -173,7 +173,7 @@ def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[st
 def infer_head(
     route: InferRoute, version: str, keep_alive: bool, fields: Fields, compresses: bool = False
 ) -> InferHead:
-    """The head of an inference request; what is wrong with it is in its ``error``.
+    """Reads the head of an inference request; what is wrong with it is in its ``error``.
 
     ``compresses``: whether answers are compressed for those who accept it.
     """
@@ -209,7 +209,7 @@ def infer_head(
 
 
 def generate_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
-    """The head of a request for generate or generate_stream. A ``coding`` of its body is not taken there."""
+    """Reads the head of a request for generate or generate_stream, whose body must not be compressed."""
     length: int | None = 0
     coding: bytes | None = None
     for name, value in fields:

@@ -85,12 +85,12 @@ class Messages:
         self._connection_end = ConnectionEnd()
 
     def begin_anew(self) -> None:
-        """What was parsed before has nothing to do with what comes."""
+        """Begins with a new parser: what was parsed before has nothing to do with what comes."""
         self.parser = httptools.HttpRequestParser(self)
         self.body_left = 0
 
     def close(self) -> None:
-        """The connection is gone."""
+        """Lets go of the parser, as the connection is gone."""
         self._connection_end.close()
         del self.parser  # which refers to this object
 
@@ -173,7 +173,7 @@ class Messages:
         return message_head.refusal(version, self.headers)
 
     def too_long(self) -> tuple[int, str]:
-        """What is said of such a head."""
+        """Returns the refusal of a head that is too long."""
         limit = self._serving.options.http.max_head_byte_size
         return 431, f"the request line and headers have more than {limit} bytes, at most {limit} are allowed"
 
@@ -208,7 +208,7 @@ class Messages:
             exchange.take_turn()
 
     def _apply_rules(self, head: InferHead) -> None:
-        """What the operator has asked for: lines for browsers, a key, headers as parameters."""
+        """Applies what the operator has asked for: lines for browsers, a key, headers as parameters."""
         if self._order.origin_lines:
             head.tell_origin(self._order.origin_lines)
         try:
@@ -237,7 +237,7 @@ class Messages:
             generation.take_turn()
 
     def _begin_asgi_request(self, version: str) -> None:
-        """Anything but inference."""
+        """Begins a request for anything but inference."""
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
             self._chunks_begin()
@@ -258,7 +258,7 @@ class Messages:
     # ------------------------------------------------------------------------------------------------- body
 
     def _chunks_begin(self) -> None:
-        """The body whose head came comes in chunks."""
+        """Follows the framing of a body that comes in chunks."""
         http = self._serving.options.http
         self.chunks = ChunkSizes(http.max_body_byte_size, http.max_head_byte_size)
 
@@ -280,7 +280,7 @@ class Messages:
 
 
 class ParserFeed:
-    """Of one connection; made when a head comes that was not parsed before."""
+    """Feeds the parser of one connection; made when a head comes that was not parsed before."""
 
     def __init__(self, serving: Serving, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -295,7 +295,7 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """What arrived. ``between``: nothing was under way when it came."""
+        """Takes what arrived. ``between``: nothing was under way when it came."""
         order, messages = self._order, self.messages
         if order.receiving is None:
             messages.head_size += len(data)
@@ -388,7 +388,7 @@ class ParserFeed:
             self._order.refuse(400, "malformed HTTP request")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
-        """Where the head that is arriving ends, if it does before ``end``."""
+        """Returns where the head that is arriving ends, if it does before ``end``."""
         tail = self._head_tail
         cut = (tail + data[at:end]).find(END) - len(tail) if tail else data.find(END, at, end) - at
         if cut < -len(tail):
@@ -406,13 +406,13 @@ class ParserFeed:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _wait_a_turn(self, rest: bytes) -> None:
-        """It was enough for this turn of the loop: others come first now."""
+        """Leaves the rest to the next iteration of the loop: others come first now."""
         self._rest = rest
         self._order.flow.rest(True)
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """With what was left; once nothing is, the client is read again, unless there is another reason not to."""
+        """Goes on with what was left; then the client is read again, unless there is another reason not to."""
         if self._transport.is_closing():
             return
         order, (rest, self._rest) = self._order, (self._rest, b"")

@@ -67,7 +67,7 @@ def place(
 
 
 def is_filled(sources: Sequence[Source]) -> bool:
-    """Whether the tensors are there once they are placed."""
+    """Returns whether the tensors are there once they are placed."""
     return not any(isinstance(source, JsonArray | JsonStrings | JsonBase64) for source in sources)
 
 

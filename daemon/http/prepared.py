@@ -63,7 +63,7 @@ class PreparedRequests:
         self.texts: Memo[tuple[TextKey, bytes], Request] = Memo(count)
 
     def read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None) -> Request:
-        """What a request says with that head, and binary parts of ``tail_size`` bytes together.
+        """Reads what a request says with that head, and binary parts of ``tail_size`` bytes together.
 
         ``apart``: what ``json_cut`` found, of a text longer than ``request_codec.MAX_UNCUT``.
         Raises: as ``request_codec.decode``.
@@ -74,7 +74,7 @@ class PreparedRequests:
         return self.texts[key] or self.meet(head, key)
 
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> Request:
-        """What a text says that is not among ``texts``. Raises as ``read``."""
+        """Reads a text that is not among ``texts``. Raises as ``read``."""
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
         prepared = request.prepared
@@ -207,7 +207,7 @@ class Prepared:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request as its text says it."""
+    """Holds a request as its text says it."""
 
     prepared: Prepared
     id: str
@@ -217,7 +217,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class AnswerText:
-    """The text of answers of one kind to requests of one kind."""
+    """Writes the text of answers of one kind to requests of one kind."""
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
@@ -229,7 +229,7 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """From the first of them. Raises InvalidArgument: its tensors are outside of the arena."""
+        """Learns from the first such answer. Raises InvalidArgument: its tensors are outside of the arena."""
         self.prepared = prepared
         #: How long the parts are; None: such answers are written one by one.
         self._sizes: list[int] | None = None
@@ -252,7 +252,7 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """All of an answer without a lease, of a connection that stays; None: it is to be written by itself."""
+        """Writes an answer without a lease, for a connection that stays; None: it is to be written by itself."""
         contents: Any = own.contents
         if [*map(len, contents)] != self._sizes:
             return None
@@ -261,7 +261,7 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """All of an answer with a lease; its tensors there go as they lie. None: it is to be written by itself.
+        """Writes an answer with a lease, whose tensors go as they lie there. None: it is to be written by itself.
 
         view: the bytes of a slice of the response arena. Raises InvalidArgument: it is outside.
         """

@@ -61,12 +61,12 @@ class Reception(Receiver):
 
     @property
     def ready(self) -> bool:
-        """Whether everything came and lies where it is decoded."""
+        """Returns whether everything came and lies where it is decoded."""
         return self._whole and not self._inflating and not self.waits_for_room
 
     @property
     def received(self) -> int:
-        """Bytes of the body that came, as they came."""
+        """Counts the bytes of the body that came, as they came."""
         return self.body.received if self._inflation is None else self._inflation.received
 
     # ---------------------------------------------------------------------------------------------------------- place
@@ -127,7 +127,7 @@ class Reception(Receiver):
         self._collected_byte_size += byte_size
 
     def _grown(self, byte_size: int) -> bool:
-        """So much more of a text came. False: it is not kept."""
+        """Counts so much more of a text. False: it is not kept."""
         if self.error is None and not self._dropped:
             try:
                 self._collect(byte_size)
@@ -139,7 +139,7 @@ class Reception(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def receive(self, chunk: bytes) -> None:
-        """A piece of the body; of a refused request it is only counted."""
+        """Takes a piece of the body; of a refused request it is only counted."""
         if self._inflation is not None:
             self._inflation.feed(chunk) if self.error is None else self._inflation.skip(chunk)
             if not self._inflating:
@@ -167,7 +167,7 @@ class Reception(Receiver):
             self._inflate()
 
     def _inflate(self) -> None:
-        """A step of it. The next one comes after whatever else waits for the loop, and no more is read meanwhile."""
+        """Inflates a little; the rest comes after whatever else waits for the loop, and no more is read meanwhile."""
         was_inflating, self._inflating = self._inflating, False
         if self._dropped or self._inflation is None:
             return
@@ -204,7 +204,7 @@ class Reception(Receiver):
         return () if lease is None else (lease,)
 
     def drop_body(self) -> None:
-        """Nobody reads it any more."""
+        """Drops a body that nobody reads any more."""
         if self._collected_byte_size:
             self.body, self._inflation = CollectedBody(), None
             self._drop_collected()

@@ -108,7 +108,7 @@ def decode_head(
 
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
-    """The one data source of an input."""
+    """Finds the one data source of an input."""
     name, shape = entry.name, entry.shape
     parameters = entry.parameters if type(entry.parameters) is dict else msgspec.to_builtins(entry.parameters)
     if entry.datatype not in ELEMENT_SIZES:
@@ -142,7 +142,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
 
 
 def read_values(entry: InputHead | ExactInput, count: int, apart: json_cut.Cut | None) -> Values:
-    """The ``data`` of an input with so many elements. Raises InvalidArgument, Malformed."""
+    """Reads the ``data`` of an input with so many elements. Raises InvalidArgument, Malformed."""
     number = apart.number_of(entry.data) if apart is not None else None
     if is_open(entry.shape):
         # What the data make of it; of binary tensors and regions the worker finds out.
@@ -162,7 +162,7 @@ def read_values(entry: InputHead | ExactInput, count: int, apart: json_cut.Cut |
 
 
 def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
-    """How many values the data of an input have. ``text``: where they were cut out."""
+    """Counts the values that the data of an input have. ``text``: where they were cut out."""
     what = f"input '{entry.name}' shape"
     if text is None and not isinstance(entry, InputHead):
         return count_in_value(entry.data, entry.datatype, what)
@@ -170,7 +170,7 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
-    """The data that was cut out: now, or what converts it later, in steps."""
+    """Converts data that was cut out, now or, by what is returned, later in steps."""
     start, end = apart.spans[number]
     text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:
@@ -290,7 +290,7 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """What parameters say of one request alone, and the others. What is wrong is among these: ``read_parameters`` says why."""
+    """Parts what concerns one request alone from the others. What is wrong is among these: ``read_parameters`` says why."""
     if _SCHEDULING.keys().isdisjoint(given):
         return UNSCHEDULED, given
     own: dict[str, Any] = {}

@@ -35,7 +35,7 @@ _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
 class Malformed(Exception):
-    """The quick way does not understand the text; the exact one may, and knows what to say if not."""
+    """Says that the quick way does not understand a text; the exact one may, and knows what to say if not."""
 
 
 class TensorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ _NONE_GIVEN = TensorParameters()
 
 
 class InputHead(msgspec.Struct, forbid_unknown_fields=True):
-    """One entry of ``inputs``."""
+    """Holds one entry of ``inputs``."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,14 +64,14 @@ class InputHead(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OutputHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of ``outputs``."""
+    """Holds one entry of ``outputs``."""
 
     name: str
     parameters: TensorParameters = _NONE_GIVEN
 
 
 class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON object."""
+    """Holds the JSON object of a request."""
 
     inputs: list[InputHead]
     id: str = ""
@@ -83,7 +83,7 @@ class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class ExactInput:
-    """As ``InputHead``, with ``data`` as a value, or ABSENT."""
+    """Holds an entry of ``inputs`` with ``data`` as a value, or ABSENT."""
 
     name: str
     shape: Sequence[int]
@@ -94,7 +94,7 @@ class ExactInput:
 
 @dataclass(slots=True)
 class ExactOutput:
-    """As ``OutputHead``."""
+    """Holds an entry of ``outputs`` whose parameters may be anything."""
 
     name: str
     parameters: dict[str, Any]
@@ -129,7 +129,7 @@ def quick(head: bytes | memoryview) -> RequestHead:
 
 
 def itself(offset: int) -> int:
-    """The place of a byte in a text that is whole."""
+    """Returns the place of a byte in a text that is whole."""
     return offset
 
 
@@ -149,7 +149,7 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
 
 
 def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
-    """The value of a JSON text with the literals NaN, Infinity, -Infinity and Inf.
+    """Reads a JSON text with the literals NaN, Infinity, -Infinity and Inf.
 
     Raises: InvalidArgument: not JSON; the text says what is wrong and at which byte.
     """

@@ -38,7 +38,7 @@ def encode(
     view: Callable[[Slice], memoryview],
     in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
-    """The JSON head and the binary parts of a good answer.
+    """Writes the JSON head and the binary parts of a good answer.
 
     Args:
       binary: what the request said of single outputs; the others are as ``all_binary`` says.
@@ -71,7 +71,7 @@ def encode(
 def is_large(
     prepared: PreparedAnswer, contents: tuple[Content, ...], binary: dict[str, bool], all_binary: bool
 ) -> bool:
-    """Whether writing the JSON takes so long that it should be done in steps."""
+    """Returns whether writing the JSON takes so long that it should be done in steps."""
     for tensor, place in placed(prepared.outputs, contents):
         if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
             return True
@@ -87,7 +87,7 @@ def encode_in_steps(
     all_binary: bool,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """As ``encode``, with the JSON head in pieces, and a pause after each."""
+    """Writes as ``encode``, with the JSON head in pieces, and a pause after each."""
     texts: list[list[Buffer]] = []
     for tensor, place in placed(prepared.outputs, contents):
         if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
@@ -121,7 +121,7 @@ def response_head(json_size: int, tail_size: int, connection: bytes = b"") -> by
 
 
 def compressed_head(json_size: int | None, coding: str, byte_size: int, connection: bytes = b"") -> bytes:
-    """The head of an answer that is compressed to ``byte_size`` bytes.
+    """Writes the head of an answer that is compressed to ``byte_size`` bytes.
 
     Args:
       json_size: bytes of the JSON before it was compressed; None: the answer has no binary parts.
@@ -140,12 +140,12 @@ def compressed_head(json_size: int | None, coding: str, byte_size: int, connecti
 
 
 def status_line(status: int) -> bytes:
-    """The first line of an answer."""
+    """Returns the first line of an answer."""
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def error_response(status: int, message: str, lines: bytes = b"") -> bytes:
-    """A whole error answer: always a JSON object with ``error``. ``lines``: further header lines."""
+    """Writes a whole error answer, always a JSON object with ``error``. ``lines``: further header lines."""
     body = _encode({"error": message})
     retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (
