@@ -131,7 +131,7 @@ class ModelVersion:
             and not self.limited
             and self.sequences is None
             and not loaded.batch_rules.joins
-            and loaded.queue_rules.plain
+            and loaded.queue_rules.single_line
         )
         for instance in loaded.instances:
             instance.depth = _AHEAD if self.runs_ahead else 1

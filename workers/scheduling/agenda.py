@@ -1,4 +1,4 @@
-"""What an iteration of a loop has to ask: one heap of due times, and one list of parts that have work.
+"""Tells a loop which parts to ask in an iteration: one heap of due times, and one list of parts that have work.
 
     put(part, when)   ─▶ heap ─the time has come─▶ take ─▶ the loop asks the part, which says when it is due next
     wake(part)        ─▶ list ─────at once───────▶
@@ -15,12 +15,12 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 P = TypeVar("P", bound=Hashable)
-#: No moment.
+#: A due time that never comes.
 NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """One per loop."""
+    """Due times and pending work of a loop's parts; each loop has one."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 
@@ -31,15 +31,15 @@ class Agenda(Generic[P]):
         #: (when, number, part); an entry holds while ``_due`` says the same.
         self._heap: list[tuple[int, int, P]] = []
         self._number = 0
-        #: When the first of the others is due.
+        #: When the first part in the heap is due.
         self.due_ns = NEVER
 
     def wake(self, part: P) -> None:
-        """It is asked in the next iteration, which begins at once."""
+        """Has a part asked in the next iteration, which begins at once."""
         self.woken[part] = None
 
     def put(self, part: P, when_ns: int) -> None:
-        """It is due then; ``NEVER``: not before it is woken."""
+        """Sets a part's due time; ``NEVER``: it is asked only once it is woken."""
         if self._due.get(part, NEVER) == when_ns:
             return
         if when_ns == NEVER:
@@ -68,7 +68,7 @@ class Agenda(Generic[P]):
         return list(taken)
 
     def _clean(self) -> None:
-        """Removes entries that do not hold any more: from the front, and all of them where they are the most."""
+        """Removes stale entries: from the front of the heap, and all of them where they are the majority."""
         heap, due = self._heap, self._due
         if len(heap) > 4 * len(due) + 64:
             self._heap = heap = [entry for entry in heap if due.get(entry[2]) == entry[0]]
@@ -78,7 +78,7 @@ class Agenda(Generic[P]):
         self.due_ns = heap[0][0] if heap else NEVER
 
     def check_invariants(self) -> None:
-        """For tests: every due time is in the heap, and the first one is known."""
+        """Asserts, for tests, that every due time is in the heap, and that the first one is known."""
         entries = {(when_ns, part) for when_ns, _, part in self._heap}
         assert all((when_ns, part) in entries for part, when_ns in self._due.items())
         assert self.due_ns == min(self._due.values(), default=NEVER)

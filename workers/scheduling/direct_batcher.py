@@ -19,46 +19,46 @@ class DirectRules:
 
     slots: int = 1
     delay_ns: int = 0
-    #: Ready slots that need not wait; 0: any.
+    #: A batch of so many ready slots need not wait; 0: one of any size.
     enough: int = 0
 
 
 class DirectBatcher(Generic[S]):
-    """One for each instance."""
+    """Makes one instance's batches of sequences that have a row of their own."""
 
     def __init__(self, rules: DirectRules) -> None:
         self._rules = rules
         self._delay_ns = rules.delay_ns if rules.enough else 0
-        #: In the order in which they became ready.
+        #: Sequences that may run, in the order in which they became ready.
         self._ready: dict[LiveSequence[S], None] = {}
         #: Key -> rows, where less than all slots can run at once.
         self._limits: dict[Hashable, int] = {}
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """The first waiting request of that sequence may run."""
+        """Notes that the first waiting request of a sequence may run."""
         self._ready[live] = None
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """It may not any more."""
+        """Notes that a sequence that was ready is not any more."""
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """At most so many rows of that key run at once from now on; 0: as many as of any other."""
+        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
         if rows:
             self._limits[key] = rows
         else:
             self._limits.pop(key, None)
 
     def at_once(self, key: Hashable) -> int:
-        """As ``Planner.at_once``."""
+        """Implements ``Planner.at_once``."""
         return 0 if self._delay_ns else self._limits.get(key, self._rules.slots)
 
     def end_delays(self) -> None:
-        """Nothing waits for company any more."""
+        """Stops delaying requests so that others can join them."""
         self._delay_ns = 0
 
     def due_ns(self) -> int | None:
-        """When the next batch should run. None: no slot is ready."""
+        """Returns when the next batch should run, or None while no slot is ready."""
         if not self._ready:
             return None
         if not self._delay_ns:
@@ -67,7 +67,7 @@ class DirectBatcher(Generic[S]):
         return oldest_ns if len(self._ready) >= self._rules.enough else oldest_ns + self._delay_ns
 
     def take(self, now_ns: int) -> list[LiveSequence[S]]:
-        """The sequences of the next batch, by their slots; empty when none is due."""
+        """Removes and returns the sequences of the next batch, by their slots; empty when none is due."""
         due_ns = self.due_ns()
         if due_ns is None or (self._delay_ns and due_ns > now_ns):
             return []
@@ -79,7 +79,7 @@ class DirectBatcher(Generic[S]):
         return sorted(chosen, key=_number)
 
     def check_invariants(self) -> None:
-        """For tests: those that are ready have different slots."""
+        """Asserts, for tests, that ready sequences have different slots."""
         assert all(live.ready for live in self._ready)
         assert len({live.slot for live in self._ready}) == len(self._ready) <= self._rules.slots
 

@@ -32,14 +32,14 @@ class BatchRules:
     max_rows: int = 1
     #: How long the oldest request may wait for company.
     delay_ns: int = 0
-    #: Ascending; a batch of such a size runs without waiting for more. Empty: the largest one.
+    #: Ascending sizes of batches that run without waiting for more. Empty: the largest one.
     preferred: tuple[int, ...] = ()
     #: False: every request runs alone.
     joins: bool = True
 
 
 class DynamicBatcher(QueuePlanner[W]):
-    """One per model version, over its queue."""
+    """Makes batches of the requests in the queue of one model version."""
 
     def __init__(self, rules: BatchRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -49,7 +49,7 @@ class DynamicBatcher(QueuePlanner[W]):
         self.delays = rules.joins and rules.delay_ns > 0
         #: Key -> rows, where less than ``max_rows`` can run at once (executables of that shape are compiled up to there).
         self._limits: dict[Hashable, int] = {}
-        #: Where there is a delay: key -> when its next batch is due. Looked at again for what changed in the queue.
+        #: Where there is a delay: key -> when its next batch is due; ``_look`` updates it for keys that have changed.
         self._due: dict[Hashable, int] = {}
         self._changed: set[Hashable] = set()
         if self.delays:
@@ -57,31 +57,31 @@ class DynamicBatcher(QueuePlanner[W]):
 
     @property
     def lives(self) -> bool:
-        """While nothing waits there is nothing to ask it."""
+        """Returns False: while no request waits there is nothing to decide."""
         return False
 
     def done(self, requests: Iterable[W], now_ns: int) -> None:
-        """They have run: nothing waited for that."""
+        """Does nothing: no request waits for another one to end."""
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """What was taken will never run: that concerns no other."""
+        """Returns no answers: other requests run although this one never will."""
         return []
 
     def stop(self) -> None:
-        """The worker is to stop: whatever comes still runs, at once."""
+        """Ends delays, because the worker is to stop: whatever still comes runs at once."""
         self.end_delays()
 
     def at_once(self, key: Hashable) -> int:
-        """As ``Planner.at_once``."""
+        """Implements ``Planner.at_once``."""
         return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
 
     def end_delays(self) -> None:
-        """No more requests come: what waits for company waits in vain."""
+        """Stops delaying requests, because no others will come to join them."""
         self.delays = False
         self._queue.changed = None
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """At most so many rows of that key run at once from now on; 0: as many as of any other."""
+        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
         if rows:
             self._limits[key] = rows
         else:
@@ -90,7 +90,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._changed.add(key)
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        """As ``Planner.decide``."""
+        """Implements ``Planner.decide``."""
         if self.delays or self._queue.expiries:
             return decide(self, now_ns, instance)
         head = self._queue.head()
@@ -100,7 +100,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return Run(since_ns) if since_ns <= now_ns else WaitUntil(since_ns)
 
     def due_ns(self, instance: int = 0) -> int | None:
-        """When the next batch should run, on whichever instance. None: nothing waits."""
+        """Returns when the next batch should run, on whichever instance, or None while no request waits."""
         if self.delays:
             self._look()
             return min(self._due.values(), default=None)
@@ -126,7 +126,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._queue.take(key, self._limit(key) if waited else self._ready_rows(key))
 
     def _look(self) -> None:
-        """Brings ``_due`` up to date."""
+        """Updates the due times of keys whose waiting requests have changed."""
         while self._changed:
             key = self._changed.pop()
             if not self._queue.rows(key):
@@ -136,7 +136,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._due[key] = oldest_ns if self._ready_rows(key) else oldest_ns + self._rules.delay_ns
 
     def _ready_rows(self, key: Hashable) -> int:
-        """The rows of a batch of that key that need not wait, taken from the front of the queue. 0: it may wait for more."""
+        """Returns the rows of a key's batch that is due at once, from the front of the queue. 0: it may wait for more."""
         limit, preferred = self._limit(key), self._rules.preferred
         largest = min(preferred[-1], limit) if preferred else limit
         if self._queue.rows(key) < (preferred[0] if preferred and preferred[0] < largest else largest):
@@ -160,7 +160,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._limits.get(key, self._rules.max_rows)
 
     def check_invariants(self) -> None:
-        """For tests."""
+        """Asserts, for tests, that due times and limits fit the queue."""
         self._queue.check_invariants()
         assert all(0 < limit <= self._rules.max_rows for limit in self._limits.values())
         if self.delays:

@@ -1,4 +1,4 @@
-"""The steps of an ensemble and what flows between them, as one load of it has them.
+"""The steps of a loaded ensemble, and the tensors that flow between them.
 
     request ─▶ ensemble tensors ─▶ step: a request to another model ─▶ ensemble tensors ─▶ ... ─▶ answer
 
@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-#: Sets of requested outputs that are remembered.
+#: Sets of requested outputs whose needed steps are cached.
 _LIMIT = 64
 
 
 class Step(NamedTuple):
-    """One step."""
+    """A request of an ensemble to one of its models."""
 
     model: str
     #: 0: the newest.
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class EnsembleGraph:
-    """Whoever made it has checked that every tensor is written, and once, and comes from one such step at most."""
+    """The steps of an ensemble. Its maker has checked that every tensor is written once, and has one origin at most."""
 
     def __init__(self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[Step], most: int = 0) -> None:
         """``most``: so many answers of one streaming step are worked on at a time; 0: any number."""
@@ -45,18 +45,18 @@ class EnsembleGraph:
             found = number if step.streams else self.origin_of(number)
             if found is not None:
                 self.origin.update(dict.fromkeys(step.outputs.values(), found))
-        #: What answers may hold, in the order in which it comes to be.
+        #: Outputs that answers may hold, in the order in which they are made.
         made = [tensor for number in self.in_order() for tensor in steps[number].outputs.values()]
         self.outputs = tuple([tensor for tensor in (*inputs, *made) if tensor in outputs])
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Of what a step takes."""
+        """Returns the streaming step that a step's inputs come from, or None."""
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 
     def needed(self, outputs: Collection[str]) -> NeededSteps:
-        """What has to run for those outputs; for none: for all of them."""
+        """Returns the steps that have to run for the named outputs; an empty collection names all of them."""
         wanted = frozenset(outputs or self.outputs)
         found = self._needed.get(wanted)
         if found is None:
@@ -66,7 +66,7 @@ class EnsembleGraph:
         return found
 
     def in_order(self) -> list[int]:
-        """The numbers of the steps, each after those whose outputs it takes."""
+        """Returns the numbers of the steps, each after those whose outputs it takes."""
         there, waiting, ordered = set(self.inputs), dict(enumerate(self.steps)), list[int]()
         while ready := [number for number, step in waiting.items() if there.issuperset(step.inputs.values())]:
             ordered += ready
@@ -96,7 +96,7 @@ class NeededSteps:
                 numbers.add(number)
                 to_look += graph.steps[number].inputs.values()
         self.numbers = tuple(sorted(numbers))
-        #: In the order in which they come to be.
+        #: Wanted outputs, in the order in which they are made.
         self.outputs = tuple([name for name in graph.outputs if name in wanted])
         #: Ensemble tensor -> the steps that take it.
         self.takers: dict[str, list[int]] = {tensor: [] for tensor in looked}

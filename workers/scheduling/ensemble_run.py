@@ -1,4 +1,4 @@
-"""One request to an ensemble: which steps run next, what its answers are, and when it is over.
+"""Decides for one request to an ensemble which steps run next, what its answers are, and when it is over.
 
     begun(tensors)                 ─┐
     responded(start, tensors)       ├─▶ Start: a step may run;  Answer: to the client
@@ -24,36 +24,36 @@ T = TypeVar("T")
 
 
 class Start(NamedTuple, Generic[T]):
-    """A step may run."""
+    """The decision that a step may run."""
 
     step: int
-    #: Which answer of its origin it is for.
+    #: Number of the origin's answer that the step runs for.
     iteration: int
     #: Input of the model -> tensor.
     inputs: dict[str, T]
-    #: What its request says of its sequence; None: what the client's says.
+    #: Sequence controls of the step's request; None: those of the client's request.
     controls: Controls | None = None
 
 
 class Answer(NamedTuple, Generic[T]):
-    """The outputs that were asked for, of one iteration."""
+    """An answer to the client: the requested outputs of one iteration."""
 
     outputs: dict[str, T]
 
 
 class EnsembleRun(Generic[T]):
-    """``running`` counts the steps that were started and have not ended."""
+    """The state of one request to an ensemble; ``running`` counts its steps that were started and have not ended."""
 
     __slots__ = ("_answered", "_controls", "_counts", "_graph", "_left", "_needed", "_open", "_values", "running")
 
     def __init__(self, graph: EnsembleGraph, needed: NeededSteps) -> None:
         self._graph = graph
         self._needed = needed
-        #: (ensemble tensor, iteration) -> it; None: it is not there. Of tensors without an origin the iteration is 0.
+        #: (ensemble tensor, iteration) -> its value; None: it was left out. Without an origin the iteration is 0.
         self._values: dict[tuple[str, int], T | None] = {}
-        #: How often each will still be looked at.
+        #: (ensemble tensor, iteration) -> uses that are still to come.
         self._left: dict[tuple[str, int], int] = {}
-        #: Of those that are of another sequence than the client's request.
+        #: (ensemble tensor, iteration) -> its sequence, where that is not the client's.
         self._controls: dict[tuple[str, int], Controls] = {}
         #: (origin, iteration) -> how many steps run for it.
         self._open: dict[tuple[int, int], int] = {}
@@ -64,7 +64,7 @@ class EnsembleRun(Generic[T]):
         self.running = 0
 
     def begun(self, tensors: Mapping[str, T]) -> list[Start[T] | Answer[T]]:
-        """The client's inputs are there."""
+        """Takes the client's inputs. Returns the steps that may run and answers that are complete."""
         self._keep({name: tensors.get(name) for name in self._graph.inputs}, 0)
         out: list[Start[T] | Answer[T]] = [
             start for number in self._needed.numbers if (start := self._start(number, 0)) is not None
@@ -74,7 +74,7 @@ class EnsembleRun(Generic[T]):
     def responded(
         self, start: Start[T], outputs: Mapping[str, T], controls: Controls | None = None
     ) -> list[Start[T] | Answer[T]]:
-        """A step has answered, perhaps not for the last time. ``controls``: what its model says of the sequence."""
+        """Takes a step's answer, perhaps not its last one. ``controls``: what its model says of the sequence."""
         number, step = start.step, self._graph.steps[start.step]
         iteration = start.iteration
         if step.streams:
@@ -93,7 +93,7 @@ class EnsembleRun(Generic[T]):
         return out + self._answers()
 
     def ended(self, start: Start[T]) -> None:
-        """A step has answered for the last time, or failed."""
+        """Notes that a step has answered for the last time, or failed."""
         self.running -= 1
         key = (self._needed.origins[start.step], start.iteration)
         if key[0] is not None:
@@ -102,17 +102,17 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """How many answers of that step are being worked on."""
+        """Returns how many answers of a streaming step are being worked on."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Whether no further answer of that step is to be taken now."""
+        """Returns whether a streaming step's further answers have to wait."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property
     def stuck(self) -> bool:
-        """Of a run that is over: whether an answer is missing."""
+        """True where a run is over and an answer is missing."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.
@@ -130,7 +130,7 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """One of the uses of a tensor. ``again``: every iteration has such a use, so what has no origin stays."""
+        """Uses a tensor once. ``again``: every iteration has such a use, so a tensor without an origin is kept."""
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
         if self._dynamic(tensor) or not again:
@@ -149,7 +149,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """For which iterations a step may have become ready by that tensor."""
+        """Returns the iterations for which a new tensor may have made a step ready."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):
@@ -172,12 +172,12 @@ class EnsembleRun(Generic[T]):
         return Start(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Those of the first of them that has some."""
+        """Returns the sequence controls of the first tensor that has some."""
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 
     def _answers(self) -> list[Start[T] | Answer[T]]:
-        """Those that are whole now, in the order of their iterations."""
+        """Returns answers that are complete now, in the order of their iterations."""
         out: list[Start[T] | Answer[T]] = []
         dynamic = any(self._dynamic(name) for name in self._needed.outputs)
         while (dynamic or not self._answered) and all(
@@ -189,7 +189,7 @@ class EnsembleRun(Generic[T]):
         return out
 
     def check_invariants(self) -> None:
-        """For tests."""
+        """Asserts, for tests, that counts of uses and of running steps are right."""
         assert self._values.keys() == self._left.keys() >= self._controls.keys()
         assert all(left > 0 for left in self._left.values())
         assert self.running >= sum(self._open.values())

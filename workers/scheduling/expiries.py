@@ -1,4 +1,4 @@
-"""Until when requests of sequences want to wait: for an answer at all, and in the backlog for a slot.
+"""Deadlines of sequences' requests: for an answer at all, and in the backlog for a slot.
 
 Pure. A moment stays here until it is reached, or until there are many of requests that do not wait any more.
 """
@@ -11,12 +11,12 @@ from typing import Generic
 from tensord.shm.errors import DeadlineExceeded, ServingError, Unavailable
 from tensord.workers.scheduling.sequence import S
 
-#: Every request of a sequence gets it that waited in the backlog as long as one of them wants to wait.
+#: Refuses all requests of a sequence of which one has waited for a slot as long as it wants to.
 TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class Expiries(Generic[S]):
-    """One per table of sequences."""
+    """The deadlines of all requests in one table of sequences."""
 
     def __init__(self) -> None:
         #: (when, number, request): the first is the earliest.
@@ -24,7 +24,7 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Notes when nobody waits for it any more and, in the backlog, until when it wants to wait. ``waiting``: how many do."""
+        """Notes a request's deadline and, in the backlog, its queue timeout. ``waiting``: how many requests wait."""
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
             moments.append(request.arrived_ns + request.timeout_ns)
@@ -36,7 +36,7 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """A request whose time is up, and what to answer; its sequence is to be cancelled. None: there is none, or no more."""
+        """Returns a request whose time is up, and its answer, or None. The caller cancels its sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -49,7 +49,7 @@ class Expiries(Generic[S]):
 
     @property
     def earliest_ns(self) -> int | None:
-        """When ``next`` is worth a call; None: never. May be early."""
+        """When ``next`` is worth a call, perhaps too early; None while no request has a deadline."""
         return self._moments[0][0] if self._moments else None
 
     def __len__(self) -> int:

@@ -11,20 +11,20 @@ from tensord.workers.scheduling.sequence import Controls
 
 
 class IterativeIds:
-    """Correlation ids for requests that come without one. One per model version."""
+    """Gives out correlation ids, in one model version, to requests that come without one."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
 
     def first_round(self, controls: Controls) -> Controls:
-        """What a new request says of its sequence: a START, where it has no id of its own. No END is told to such a model."""
+        """Returns the controls of a new request: a START where it has no id of its own, and never an END."""
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)
         return controls._replace(end=False)
 
     @staticmethod
     def next_round(controls: Controls) -> Controls:
-        """What it says when it comes round again."""
+        """Returns the controls of a request that its model has sent round again."""
         return controls._replace(start=False)
 
     def __repr__(self) -> str:

@@ -14,47 +14,47 @@ from tensord.workers.scheduling.dynamic_batcher import BatchRules, DynamicBatche
 from tensord.workers.scheduling.queue import QueueRules, RequestQueue
 from tensord.workers.scheduling.sequence import LiveSequence, S
 
-#: The bound is on all that wait, in the table of sequences.
+#: No bound here: the table of sequences bounds all requests that wait.
 _UNBOUNDED = QueueRules(sys.maxsize)
 
 
 class OldestBatcher(Generic[S]):
-    """One for each instance."""
+    """Makes one instance's batches of the oldest requests of its sequences."""
 
     def __init__(self, rules: BatchRules) -> None:
         self._queue: RequestQueue[S] = RequestQueue(_UNBOUNDED)
         self._batcher = DynamicBatcher(rules, self._queue)
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """The first waiting request of that sequence may run."""
+        """Notes that the first waiting request of a sequence may run."""
         self._queue.push(live.waiting[0])
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """It may not any more."""
+        """Notes that a sequence that was ready is not any more."""
         self._queue.remove(live.waiting[0])
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """As ``DynamicBatcher.limit``."""
+        """Implements ``Planner.limit``."""
         self._batcher.limit(key, rows)
 
     def at_once(self, key: Hashable) -> int:
-        """As ``Planner.at_once``."""
+        """Implements ``Planner.at_once``."""
         return self._batcher.at_once(key)
 
     def end_delays(self) -> None:
-        """Nothing waits for company any more."""
+        """Stops delaying requests so that others can join them."""
         self._batcher.end_delays()
 
     def due_ns(self) -> int | None:
-        """When the next batch should run. None: nothing is ready."""
+        """Returns when the next batch should run, or None while no sequence is ready."""
         return self._batcher.due_ns()
 
     def take(self, now_ns: int) -> list[LiveSequence[S]]:
-        """The sequences of the next batch, the oldest request first; empty when none is due."""
+        """Removes and returns the sequences of the next batch, the oldest request first; empty when none is due."""
         return [request.live for request in self._batcher.take(now_ns)]
 
     def check_invariants(self) -> None:
-        """For tests: one request of a sequence."""
+        """Asserts, for tests, that each sequence has one request here at most."""
         self._batcher.check_invariants()
         requests = self._queue.requests()
         assert len({request.live for request in requests}) == len(requests)

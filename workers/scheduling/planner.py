@@ -1,5 +1,6 @@
-"""What decides for one model version which requests run, when, and together: a ``DynamicBatcher``, ``SequenceBatcher``, or
-``StepBatcher``. ``decide`` says it; ``tensord.workers.dispatch.dispatcher`` carries it out.
+"""A planner decides which requests of one model version run together, and when.
+
+It is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``; ``tensord.workers.dispatch.dispatcher`` carries it out.
 
     decide ─▶ Run         a batch is due: take it, once there is somebody to run it
            ─▶ Refuse      requests waited too long: answer them
@@ -26,84 +27,84 @@ P = TypeVar("P", bound=Waiting)
 
 
 class Run(NamedTuple):
-    """A batch is to be taken and run."""
+    """The decision that a batch is to be taken and run."""
 
-    #: Since when it could have been: whose request has waited longest goes first.
+    #: Since when the batch could have run: the version whose request has waited longest goes first.
     since_ns: int
 
 
 class WaitUntil(NamedTuple):
-    """Nothing is due before that."""
+    """The decision that nothing is due before a moment."""
 
     when_ns: int
 
 
 class Refuse(NamedTuple, Generic[P]):
-    """Requests waited too long; each with its answer."""
+    """The decision to answer requests that waited too long with an error."""
 
     answers: list[tuple[P, ServingError]]
 
 
 class Planner(Protocol[P]):
-    """One per model version."""
+    """What the dispatcher asks of a model version's planner."""
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Returns how many requests wait."""
 
     @property
     def arrived(self) -> Callable[[P], None]:
-        """Takes a request in. Raises InvalidArgument, Unavailable: why it may not wait; then nothing has changed."""
+        """Queues a request. Raises InvalidArgument, Unavailable: why it may not wait; then nothing has changed."""
 
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
-        """Nobody waits for it any more; one that runs goes on. Returns the answers of all that will not run."""
+        """Cancels a request; one that runs goes on. Returns the answers of all that will not run."""
 
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:
-        """Time has passed. Returns the answers of those that waited too long."""
+        """Removes requests that waited too long. Returns their answers."""
 
     @property
     def next_tick_ns(self) -> int:
-        """When ``tick`` is worth a call; 0: never. May be early."""
+        """When ``tick`` is worth a call, perhaps too early; 0: never."""
 
     @property
     def lives(self) -> bool:
-        """Whether it must be asked although nothing waits."""
+        """True while the planner must be asked although no request waits."""
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """What is to be done now for an instance that is free."""
+        """Returns what is to be done now for an instance that is free."""
 
     def due_ns(self, instance: int = 0) -> int | None:
-        """When an instance's next batch should run. None: nothing waits for it."""
+        """Returns when an instance's next batch should run, or None while no request waits for it."""
 
     def take(self, now_ns: int, instance: int = 0) -> list[P]:
-        """Removes the next batch of a free instance; empty when none is due."""
+        """Removes and returns the next batch of a free instance; empty when none is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """What was taken has run, well or not."""
+        """Notes that requests have run, well or not."""
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
-        """What was taken will never run. Returns the answers of others that will not run for that."""
+        """Notes that a taken request will never run. Returns the answers of others that will not run for that."""
 
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """What was taken could not run, and waits again. Returns the answers of those that will not run."""
+        """Queues taken requests again that could not run. Returns the answers of those that will not run."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """At most so many rows of that key run at once from now on; 0: as many as of any other."""
+        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
 
     def at_once(self, key: Hashable) -> int:
-        """Up to how many rows of waiting requests of that key run as soon as they can, together. 0: they wait, or run alone."""
+        """Returns how many rows of a key may run together without a delay. 0: its requests wait, or run alone."""
 
     def end_delays(self) -> None:
-        """No more requests come: what waits for company waits in vain."""
+        """Stops delaying requests, because no others will come to join them."""
 
     def stop(self) -> None:
-        """The worker is to stop: what may be refused for that is refused."""
+        """Prepares for the worker's stop: refuses what may be refused for that."""
 
 
 Decision = Run | WaitUntil | Refuse[P] | None
 
 
 def decide(planner: Planner[P], now_ns: int, instance: int) -> Decision[P]:
-    """As ``Planner.decide``, by what a planner says of its requests' times."""
+    """Implements ``Planner.decide`` by a planner's due time and next expiry."""
     tick_ns = planner.next_tick_ns
     if 0 < tick_ns <= now_ns:
         return Refuse(planner.tick(now_ns))
@@ -116,22 +117,22 @@ def decide(planner: Planner[P], now_ns: int, instance: int) -> Decision[P]:
 
 
 class QueuePlanner(Generic[W]):
-    """What a planner is to the requests that wait in its queue, whatever it does with those that it takes out."""
+    """The part of a planner that concerns requests waiting in its queue."""
 
     def __init__(self, queue: RequestQueue[W]) -> None:
         self._queue = queue
         self.arrived = queue.push
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Returns how many requests wait."""
         return self._queue.size
 
     def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
-        """Nobody waits for it any more. Returns its answer, if it waited."""
+        """Cancels a request. Returns its answer, if it waited."""
         return [(request, Cancelled("the request was cancelled"))] if self._queue.remove(request) else []
 
     def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Time has passed. Returns the answers of those that waited too long."""
+        """Removes requests that waited too long. Returns their answers."""
         return [
             (
                 request,
@@ -142,10 +143,10 @@ class QueuePlanner(Generic[W]):
 
     @property
     def next_tick_ns(self) -> int:
-        """When ``tick`` is worth a call; 0: never. May be early."""
+        """When ``tick`` is worth a call, perhaps too early; 0: never."""
         return self._queue.next_expiry_ns
 
     def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """What was taken could not run, and waits again."""
+        """Queues taken requests again that could not run."""
         self._queue.restore(requests)
         return []

@@ -1,6 +1,6 @@
-"""The requests that wait for one model version: in order, within bounds, found by what they can be batched with.
+"""The queue of requests that wait for one model version: in order, within bounds, found by what they can be batched with.
 
-Pure: it knows shapes only as an opaque compatibility key, sizes as rows, and time as what it is told. Owned by the model version;
+Pure: it knows shapes only as an opaque compatibility key, sizes as rows, and time as an argument. Owned by the model version;
 one thread uses it.
 
     line 2 * (level - 1)        requests of that priority level, on time         each line: key -> deque, oldest first
@@ -22,7 +22,7 @@ from tensord.shm.errors import Unavailable
 
 
 class Waiting:
-    """What the scheduler knows of a request; ``tensord.workers.requests.request.Request`` adds the rest."""
+    """A request as the scheduler knows it; ``tensord.workers.requests.request.Request`` adds the rest."""
 
     __slots__ = ("arrived_ns", "deadline_ns", "key", "line", "priority", "rows", "sequence", "timeout_ns")
 
@@ -32,13 +32,13 @@ class Waiting:
         #: Size of the batch dimension, at least 1; 1 for a model that has none.
         self.rows = rows
         self.arrived_ns = arrived_ns
-        #: Nobody waits after that; 0: never.
+        #: The client does not wait beyond this moment; 0: it waits for ever.
         self.deadline_ns = 0
-        #: The client's own wish for the queue timeout; 0: none.
+        #: The queue timeout that the client asks for; 0: none.
         self.timeout_ns = 0
         #: 1 is the most urgent; 0: the model's default.
         self.priority = 0
-        #: The queue's: where it waits, -1 while it does not, and its place in the order of arrival.
+        #: Set by the queue: the line in which the request waits (-1: none), and its place in the order of arrival.
         self.line = -1
         self.sequence = 0
 
@@ -50,11 +50,11 @@ W = TypeVar("W", bound=Waiting)
 class QueuePolicy:
     """Bounds of one priority level, as ModelConfig's ``ModelQueuePolicy`` names them."""
 
-    #: 0: no bound of its own.
+    #: Requests that may wait in this level; 0: as many as in the whole queue.
     max_size: int = 0
     #: How long a request may wait; 0: for ever.
     timeout_ns: int = 0
-    #: A request may ask for less.
+    #: Whether a request may ask for a shorter timeout.
     allow_override: bool = False
     #: True: a late request runs after those that are on time. False: it is refused.
     delay: bool = False
@@ -62,7 +62,7 @@ class QueuePolicy:
 
 @dataclass(frozen=True, slots=True)
 class QueueRules:
-    """The policies of all levels and the bound on everything."""
+    """The policies of all priority levels, and the bound on the whole queue."""
 
     max_size: int
     default_policy: QueuePolicy = field(default_factory=QueuePolicy)
@@ -72,12 +72,12 @@ class QueueRules:
     default_level: int = 1
 
     @property
-    def plain(self) -> bool:
-        """Whether all requests stand in one line, bounded by nothing but ``max_size`` and their own deadlines."""
+    def single_line(self) -> bool:
+        """True where all requests stand in one line, bounded only by ``max_size`` and their own deadlines."""
         return self.levels == self.default_level == 1 and not self.policies and self.default_policy == QueuePolicy()
 
     def level(self, priority: int) -> int:
-        """Where a request of that priority waits. As in Triton, one beyond the levels waits where those without a priority do."""
+        """Returns the level for a priority. As in Triton, a priority beyond the levels means the default one."""
         return priority if 0 < priority <= self.levels else self.default_level
 
     def policy(self, level: int) -> QueuePolicy:
@@ -85,36 +85,36 @@ class QueueRules:
 
 
 class RequestQueue(Generic[W]):
-    """First come, first served within a level; lower levels first."""
+    """The waiting requests of one model version: first come, first served within a level; lower levels first."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
-        #: The one line that requests without a deadline stand in; -1: the rules know more than one, or watch those who wait.
-        self._line = 0 if rules.plain else -1
-        #: By number. The first one stays when it is empty: most queues never have another.
+        #: The line of all requests without a deadline; -1: the rules know several lines, or timeouts.
+        self._line = 0 if rules.single_line else -1
+        #: Number -> line. The first one stays when it is empty: most queues never have another.
         self._lines: dict[int, dict[Hashable, deque[W]]] = {0: {}}
         #: The numbers of the lines, ascending.
         self._order = [0]
         self._rows: dict[Hashable, int] = {}
-        #: Of the level of line 0, of line 2, ...; of those that have a line.
+        #: Level - 1 -> its waiting requests, for levels that have a line.
         self._level_sizes = {0: 0}
         #: Requests that wait.
         self.size = 0
         self._sequence = 0
         #: (when, sequence, request) of those that can expire; entries of requests that left are skipped.
         self.expiries: list[tuple[int, int, W]] = []
-        #: Keys of which other requests wait than when the batcher last looked; None: nobody looks.
+        #: Keys whose waiting requests have changed since the batcher last looked; None: it never looks.
         self.changed: set[Hashable] | None = None
 
     def __len__(self) -> int:
         return self.size
 
     def rows(self, key: Hashable) -> int:
-        """Rows of that key that wait."""
+        """Returns how many rows of a key wait."""
         return self._rows.get(key, 0)
 
     def push(self, request: W) -> None:
-        """Appends. Raises Unavailable: the queue is full."""
+        """Appends a request. Raises Unavailable: the queue is full."""
         if self._line >= 0 and not request.deadline_ns and self.size < self._rules.max_size:
             self._sequence += 1
             request.sequence = self._sequence
@@ -130,7 +130,7 @@ class RequestQueue(Generic[W]):
         self._watch(request, policy)
 
     def restore(self, requests: list[W]) -> None:
-        """Puts requests back that were taken and could not run: ahead of everything that came after them, whatever the bounds.
+        """Puts taken requests back that could not run: ahead of everything that came after them, whatever the bounds.
 
         They are in the order of their arrival, and older than all of their keys that wait.
         """
@@ -140,7 +140,7 @@ class RequestQueue(Generic[W]):
             self._watch(request, self._rules.policy(level))
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
-        """Notes when the request expires."""
+        """Notes when a request expires."""
         expires_ns = self._expiry(request, policy)
         if expires_ns:
             heapq.heappush(self.expiries, (expires_ns, request.sequence, request))
@@ -161,7 +161,7 @@ class RequestQueue(Generic[W]):
         return min(moments, default=0)
 
     def head(self) -> W | None:
-        """The request whose turn it is."""
+        """Returns the request that is next, or None."""
         for number in self._order:
             line = self._lines[number]
             if line:
@@ -172,16 +172,16 @@ class RequestQueue(Generic[W]):
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
-        """The requests of that key in the order in which ``take`` takes them. Nothing may change meanwhile."""
+        """Iterates over a key's requests in the order of ``take``. The queue must not change meanwhile."""
         for number in self._order:
             yield from self._lines[number].get(key, ())
 
     def oldest_ns(self, key: Hashable) -> int:
-        """When the request of that key arrived that has waited longest; one must wait."""
+        """Returns when the oldest waiting request of a key arrived; one must wait."""
         return min(line[key][0].arrived_ns for line in self._lines.values() if key in line)
 
     def take(self, key: Hashable, max_rows: int) -> list[W]:
-        """Removes the oldest requests of that key, most urgent line first: as many as fit, and at least one if any waits."""
+        """Removes and returns a key's oldest requests, most urgent line first: as many as fit, at least one if any waits."""
         taken: list[W] = []
         rows = 0
         for number in self._order.copy():
@@ -204,7 +204,7 @@ class RequestQueue(Generic[W]):
         return taken
 
     def remove(self, request: W) -> bool:
-        """Takes one request out, wherever it stands. False: it does not wait here."""
+        """Removes a request, wherever it stands. Returns False if it does not wait here."""
         if request.line < 0:
             return False
         line = self._lines[request.line]
@@ -219,7 +219,7 @@ class RequestQueue(Generic[W]):
         return True
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes and returns the requests to refuse; those that may be late are only put behind the others."""
+        """Removes and returns expired requests to refuse; those that may be late are only put behind the others."""
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             _, _, request = heapq.heappop(self.expiries)
@@ -238,11 +238,11 @@ class RequestQueue(Generic[W]):
 
     @property
     def next_expiry_ns(self) -> int:
-        """When ``expire`` is worth a call; 0: never. May be early."""
+        """When ``expire`` is worth a call, perhaps too early; 0: never."""
         return self.expiries[0][0] if self.expiries else 0
 
     def requests(self) -> list[W]:
-        """Everything that waits, in no order."""
+        """Returns all waiting requests, in no order."""
         return [request for line in self._lines.values() for waiting in line.values() for request in waiting]
 
     def _insert(self, request: W, number: int, *, first: bool = False) -> None:
@@ -266,7 +266,7 @@ class RequestQueue(Generic[W]):
             waiting.append(request)
 
     def _end(self, number: int, line: dict[Hashable, deque[W]], key: Hashable) -> None:
-        """Nobody of that key stands in the line any more."""
+        """Removes a key that has no request left in a line."""
         del line[key]
         if not line and number:
             del self._lines[number]
@@ -284,7 +284,7 @@ class RequestQueue(Generic[W]):
             del self._rows[key]
 
     def check_invariants(self) -> None:
-        """For tests: the counters say what the lines hold, and there is nothing but them."""
+        """Asserts, for tests, that the counters say what the lines hold."""
         requests = self.requests()
         assert len(requests) == self.size
         assert self._order == sorted(self._lines)

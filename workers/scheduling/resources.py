@@ -1,4 +1,4 @@
-"""Triton's rate limiter: instances that need resources run only while these are free.
+"""Implements Triton's rate limiter: instances that need resources run only while these are free.
 
 Pure. An instance asks before each run and gives back after it. Where several wait, the one goes first that had the fewest turns,
 each turn counted as often as its ``priority`` says. One that does not fit lets others pass, but not for ever: after
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from tensord.shm.errors import InvalidArgument
 
-#: How many may go before one that has waited longer.
+#: How many instances may go before one that has waited longer.
 MAX_PASSED = 16
 
 A = TypeVar("A", bound=Hashable)
@@ -25,24 +25,24 @@ class _Asker:
     priority: int
     #: Turns it had, each counted ``priority`` times.
     turns: int = 0
-    #: Since it waits: how many went before it.
+    #: How many others went before it since it began to wait.
     passed: int = 0
 
 
 @dataclass(slots=True)
 class Resources(Generic[A]):
-    """One per device; ``A`` names an instance."""
+    """The limited resources of one device, and the instances that ask for them; ``A`` names an instance."""
 
     #: Name -> how many there are.
     limits: Mapping[str, int]
     _askers: dict[A, _Asker] = field(default_factory=dict)
-    #: In the order in which they asked.
+    #: Instances that wait, in the order in which they asked.
     _waiting: dict[A, None] = field(default_factory=dict)
     _running: dict[A, None] = field(default_factory=dict)
     _used: dict[str, int] = field(default_factory=dict)
 
     def add(self, asker: A, needs: Mapping[str, int], priority: int = 0) -> None:
-        """An instance comes. Raises InvalidArgument: it needs more than there is."""
+        """Adds an instance. Raises InvalidArgument: it needs more than there is."""
         for name, count in needs.items():
             if count > self.limits.get(name, 0):
                 raise InvalidArgument(
@@ -54,29 +54,29 @@ class Resources(Generic[A]):
         self._askers[asker] = _Asker(needs, max(1, priority), least)
 
     def remove(self, asker: A) -> list[A]:
-        """It is gone. Returns those that may run now."""
+        """Removes an instance. Returns those that may run now."""
         self._waiting.pop(asker, None)
         granted = self.give_back(asker)
         del self._askers[asker]
         return granted
 
     def ask(self, asker: A) -> bool:
-        """Whether it may run now. If not, ``give_back`` names it when it may."""
+        """Returns whether an instance may run now. If not, ``give_back`` names it once it may."""
         self._waiting[asker] = None
         return asker in self._grant()
 
     def runs(self, asker: A) -> bool:
-        """Whether it has what it needs."""
+        """Returns whether an instance holds the resources that it needs."""
         return asker in self._running
 
     def withdraw(self, asker: A) -> list[A]:
-        """It has nothing to run any more. Returns those that may run now."""
+        """Notes that an instance has nothing to run any more. Returns those that may run now."""
         self._waiting.pop(asker, None)
         self._askers[asker].passed = 0
         return self._grant()
 
     def give_back(self, asker: A, again: bool = False) -> list[A]:
-        """It has run. Returns those that may run now. ``again``: it would run once more, and is compared with those that wait."""
+        """Frees an instance's resources. Returns those that may run now. ``again``: it asks for another run at once."""
         if again:
             self._waiting[asker] = None
         if asker not in self._running:
@@ -115,7 +115,7 @@ class Resources(Generic[A]):
             self._used[name] = self._used.get(name, 0) + count
 
     def check_invariants(self) -> None:
-        """For tests: what is used is what runs needs, and no more than there is."""
+        """Asserts, for tests, that running instances use what is counted, and no more than there is."""
         used = dict.fromkeys(self._used, 0)
         for asker in self._running:
             for name, count in self._askers[asker].needs.items():

@@ -1,6 +1,6 @@
-"""Answers leave in the order in which their requests were taken from the queue, whichever instance is done first.
+"""Answers leave in the order in which requests were taken from the queue, whichever instance is done first.
 
-Pure: what ``preserve_ordering`` asks for. An answer waits for those before it; an error takes its turn like any other.
+Pure. ``preserve_ordering`` asks for it. An answer waits for those before it; an error takes its turn like any other.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ A = TypeVar("A")
 
 
 class ResponseOrder(Generic[K, A]):
-    """One per model version. ``K`` stands for a request, ``A`` for its answer."""
+    """Orders the answers of one model version. ``K`` stands for a request, ``A`` for its answer."""
 
     def __init__(self) -> None:
-        #: Those that were taken and not let go, in their order.
+        #: Requests that were taken and whose answers have not left, in their order.
         self._turns: deque[K] = deque()
         #: Answers that wait for others.
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Requests that were taken and not let go."""
+        """Returns how many requests were taken whose answers have not left."""
         return len(self._turns)
 
     def taken(self, request: K) -> None:
-        """It leaves the queue, to be run or refused: its turn is behind all that left before."""
+        """Notes that a request leaves the queue, to be run or refused: its turn is behind all that left before."""
         self._turns.append(request)
 
     def done(self, request: K, answer: A) -> list[tuple[K, A]]:
-        """Its answer is ready. Returns the answers that may leave now, in their order."""
+        """Takes a request's answer. Returns the answers that may leave now, in their order."""
         self._ready[request] = answer
         leaving: list[tuple[K, A]] = []
         while self._turns and self._turns[0] in self._ready:
@@ -40,7 +40,7 @@ class ResponseOrder(Generic[K, A]):
         return leaving
 
     def check_invariants(self) -> None:
-        """For tests: who is ready waits for somebody who is not."""
+        """Asserts, for tests, that each answer that is held waits for one that is not ready."""
         assert len(set(self._turns)) == len(self._turns)
         assert self._ready.keys() <= set(self._turns)
         assert not self._turns or self._turns[0] not in self._ready

@@ -17,7 +17,7 @@ from tensord.workers.scheduling.queue import Waiting
 
 
 class Controls(NamedTuple):
-    """What a request says of its sequence."""
+    """A request's correlation id and flags: START and END."""
 
     #: A number or a text: 5 and "5" are two sequences. 0 and "" are none.
     correlation_id: int | str
@@ -25,28 +25,28 @@ class Controls(NamedTuple):
     end: bool
 
 
-#: What becomes ``Controls``, where that is made for every request.
+#: The fields of ``Controls``, where making one for every request would cost too much.
 Asked = tuple[int | str, bool, bool]
 
 
 class Slot(NamedTuple):
-    """Where a sequence runs. Lower numbers are given out first, over all instances."""
+    """The slot of an instance where a sequence runs. Lower numbers are given out first, over all instances."""
 
     number: int
     instance: int
 
 
 class Sequenced(Waiting):
-    """What the scheduler knows of a request to a model with sequences; the fields are not there for others."""
+    """A request to a model with sequences, as the scheduler knows it."""
 
     __slots__ = ("controls", "live", "slot")
 
     def __init__(self, key: object, arrived_ns: int, controls: Controls) -> None:
         super().__init__(key, 1, arrived_ns)
         self.controls = controls
-        #: The sequence that it joined.
+        #: The sequence that the request joined.
         self.live: LiveSequence[Any]
-        #: Once it was taken: where its sequence runs.
+        #: The slot of its sequence; set once the request was taken.
         self.slot: Slot
 
 
@@ -54,9 +54,9 @@ S = TypeVar("S", bound=Sequenced)
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence is in its life."""
+    """The state of a sequence's life."""
 
-    #: In the backlog: nothing of it has run.
+    #: It is in the backlog, and none of its requests has run.
     WAITING = enum.auto()
     #: It has a slot, and further requests may join.
     ACTIVE = enum.auto()
@@ -73,31 +73,31 @@ class LiveSequence(Generic[S]):
         self.correlation_id = correlation_id
         #: Tells sequences of one id apart; a later one has a higher number.
         self.generation = generation
-        #: None: it waits for one.
+        #: None while it waits for one.
         self.slot: Slot | None = None
         #: Its requests that were not taken, oldest first. What is taken leaves this list.
         self.waiting: deque[S] = deque()
-        #: Whether one of its requests was taken and is not done. There is never a second one.
+        #: Whether one of its requests was taken and is not done; there is at most one.
         self.running = False
-        #: Whether any was ever taken: from then on the model may have state of it.
+        #: Whether any of its requests was ever taken: from then on the model may have state of it.
         self.begun = False
         #: Whether its id is forgotten: nothing joins it any more.
         self.closed = False
-        #: Of a model whose state varies in size (``workers/models/free_state.py``): what its last step left.
+        #: State that its last step left, where the model's state varies in size (``workers/models/free_state.py``).
         self.kept: Any = None
         #: Whether it lost requests that never ran: nothing more of it may run.
         self.cancelled = False
 
     @property
     def state(self) -> SequenceState:
-        """Where it is in its life."""
+        """The state that slot and id imply."""
         if self.slot is None:
             return SequenceState.WAITING
         return SequenceState.ENDING if self.closed else SequenceState.ACTIVE
 
     @property
     def ready(self) -> bool:
-        """Whether its first waiting request may run."""
+        """True while its first waiting request may run."""
         return self.slot is not None and not self.running and bool(self.waiting)
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class LiveSequence(Generic[S]):
 
 
 def state_lost(correlation_id: int | str, model: str) -> Unavailable:
-    """What a client of a sequence is told whose state went with a run that failed."""
+    """Returns the error for a sequence whose state was lost in a run that failed."""
     return Unavailable(
         f"sequence {correlation_id} of model '{model}' was lost after an execution error; start it again with the START flag"
     )

@@ -1,4 +1,4 @@
-"""Which requests of sequences run together, on which instance, and when: what ``DynamicBatcher`` is to other models.
+"""Decides which requests of sequences run together, on which instance, and when.
 
     request ─▶ table: its sequence, a slot ─▶ the batcher of that slot's instance, once it may run ─▶ taken ─▶ done
 
@@ -19,35 +19,35 @@ from tensord.workers.scheduling.sequence_table import SequenceRules, SequenceTab
 
 
 class Strategy(Protocol[S]):
-    """What makes batches of the ready sequences of one instance: ``DirectBatcher`` or ``OldestBatcher``."""
+    """Makes batches of the ready sequences of one instance: ``DirectBatcher`` or ``OldestBatcher``."""
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """The first waiting request of that sequence may run."""
+        """Notes that the first waiting request of a sequence may run."""
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """It may not any more."""
+        """Notes that a sequence that was ready is not any more."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """At most so many rows of that key run at once from now on; 0: as many as of any other."""
+        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
 
     def at_once(self, key: Hashable) -> int:
-        """As ``Planner.at_once``."""
+        """Implements ``Planner.at_once``."""
 
     def end_delays(self) -> None:
-        """Nothing waits for company any more."""
+        """Stops delaying requests so that others can join them."""
 
     def due_ns(self) -> int | None:
-        """When the next batch should run. None: nothing is ready."""
+        """Returns when the next batch should run, or None while no sequence is ready."""
 
     def take(self, now_ns: int) -> list[LiveSequence[S]]:
-        """The sequences of the next batch; empty when none is due."""
+        """Removes and returns the sequences of the next batch; empty when none is due."""
 
     def check_invariants(self) -> None:
-        """For tests."""
+        """Asserts its invariants, for tests."""
 
 
 class SequenceBatcher(Generic[S]):
-    """One per model version with sequences."""
+    """Plans the requests of one model version with sequences."""
 
     def __init__(
         self,
@@ -58,46 +58,45 @@ class SequenceBatcher(Generic[S]):
         events: SequenceEvents,
         attach: Callable[[S], None] | None = None,
     ) -> None:
-        """``strategy``: makes one for an instance. ``attach``: called with each request before it may run."""
+        """Makes a strategy for each instance. ``attach``: called with each request before it may run."""
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach
         self._strategies = [strategy() for _ in range(instances)]
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Returns how many requests wait."""
         return len(self.table)
 
     # ---------------------------------------------------------------------------------------------------------- events
 
     def arrived(self, request: S) -> None:
-        """Raises InvalidArgument, Unavailable: why it is not admitted; then nothing has changed."""
+        """Admits a request. Raises InvalidArgument, Unavailable: why not; then nothing has changed."""
         live = self.table.admit(request)
         if len(live.waiting) == 1:
             self._look(live)
 
     def cancelled(self, request: S) -> list[tuple[S, ServingError]]:
-        """Nobody waits for it any more. Returns the answers of all that do not run now: none where it did not wait."""
+        """Cancels a request. Returns the answers of all that do not run now: none where it did not wait."""
         return self._lose(request, Cancelled("the request was cancelled")) if request.line >= 0 else []
 
     def done(self, requests: Iterable[S], now_ns: int) -> None:
-        """What was taken has run, well or not."""
+        """Notes that requests have run, well or not."""
         for request in requests:
             self._look(self.table.done(request, now_ns))
 
     def restore(self, requests: Iterable[S], now_ns: int) -> list[tuple[S, ServingError]]:
-        """What was taken could not run, or is to run once more, and waits again. Returns the answers of those whose sequences are
-        gone."""
+        """Queues taken requests again, to run once more. Returns the answers of those whose sequences are gone."""
         lost = [request for request in requests if not self._put_back(request, now_ns)]
         return [(request, _cancelled(request)) for request in lost]
 
     def dropped(self, request: S, now_ns: int) -> list[tuple[S, ServingError]]:
-        """What was taken will never run. Returns the answers of all that wait behind it."""
+        """Notes that a taken request will never run. Returns the answers of all that wait behind it."""
         answers = [] if request.live.cancelled else self._lose(request, _cancelled(request))
         self.done([request], now_ns)
         return answers
 
     def tick(self, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Time has passed. Returns the answers of requests that waited too long, and of all that wait behind them."""
+        """Ends silent sequences and expired requests. Returns the answers of these, and of all that wait behind them."""
         for live in self.table.close_idle(now_ns):
             self._look(live)
         answers: list[tuple[S, ServingError]] = []
@@ -106,7 +105,7 @@ class SequenceBatcher(Generic[S]):
         return answers
 
     def _lose(self, request: S, error: ServingError) -> list[tuple[S, ServingError]]:
-        """Ends the sequence of a request. Returns the answers of all of it that wait."""
+        """Ends the sequence of a request. Returns the answers of its waiting requests."""
         live: LiveSequence[S] = request.live
         if live.ready and live.slot is not None:
             self._strategies[live.slot.instance].withdraw(live)
@@ -124,7 +123,7 @@ class SequenceBatcher(Generic[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Something has changed that may have made it ready."""
+        """Gives a sequence to its instance's strategy, if it has become ready."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
@@ -133,8 +132,9 @@ class SequenceBatcher(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Requests of the first instance that came together, one row each, and run at once if nothing waits: then they need not
-        arrive, be taken and be done one by one.
+        """Begins requests of the first instance that came together, one row each, if no others wait.
+
+        They need not arrive, be taken and be done one by one.
 
         Returns the sequences of the first ones, which run now; ``have_run`` is to be called when they have. The others have not
         arrived: one of a sequence that runs, or one that has to wait, or is to be refused.
@@ -143,67 +143,69 @@ class SequenceBatcher(Generic[S]):
         return self.table.run_now(asked)
 
     def have_run(self, seated: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """They have run, well or not."""
+        """Notes that sequences that ``run_now`` began have run, well or not."""
         self.table.have_run(seated, now_ns)
 
     def at_once(self, key: Hashable) -> int:
-        """As ``Planner.at_once``."""
+        """Implements ``Planner.at_once``."""
         return self._strategies[0].at_once(key)
 
     # ---------------------------------------------------------------------------------------------------------- batches
 
     @property
     def next_tick_ns(self) -> int:
-        """When ``tick`` is worth a call; 0: never. May be early."""
+        """When ``tick`` is worth a call, perhaps too early; 0: never."""
         return self.table.next_tick_ns
 
     @property
     def lives(self) -> bool:
-        """While nothing waits it is asked only when somebody may have been silent too long (``silent_ns`` of its table)."""
+        """Returns False: while no request waits, only silent sequences need a call (``silent_ns`` of its table)."""
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[S]:
-        """As ``Planner.decide``."""
+        """Implements ``Planner.decide``."""
         return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:
-        """When the next batch of an instance should run. None: nothing of it is ready."""
+        """Returns when an instance's next batch should run, or None while none of its sequences is ready."""
         return self._strategies[instance].due_ns()
 
     def take(self, now_ns: int, instance: int = 0) -> list[S]:
-        """Removes the next batch of a free instance; empty when none is due. Each request has its slot, and sequences of "direct"
-        are in the order of those."""
+        """Removes and returns the next batch of a free instance; empty when none is due.
+
+        Each request has its slot; batches of strategy "direct" are in the order of slots.
+        """
         return [self.table.take(live) for live in self._strategies[instance].take(now_ns)]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """At most so many rows of that key run at once from now on; 0: as many as of any other."""
+        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
         for strategy in self._strategies:
             strategy.limit(key, rows)
 
     # -------------------------------------------------------------------------------------------------------------- end
 
     def end_delays(self) -> None:
-        """No more requests come: what waits for company waits in vain."""
+        """Stops delaying requests, because no others will come to join them."""
         for strategy in self._strategies:
             strategy.end_delays()
 
     def stop(self) -> None:
-        """No new sequences; those that live may go on."""
+        """Refuses new sequences from now on; those that live may go on."""
         self.table.stopping = True
         self.end_delays()
 
     def close(self, correlation_id: int | str) -> None:
-        """That sequence goes on elsewhere: here its id is forgotten, and what waits runs."""
+        """Forgets the id of a sequence that goes on elsewhere; its waiting requests still run."""
         self._look(self.table.close(correlation_id))
 
     def close_all(self) -> None:
-        """Nobody will send more requests: every sequence ends when what waits of it has run."""
+        """Ends every sequence once its waiting requests have run, because nobody will send more."""
         self.table.forget_all()
         for live in self.table.close_idle():
             self._look(live)
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
-        """The state of an instance's sequences is gone: those that have begun end, and each is told so once.
+        """Ends an instance's sequences that have begun, because their state is gone; each client is told so once.
 
         Returns the answers of all of them that wait; where nothing waits, the next request is told.
         """
@@ -219,7 +221,7 @@ class SequenceBatcher(Generic[S]):
         return answers
 
     def check_invariants(self) -> None:
-        """For tests: what is ready is with its instance, and nowhere else."""
+        """Asserts, for tests, that each ready sequence is with its instance, and nowhere else."""
         self.table.check_invariants()
         for strategy in self._strategies:
             strategy.check_invariants()

@@ -1,4 +1,4 @@
-"""The live sequences of one model version: who is admitted, who has a slot, who waits for one, and who was silent too long.
+"""The live sequences of one model version: which has a slot, which waits for one, and which was silent too long.
 
     admit ─▶ a free slot ────────────────▶ taken ─▶ done ─▶ taken ... ─▶ END done, or idle: the slot goes to the backlog's head
           └▶ backlog: whole sequences ──▶ (first come, first served)
@@ -21,7 +21,7 @@ from tensord.workers.scheduling.sequence_events import SequenceEvents
 from tensord.workers.scheduling.slots import Slots
 
 _FULL = "Exceeds maximum queue size"
-#: Ids that are remembered as lost.
+#: Ids of lost sequences that are kept.
 _MOST_LOST = 4096
 
 
@@ -29,7 +29,7 @@ _MOST_LOST = 4096
 class SequenceRules:
     """How one model version treats sequences."""
 
-    #: Of each instance.
+    #: Slots of each instance.
     slots: int = 1
     #: A sequence with a slot is forgotten after that time without a request.
     idle_ns: int = 1_000_000_000
@@ -40,44 +40,44 @@ class SequenceRules:
 
 
 class SequenceTable(Generic[S]):
-    """One per model version; one thread uses it."""
+    """The live sequences of one model version; one thread uses it."""
 
     def __init__(self, model: str, rules: SequenceRules, instances: int, events: SequenceEvents) -> None:
         self.model = model
         self._rules = rules
         self._events = events
-        #: By correlation id: those that further requests may join.
+        #: Correlation id -> its sequence, if further requests may join it.
         self._live: dict[int | str, LiveSequence[S]] = {}
         self._generation = 0
         self._slots = Slots(rules.slots, instances)
-        #: Those that have one, and those that wait for one, in their order.
+        #: Sequences that have a slot, and those that wait for one, in their order.
         self._holders: dict[Slot, LiveSequence[S]] = {}
         self._backlog: dict[LiveSequence[S], None] = {}
-        #: Those with a slot and nothing to do -> since when; the first has been idle longest.
+        #: Sequences with a slot and nothing to do -> since when; the first has been idle longest.
         self._idle: dict[LiveSequence[S], int] = {}
         self.expiries: Expiries[S] = Expiries()
         self._waiting = 0
-        #: Ids whose state went with a run that failed, until they are told or would have been idle too long -> since when.
+        #: Ids whose state went with a run that failed -> since when; kept until a client was told, or the idle time is over.
         self._lost: dict[int | str, int] = {}
-        #: No new sequences: the worker is to stop.
+        #: Whether new sequences are refused, because the worker is to stop.
         self.stopping = False
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Returns how many requests wait."""
         return self._waiting
 
     @property
     def live(self) -> int:
-        """Sequences with a slot or in the backlog."""
+        """How many sequences have a slot or wait in the backlog."""
         return len(self._holders) + len(self._backlog)
 
     @property
     def backlog(self) -> int:
-        """Sequences that wait for a slot."""
+        """How many sequences wait for a slot."""
         return len(self._backlog)
 
     def seated(self, now_ns: int) -> int:
-        """Sequences with a slot, without those whose silence has been too long and who only have not been asked since."""
+        """Returns how many sequences have a slot, without those that have been silent too long and are still to be ended."""
         silent = 0
         for since_ns in self._idle.values():
             if since_ns + self._rules.idle_ns > now_ns:
@@ -87,11 +87,11 @@ class SequenceTable(Generic[S]):
 
     @property
     def free_slots(self) -> int:
-        """Slots that nobody has."""
+        """How many slots are free."""
         return self._slots.free
 
     def find(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """The sequence that a request of that id without START would join."""
+        """Returns the sequence that a request of an id without START would join, or None."""
         return self._live.get(correlation_id)
 
     # -------------------------------------------------------------------------------------------------------- admission
@@ -153,7 +153,7 @@ class SequenceTable(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
-        """Where nothing waits: requests that run now, together, as ``admit`` and ``take`` of each would have it.
+        """Begins requests that run now, together, if no others wait, as ``admit`` and ``take`` of each would.
 
         Returns the sequences of the first ones. It ends before one that has to wait, or is to be refused: ``admit`` says why.
         """
@@ -177,7 +177,7 @@ class SequenceTable(Generic[S]):
         return seated
 
     def have_run(self, seated: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """What ``run_now`` has seated has run."""
+        """Notes that sequences that ``run_now`` began have run."""
         idle = self._idle
         for live in seated:
             live.running = False
@@ -187,7 +187,7 @@ class SequenceTable(Generic[S]):
                 idle[live] = now_ns
 
     def _begin_now(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """A sequence whose first request runs now. None: it has to wait, or is to be refused."""
+        """Returns a new sequence whose first request runs now, or None where it has to wait or is to be refused."""
         if not correlation_id or self.stopping or not self._slots.free:
             return None
         try:
@@ -201,7 +201,7 @@ class SequenceTable(Generic[S]):
     # ---------------------------------------------------------------------------------------------------------- running
 
     def take(self, live: LiveSequence[S]) -> S:
-        """Removes the first waiting request of a ready sequence, to be run."""
+        """Removes and returns the first waiting request of a ready sequence, to be run."""
         assert live.slot is not None
         request = live.waiting.popleft()
         request.line = -1
@@ -214,7 +214,7 @@ class SequenceTable(Generic[S]):
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
-        """What was taken has run. Returns who has become ready: the same sequence, or one out of the backlog."""
+        """Notes that a request has run. Returns the sequence that has become ready: its own, or one out of the backlog."""
         live = request.live
         live.running = False
         if live.waiting:
@@ -225,7 +225,7 @@ class SequenceTable(Generic[S]):
         return None
 
     def restore(self, request: S) -> LiveSequence[S] | None:
-        """What was taken could not run, and is the first of its sequence again. None: that was cancelled; call ``done``."""
+        """Puts a taken request back as the first of its sequence. None: the sequence was cancelled; call ``done``."""
         live = request.live
         if live.cancelled:
             return None
@@ -237,7 +237,7 @@ class SequenceTable(Generic[S]):
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
-        """The slot of a sequence goes to the first of the backlog, which is returned."""
+        """Gives the slot of a sequence to the first of the backlog, which is returned."""
         slot = live.slot
         assert slot is not None
         del self._holders[slot]
@@ -262,7 +262,7 @@ class SequenceTable(Generic[S]):
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def cancel(self, live: LiveSequence[S]) -> tuple[list[S], LiveSequence[S] | None]:
-        """Ends a sequence, because one of its requests is lost. Returns those that waited, and who has become ready."""
+        """Ends a sequence, because one of its requests is lost. Returns those that waited, and which has become ready."""
         refused = list(live.waiting)
         live.waiting.clear()
         live.cancelled = True
@@ -279,7 +279,7 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """The next request of its id is told what became of it, unless that starts it again."""
+        """Has the next request of a lost sequence's id refused with the reason, unless that starts it again."""
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns
@@ -287,7 +287,7 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Forgets an id, if it is live; what is queued runs. Returns who has become ready."""
+        """Forgets an id, if it is live; its queued requests run. Returns the sequence that has become ready."""
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -296,7 +296,7 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends those that were silent too long; without a time, all that have nothing to do. Returns who has become ready."""
+        """Ends sequences that were silent too long; without a time, all idle ones. Returns those that have become ready."""
         ready: list[LiveSequence[S]] = []
         while self._idle:
             live, since_ns = next(iter(self._idle.items()))
@@ -307,13 +307,13 @@ class SequenceTable(Generic[S]):
         return ready
 
     def forget_all(self) -> None:
-        """No id is live any more; what is queued runs."""
+        """Forgets all ids; what is queued runs."""
         for live in list(self._live.values()):
             self._forget(live)
 
     @property
     def next_tick_ns(self) -> int:
-        """When somebody waits in vain: its time is up, or another one's silence frees a slot; 0: never. May be early."""
+        """When a request expires or a silent sequence's slot is due to the backlog, perhaps too early; 0: never."""
         earliest = self.expiries.earliest_ns
         moments = [] if earliest is None else [earliest]
         if self._idle and self._backlog:
@@ -321,22 +321,22 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Before that nobody will have been silent too long, whoever comes and goes meanwhile."""
+        """Returns a moment before which no sequence will have been silent too long, whatever comes and goes meanwhile."""
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
     # ----------------------------------------------------------------------------------------------------------- looking
 
     def begun(self, instance: int) -> list[LiveSequence[S]]:
-        """Those that have run on that instance."""
+        """Returns the sequences that have run on an instance."""
         return [live for slot, live in self._holders.items() if slot.instance == instance and live.begun]
 
     def sequences(self) -> Iterable[LiveSequence[S]]:
-        """Those with a slot, then the backlog in its order."""
+        """Iterates over sequences with a slot, then over the backlog in its order."""
         yield from self._holders.values()
         yield from self._backlog
 
     def check_invariants(self) -> None:
-        """For tests: one slot for a sequence, one sequence for a slot, and the counters say what there is."""
+        """Asserts, for tests, that each sequence has one slot, each slot one sequence, and that the counters are right."""
         everyone = list(self.sequences())
         assert len(set(everyone)) == len(everyone) == self.live
         assert sum(len(live.waiting) for live in everyone) == self._waiting <= self._rules.max_waiting + self.live

@@ -1,6 +1,6 @@
-"""The places of one model version's sequences, over all of its instances: which is free, and which is given out next.
+"""The slots for one model version's sequences, over all of its instances: which is free, and which is given out next.
 
-Pure. There may be more of them than memory could list, so only those that were ever used are.
+Pure. There may be more slots than memory could list, so only those that were ever used are listed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from tensord.workers.scheduling.sequence import Slot
 
 
 class Slots:
-    """One per table of sequences."""
+    """Gives out and takes back the slots of one table of sequences."""
 
     def __init__(self, of_each: int, instances: int) -> None:
-        """``of_each``: instance."""
+        """Makes ``of_each`` slots for each instance."""
         self._instances = instances
-        #: All there are, and those that nobody has.
+        #: How many slots there are, and how many are free.
         self.count = self.free = of_each * instances
-        #: Those that were used and are free; from ``_fresh`` on none ever was.
+        #: Slots that were used and are free; from number ``_fresh`` on none ever was used.
         self._freed: list[Slot] = []
         self._fresh = 0
 
     def take(self) -> Slot:
-        """The lowest free one."""
+        """Takes the lowest free slot."""
         self.free -= 1
         # Whatever was used before is lower than what never was.
         if self._freed:
@@ -33,12 +33,12 @@ class Slots:
         return Slot(number, instance)
 
     def give_back(self, slot: Slot) -> None:
-        """Nobody has it any more."""
+        """Frees a slot."""
         self.free += 1
         heapq.heappush(self._freed, slot)
 
     def check_invariants(self, taken: set[Slot]) -> None:
-        """For tests: those that are taken and those that were given back are all that were ever used."""
+        """Asserts, for tests, that slots in use and slots given back are all that were ever used."""
         assert not taken & set(self._freed)
         assert all(slot.instance < self._instances for slot in taken)
         assert len(taken) + len(self._freed) == self._fresh <= self.count

@@ -1,14 +1,14 @@
 """Decides which requests of a stepped model have a slot, and which of them take part in the next step.
 
-Pure: it knows neither the device nor the time. ``tensord.workers.dispatch.stepping`` runs what it decides and tells it what
-came of that.
+Pure: it knows neither the device nor the time. ``tensord.workers.dispatch.stepping`` runs what it decides and reports the
+results.
 
     request ─▶ waits ─▶ take: a slot ─▶ step ─▶ step ─▶ ... ─▶ finished, or its last step ─▶ gone, the slot is free
                  │                        └──▶ cancelled, or failed with all others ─▶ gone, the slot is free
                  └──▶ cancelled, or its time is up: refused
 
 A step is given to the device before the one before it is read, so that the device never waits for us: ``AHEAD`` steps are on
-their way. What a step says of a slot is for the request that took part in it: who has the slot by then hears nothing of it.
+their way. A step's result for a slot belongs to the request that took part in it, not to one that has the slot by then.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tensord.workers.scheduling.queue import RequestQueue, W
 
 #: Steps on their way to the device, or on it.
 AHEAD = 2
-#: What an insertion or a step says of a slot: there is something for its request, and it is over.
+#: Result flags of an insertion or a step for a slot: its request gets an answer; its request is over.
 EMITS, FINISHED = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """How one model version is stepped."""
+    """The limits of stepping for one model version."""
 
-    #: Requests that are stepped at a time.
+    #: Requests that take part in steps at a time.
     slots: int
     #: A request is over after so many steps at the latest.
     max_steps: int
-    #: Requests that may get a slot between two steps: those that have one wait meanwhile.
+    #: Requests that may get a slot between two steps; those that have one wait meanwhile.
     inserts_per_step: int = 4
-    #: Requests that get theirs in one call.
+    #: Requests that one call inserts.
     insert_rows: int = 1
 
 
@@ -50,11 +50,11 @@ class Seat(Generic[W]):
     def __init__(self, request: W, number: int) -> None:
         self.request = request
         self.number = number
-        #: Those it takes part in, as far as they are on their way.
+        #: Steps that it has taken part in, those on their way included.
         self.steps = 0
-        #: It is over.
+        #: Whether its request is over.
         self.left = False
-        #: It takes part in none for now.
+        #: Whether it takes part in no steps for now.
         self.paused = False
 
     def __repr__(self) -> str:
@@ -62,9 +62,9 @@ class Seat(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of all slots."""
+    """One step of all slots: who takes part in it."""
 
-    #: Who takes part, and for whom of them it is the last.
+    #: Requests that take part, and slots for which it is the last step.
     seats: Sequence[Seat[W]]
     last: frozenset[int]
     #: Slots that must not be stepped although the device knows of a request there.
@@ -72,26 +72,26 @@ class Step(NamedTuple, Generic[W]):
 
 
 class Answer(NamedTuple, Generic[W]):
-    """What a request gets of a step, or of its insertion."""
+    """An answer to a request, from a step or from its insertion."""
 
     request: W
-    #: The row of the outputs.
+    #: The request's row of the outputs.
     row: int
-    #: Whether there is anything for it besides that it is over.
+    #: Whether the answer has outputs.
     emits: bool
     final: bool
 
 
 class StepBatcher(QueuePlanner[W]):
-    """One per version of a stepped model, over its queue."""
+    """Plans insertions and steps of one version of a stepped model."""
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
         self._rules = rules
         self._seats: dict[W, Seat[W]] = {}
-        #: By slot: who takes part in the next step.
+        #: Slot -> its request, if that takes part in the next step.
         self._running: dict[int, Seat[W]] = {}
-        #: A heap: lower ones are given out first.
+        #: A heap of free slots: lower ones are given out first.
         self._free = list(range(rules.slots))
         self._masked: frozenset[int] = frozenset()
         #: Requests that may get a slot before the next step.
@@ -101,7 +101,7 @@ class StepBatcher(QueuePlanner[W]):
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
-        """Nobody waits for it any more. Returns its answer, if it waited; one that has a slot leaves it."""
+        """Cancels a request. Returns its answer, if it waited; one that has a slot leaves it."""
         refused = super().cancelled(request)
         if not refused:
             self._leave(request)
@@ -109,15 +109,15 @@ class StepBatcher(QueuePlanner[W]):
 
     @property
     def lives(self) -> bool:
-        """Whether it must be asked although nothing waits."""
+        """True while a request has a slot, or a step is on its way."""
         return bool(self._seats) or self._on_their_way > 0
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        """As ``Planner.decide``: a batch is requests that get their slots."""
+        """Implements ``Planner.decide``: a batch is requests that get their slots."""
         return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:
-        """When the next requests should get their slots, if need be after a step. None: nothing waits, or no slot is free."""
+        """Returns when the next requests should get slots, or None while none waits or no slot is free."""
         head = self._queue.head() if self._free else None
         return None if head is None else head.arrived_ns
 
@@ -135,45 +135,45 @@ class StepBatcher(QueuePlanner[W]):
         return taken
 
     def done(self, requests: Iterable[W], now_ns: int) -> None:
-        """They are over, well or not: their slots are free."""
+        """Frees the slots of requests that are over, well or not."""
         for request in requests:
             self._leave(request)
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """It will not be stepped any more: that concerns no other."""
+        """Frees the slot of a request that is not stepped any more; others go on."""
         self._leave(request)
         return []
 
     def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """They could not be inserted, and wait again."""
+        """Queues requests again that could not be inserted."""
         self.done(requests, now_ns)
         return super().restore(requests, now_ns)
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Every key has one program: there is nothing to limit."""
+        """Does nothing: every key has one program, whatever the rows."""
 
     def at_once(self, key: Hashable) -> int:
-        """Each joins a slot of its own."""
+        """Returns 0: each request joins a slot of its own."""
         return 0
 
     def end_delays(self) -> None:
-        """No more requests come: nobody waits for company here."""
+        """Does nothing: no request waits for others to join it."""
 
     def stop(self) -> None:
-        """The worker is to stop: whatever is there still runs."""
+        """Does nothing: requests that are there when the worker stops still run."""
 
     # ------------------------------------------------------------------------------------------------------------ slots
 
     def slot(self, request: W) -> int:
-        """The slot of a request that has one."""
+        """Returns the slot of a request that has one."""
         return self._seats[request].number
 
     def seated(self) -> list[W]:
-        """Requests that have a slot."""
+        """Returns the requests that have a slot."""
         return list(self._seats)
 
     def _leave(self, request: W, known: bool = False) -> bool:
-        """Frees its slot. ``known``: the device knows that nobody is there any more."""
+        """Frees a request's slot, if it has one. ``known``: the device knows that the slot is free."""
         seat = self._seats.pop(request, None)
         if seat is None:
             return False
@@ -185,7 +185,7 @@ class StepBatcher(QueuePlanner[W]):
         return True
 
     def pause(self, request: W) -> None:
-        """It keeps its slot and is not stepped until ``resume``. Ignores one that has none."""
+        """Leaves a request out of steps until ``resume``; it keeps its slot. Ignores one that has none."""
         seat = self._seats.get(request)
         if seat is not None:
             seat.paused = True
@@ -193,7 +193,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked |= {seat.number}
 
     def resume(self, request: W) -> None:
-        """It is stepped again."""
+        """Lets a paused request take part in steps again."""
         seat = self._seats.get(request)
         if seat is None or not seat.paused:
             return
@@ -203,7 +203,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked -= {seat.number}
 
     def step(self) -> Step[W] | None:
-        """The next step. None: there is nobody for one, or enough of them are on their way."""
+        """Begins the next step. None: no request takes part, or enough steps are on their way."""
         if self._on_their_way >= AHEAD:
             return None
         self._room = self._rules.inserts_per_step
@@ -223,7 +223,7 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------ what came of it
 
     def inserted(self, requests: Sequence[W], says: Sequence[int]) -> list[Answer[W]]:
-        """An insertion was read. ``says``: of each request, ``EMITS`` and ``FINISHED``. Returns what the requests get."""
+        """Takes the flags of an insertion, one for each request. Returns the requests' answers."""
         answers: list[Answer[W]] = []
         for row, (request, said) in enumerate(zip(requests, says, strict=False)):
             if request in self._seats and said:
@@ -233,9 +233,9 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[Answer[W]], list[int]]:
-        """A step was read, in its turn. ``says``: of each slot, as above.
+        """Takes the flags of the oldest step on its way, one for each slot.
 
-        Returns: what the requests get; and slots of those among ``joined`` that get something and go on.
+        Returns: the requests' answers; and the slots among ``joined`` that emit and go on.
         """
         self._on_their_way -= 1
         answers: list[Answer[W]] = []
@@ -260,7 +260,7 @@ class StepBatcher(QueuePlanner[W]):
         return Answer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
-        """What the device kept is gone, and what is on its way with it. Returns the requests that had a slot: they are over."""
+        """Frees all slots, because the device's state is lost. Returns the requests that had one: they are over."""
         lost = list(self._seats)
         self.done(lost, 0)
         # The device begins anew, and knows of nobody.
@@ -268,7 +268,7 @@ class StepBatcher(QueuePlanner[W]):
         return lost
 
     def check_invariants(self) -> None:
-        """For tests: each slot is free or one request's, and who is stepped has one."""
+        """Asserts, for tests, that each slot is free or one request's, and that who is stepped has one."""
         self._queue.check_invariants()
         numbers = [seat.number for seat in self._seats.values()]
         assert sorted(numbers + self._free) == list(range(self._rules.slots))

@@ -1,4 +1,4 @@
-"""Who waits for whom: whether anything can still go on. Pure."""
+"""Finds deadlocks: nodes that wait for each other and for nobody else. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ N = TypeVar("N", bound=Hashable)
 
 
 def is_stuck(node: N, waits_for: Callable[[N], Iterable[N]]) -> bool:
-    """Whether it waits for itself, or for others that do, and for nobody else.
+    """Returns whether a node waits for itself, or for others that do, and for nobody else.
 
     Args:
-      waits_for: of a node those of which any one is enough for it to go on; none: it goes on by itself.
+      waits_for: returns a node's alternatives: any one lets it go on; none: it goes on by itself.
     """
-    seen, left = {node}, [node]
+    visited, left = {node}, [node]
     while left:
         found = tuple(waits_for(left.pop()))
         if not found:
             return False
-        left += [other for other in found if other not in seen]
-        seen.update(found)
+        left += [other for other in found if other not in visited]
+        visited.update(found)
     return True
