@@ -1,1 +1,1 @@
-"""Processes that compile for a worker what it has traced: a compiler that dies takes one model's load with it, and no worker."""
+"""Processes that compile what a worker has traced: a compiler that dies fails one model's load, and takes no worker with it."""

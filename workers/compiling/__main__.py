@@ -1,8 +1,8 @@
-"""``python -m tensord.workers.compiling --fd N``: compiles for one worker, which started it and holds the other end of that
-socket.
+"""Compiles programs for the worker that started it: ``python -m tensord.workers.compiling --fd N``.
 
-It has XLA and nothing else: no jax, no model's code, no parameters, no cache. Modules come in, executables go out. It ends when
-nothing was asked for a while, and at once when its worker is gone, also in the middle of a compilation.
+The worker holds the other end of socket N. The process has XLA and nothing else: no jax, no model's code, no parameters, no
+cache. Modules come in, executables go out. It ends when nothing was asked for a while, and at once when its worker is gone, also
+in the middle of a compilation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tensord.shm.record import encoder
 from tensord.workers.compiling.records import TO_PROCESS, Compile, Compiled, Refused
 from tensord.workers.jax_internals.interfaces import CUSTOM_CALLS, XLA_CLIENT
 
-#: Without work for so long it ends: what compiling took is given back. To start again takes a quarter of a second.
+#: The process ends after so long without work, to give memory back. Starting another one takes a quarter of a second.
 _IDLE_SECONDS = 2.0
 #: Where memory runs out, the kernel ends this process before any other.
 _OOM_SCORE = "1000"
@@ -59,7 +59,7 @@ def _end_with_worker(fd: int) -> None:
 
 
 class Compiler:
-    """Clients of XLA:CPU, made as they are needed. What a jaxlib has elsewhere, or not at all, is a refusal like any other."""
+    """Compiles with clients of XLA:CPU, made as needed. An interface that jaxlib lacks is a refusal like any other."""
 
     def __init__(self) -> None:
         self._clients: dict[tuple[int, int], Any] = {}
@@ -91,7 +91,7 @@ class Compiler:
 @functools.cache
 def _xla() -> Any:
     xla_client = XLA_CLIENT.find()
-    # As jax does: a call of LAPACK is looked for when it is compiled.
+    # Registers custom calls as jax does: LAPACK's are looked up when a program is compiled.
     for library in CUSTOM_CALLS.find():
         for platform, targets in library.registrations().items():
             for name, value, version in targets:

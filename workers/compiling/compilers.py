@@ -1,4 +1,4 @@
-"""A worker's compile processes, from its side.
+"""The worker's side of its compile processes: starts, asks and kills them.
 
     thread: compile ─▶ a process that is free, started if there is none ─▶ executable
                                   │ killed, crashed, out of memory
@@ -25,21 +25,21 @@ from tensord.workers.threads.turns import Turns
 
 
 class CompilerDied(Exception):
-    """A process ended while it compiled; the text says how."""
+    """Raised where a process ended while it compiled; the text says how."""
 
 
 class Compilers:
-    """Up to ``count`` processes. Used by any number of threads; those beyond ``count`` wait."""
+    """Up to ``count`` compile processes. Any number of threads may use them; those beyond ``count`` wait."""
 
     def __init__(self, count: int, long_seconds: float = 0.0) -> None:
-        """``long_seconds``: a program that takes longer is not counted (``Turns``)."""
+        """Starts no process yet. ``long_seconds``: a program that takes longer is not counted (``Turns``)."""
         self.count = count
         self._turns = Turns(count, long_seconds)
-        # The one that was used last is taken first: the others may end.
+        # The process that was used last is taken first, so that the others become idle and end.
         self._free: deque[_Process] = deque()
 
     def compile(self, asked: Compile, cancellation: Cancellation) -> Compiled | Refused:
-        """Has it compiled. Raises CompilerDied; Cancelled: nobody wants it any more; OSError: no process can be started."""
+        """Has a program compiled. Raises CompilerDied; Cancelled: nobody wants it any more; OSError: no process can start."""
         with self._turns.turn(cancellation):
             while True:
                 process = self._taken()
@@ -49,7 +49,7 @@ class Compilers:
                 except CompilerDied:
                     cancellation.check()
                     raise
-                # Else it had nothing to do for too long.
+                # None: the process had ended because it was idle too long; the next one is tried.
                 if answer is not None:
                     if not process.killed:
                         self._free.append(process)
@@ -65,10 +65,10 @@ class Compilers:
 
 
 class _Process:
-    """One of them; used by one thread at a time."""
+    """One compile process; used by one thread at a time."""
 
     def __init__(self) -> None:
-        """Starts it. Raises OSError: there is no room for it."""
+        """Starts the process. Raises OSError: there is no room for it."""
         ours, theirs = Pipe()
         try:
             self._process = subprocess.Popen(
@@ -84,13 +84,13 @@ class _Process:
             theirs.close()
         self._connection = ours
         self._lock = threading.Lock()
-        #: It is of no use to anybody else.
+        #: Whether it was killed, and cannot be used again.
         self.killed = False
-        # It ends when it likes.
+        # The process may end at any time, and is reaped then.
         threading.Thread(target=self._bury, name="compile process", daemon=True).start()
 
     def compile(self, asked: Compile) -> Compiled | Refused | None:
-        """None: it had ended before. Raises CompilerDied."""
+        """Has the process compile a program. Returns None if it had ended before. Raises CompilerDied."""
         if self._process.poll() is not None:
             return None
         with self._lock, contextlib.suppress(EOFError, OSError):
@@ -103,7 +103,7 @@ class _Process:
         raise CompilerDied(f"exited with status {status}")
 
     def kill(self) -> None:
-        """What it compiles is not wanted; for any thread."""
+        """Kills the process, because nobody wants what it compiles; any thread may call this."""
         self.killed = True
         self._process.kill()
 

@@ -1,4 +1,4 @@
-"""What a worker and its compile processes say to each other, each record in a message of its own.
+"""Records between a worker and its compile processes, each in a message of its own.
 
 worker    Compile ─▶
           ◀─ Compiled | Refused        one answer for each, in their order
@@ -12,26 +12,26 @@ from tensord.shm.record import Record
 
 
 class Compile(Record, frozen=True):
-    """One program."""
+    """Asks for one program to be compiled."""
 
     #: MLIR bytecode of a module of StableHLO.
     module: bytes
     #: XLA's CompileOptionsProto.
     options: bytes
-    #: Of the client that will run it: the threads it computes with, its devices, and which of these the program is for.
+    #: The client that will run the program: its threads, its devices, and which of these the program is for.
     threads: int
     device_count: int
     devices: tuple[int, ...]
 
 
 class Compiled(Record, frozen=True):
-    """As XLA serialises it."""
+    """Answers with the executable, as XLA serialises it."""
 
     executable: bytes
 
 
 class Refused(Record, frozen=True):
-    """The compiler raised."""
+    """Answers with what the compiler raised."""
 
     reason: str
 

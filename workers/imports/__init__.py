@@ -1,1 +1,1 @@
-"""What a model's code sees when it imports: its own modules first, then the environment."""
+"""Gives a model's code its own imports: its own modules first, then the environment."""

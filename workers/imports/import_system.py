@@ -1,4 +1,4 @@
-"""What Python's import system is told once in a process so that models' imports are their own (``model_imports``).
+"""Prepares Python's import system, once in a process, so that models' imports are their own (``model_imports``).
 
 sys.meta_path                    modules of models' packages first; last, models' modules by their plain names
 importlib.import_module          called by a model's code it means what an import statement there means
@@ -20,7 +20,7 @@ from tensord.workers.python_backend import interface
 
 
 def prepare() -> None:
-    """Idempotent. Models can import ``triton_python_backend_utils`` from now on."""
+    """Prepares the import system; models can import ``triton_python_backend_utils`` from now on. Idempotent."""
     sys.modules["triton_python_backend_utils"] = interface
     sys.modules["c_python_backend_utils"] = interface
     if OwnModules in sys.meta_path:
@@ -45,7 +45,7 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
 
 
 class LoadedModels:
-    """Pickled it is the packages of the models that are loaded then; who unpickles it has them too."""
+    """Carries the packages of loaded models to another process: pickling lists them, unpickling makes them."""
 
     def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:
         loaded = [imports for imports in map(ModelImports.of, list(sys.modules)) if imports is not None]

@@ -1,4 +1,4 @@
-"""What a loaded model version's code sees when it imports: its own modules first, then the environment.
+"""Imports of a loaded model version's code: its own modules first, then the environment.
 
     tensord_model_7_digits            a package for each loaded version, of the modules in the version's and the model's folder
     tensord_model_7_digits.model      model.py
@@ -52,7 +52,7 @@ class SourceLoader(SourceFileLoader):
         self._builtins = builtins
 
     def get_code(self, fullname: str) -> CodeType:
-        """Raises OSError: it cannot be read.  SyntaxError."""
+        """Compiles the file. Raises OSError: it cannot be read.  SyntaxError."""
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
@@ -74,13 +74,13 @@ class BytecodeLoader(SourcelessFileLoader):
 
 
 class ModelImports(Importer):
-    """The package of one loaded version, and that package's loader, by which it is found again."""
+    """The package of one loaded version, and that package's ``__loader__``, by which it is found again."""
 
-    #: No name of this process is ever used again: what is left of an unloaded model must not find another's code.
+    #: Numbers in packages' names. None is used twice in a process: remains of an unloaded model must not find another's code.
     _serials = itertools.count(1)
 
     def __init__(self, package: str, folders: Sequence[Path] | Sequence[str]) -> None:
-        """``folders``: where its modules lie; earlier ones come first."""
+        """Makes the package. ``folders``: where its modules lie; earlier ones come first."""
         self.package = package
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
@@ -88,7 +88,7 @@ class ModelImports(Importer):
         self._lock = threading.Lock()
         #: First part of an imported name -> whether it is the model's own, once that is known.
         self._is_own: dict[str, bool] = {}
-        #: Who still runs its code, and whether it is to go after that.
+        #: How many still run its code, and whether it is to be removed after that.
         self._holders = 0
         self._forgotten = False
         self._builtins = {**vars(builtins), "__import__": self.import_}
@@ -103,29 +103,29 @@ class ModelImports(Importer):
 
     @classmethod
     def of_version(cls, model: str, folders: Sequence[Path]) -> ModelImports:
-        """Of one that is loaded now."""
+        """Makes the package of a version that is loaded now."""
         return cls(f"tensord_model_{next(cls._serials)}_{_NOT_A_NAME.sub('_', model)}", folders)
 
     @staticmethod
     def of(package: str) -> ModelImports | None:
-        """Those of a package; None: no such package is loaded, or it is no model's."""
+        """Returns the imports of a package; None: no such package is loaded, or it is no model's."""
         module = sys.modules.get(package)
         imports = vars(module).get("__loader__") if type(module) is ModuleType else None
         return imports if isinstance(imports, ModelImports) else None
 
     @property
     def port(self) -> ModelPort:
-        """What its code reaches the worker by."""
+        """The port by which its code reaches the worker."""
         assert self._port is not None
         return self._port
 
     @property
     def processes(self) -> EndsLater | None:
-        """Those that its code has started, if any."""
+        """The processes that its code has started, if any."""
         return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:
-        """Its code has the port among its builtins from now on, by which it is known wherever it runs."""
+        """Puts the port among the builtins of its code, which is recognised by it wherever it runs."""
         self._port = self._builtins[PORT] = port
 
     def run(self, path: Path) -> ModuleType:
@@ -144,7 +144,7 @@ class ModelImports(Importer):
         return module
 
     def hold(self) -> None:
-        """Some of its code runs that nobody can end: its modules stay until that calls ``release``."""
+        """Keeps its modules until ``release``, because code of it runs that nobody can end."""
         with self._lock:
             self._holders += 1
 
@@ -157,7 +157,7 @@ class ModelImports(Importer):
             self.forget()
 
     def forget(self) -> None:
-        """Lets its modules go, and what it has made outside of itself, once nobody holds it. Idempotent."""
+        """Removes its modules, and what its code has made elsewhere, once nobody holds it. Idempotent."""
         with self._lock:
             self._forgotten = True
             if self._holders:
@@ -176,7 +176,7 @@ class ModelImports(Importer):
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """What an import statement of its code calls: as ``builtins.__import__``."""
+        """Implements ``__import__`` for import statements of its code."""
         # An empty list is how C code asks (PyImport_Import): a library's code that runs on behalf of the model, say an
         # unpickler. It means the environment's modules, and what is not there is found by the model's plain names.
         by_library = type(fromlist) is list and not fromlist
@@ -235,7 +235,7 @@ class ModelImports(Importer):
         return module
 
     def find_spec(self, name: str, path: Sequence[str]) -> ModuleSpec | None:
-        """A module of the package by its full name, in these folders."""
+        """Finds a module of the package by its full name, in the folders of ``path``."""
         portions: list[str] = []
         for folder in path:
             spec = self._finder(folder).find_spec(name)

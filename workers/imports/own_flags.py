@@ -1,4 +1,4 @@
-"""JAX's configuration as one model has it: what its code asks for holds for this model alone.
+"""Scopes settings of JAX's configuration to the model whose code makes them.
 
     jax.config.update(name, value)     in a thread that runs a model's code: there, and wherever this model is traced or run
                                        in any other thread: for the whole process, as ever
@@ -48,13 +48,13 @@ _thread = threading.local()
 
 
 class WholeProcess:
-    """Counts what was asked of JAX's configuration for the whole process, so that looking for changes costs one comparison."""
+    """Counts updates of JAX's configuration for the whole process, so that looking for changes costs one comparison."""
 
     updates = 0
 
 
 class OwnFlags:
-    """The settings of one loaded version."""
+    """The settings of JAX's configuration that one loaded version has made."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -62,12 +62,12 @@ class OwnFlags:
 
     @property
     def wide(self) -> bool:
-        """Whether the model asks for 64-bit types."""
+        """True where the model asks for 64-bit types."""
         return bool(self._values.get(_WIDE, False))
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """The model's code runs in this thread meanwhile, with what it has asked for by now."""
+        """Applies the model's settings in this thread, and notes that its code runs here, for as long as the block."""
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():
@@ -79,7 +79,7 @@ class OwnFlags:
                 _thread.own = former
 
     def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that is traced with what its model has asked for. 64-bit types are its signature's affair."""
+        """Wraps a function so that it is traced with the model's settings, but for 64-bit types, which its signature decides."""
         if not self._values.keys() - {_WIDE}:
             return function
 
@@ -91,7 +91,7 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """The model's code asks for it; it holds until ``stack`` is closed."""
+        """Makes a setting that the model's code asks for; it holds until ``stack`` is closed."""
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))
             _log.warning("model '%s' sets %s = %r, which holds for this model alone", self._model, name, value)
@@ -102,7 +102,7 @@ class OwnFlags:
 
 
 def prepare() -> None:
-    """From now on ``jax.config.update`` asks whose code calls it. Idempotent."""
+    """Patches ``jax.config.update`` to look whose code calls it. Idempotent."""
     usual = jax.config.update
     if hasattr(usual, "__wrapped__"):
         return

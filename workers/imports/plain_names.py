@@ -1,4 +1,4 @@
-"""A model's modules by their plain names, for libraries that import on behalf of the model that called them.
+"""Makes a model's modules importable by their short names, for libraries that import on behalf of the model that called them.
 
 A pickle or a configuration says "helper.Net", and it is the library that imports ``helper``, whose code is no model's. Where the
 environment has no such module, one stands in ``sys.modules`` that has nothing of its own: each time it is asked for something it
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import MethodType, ModuleType
 from typing import Any
 
-#: What the import system asks a module for; anything else is the asking model's.
+#: Attributes that the import system asks a module for; any other is looked up in the asking model's module.
 _OF_ITS_OWN = frozenset({"__class__", "__loader__", "__name__", "__package__", "__path__", "__spec__"})
 
 
@@ -23,15 +23,15 @@ class Importer(abc.ABC):
 
     @abc.abstractmethod
     def own_module(self, name: str) -> ModuleType | None:
-        """Its module of that plain name; None: it has none."""
+        """Returns the model's module of a short name, or None."""
 
     @abc.abstractmethod
     def module(self, name: str) -> ModuleType:
-        """As ``importlib.import_module``, called by its code."""
+        """Imports a module as ``importlib.import_module`` does where the model's code calls it."""
 
 
 class PlainName(ModuleType):
-    """What stands in ``sys.modules``."""
+    """Stands in ``sys.modules`` for all models' modules of a short name."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OF_ITS_OWN:
@@ -62,11 +62,11 @@ class PlainNames:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """It has nothing of its own."""
+        """Does nothing: such a module has no content of its own."""
 
 
 def asking_model() -> Importer | None:
-    """The model whose code is the nearest on the stack."""
+    """Returns the model whose code is nearest on the stack, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         asking = importer_of(frame.f_builtins)
@@ -77,7 +77,7 @@ def asking_model() -> Importer | None:
 
 
 def importer_of(builtins: dict[str, Any]) -> Importer | None:
-    """Whose code has those builtins; None: no model's."""
+    """Returns the model whose code has these builtins, or None."""
     function = builtins.get("__import__")
     if type(function) is MethodType and isinstance(function.__self__, Importer):
         return function.__self__

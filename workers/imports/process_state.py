@@ -1,6 +1,6 @@
-"""What all models of a process share, and none may change for the others: it is put back, and named in the log.
+"""Restores process-wide state that a model has changed for the others, and logs it.
 
-    after a load                    all of it
+    after a load                    all of the state
     after a model's code has run    JAX's configuration, warnings that are errors, sys.path; the rest with the next load, because
                                     libraries change it for a moment in other threads (``sys.setrecursionlimit``)
 
@@ -45,7 +45,7 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Puts back what ``who`` changes meanwhile, and before that what models that run have changed."""
+        """Puts back what ``who`` changes within the block, and before that what running models have changed."""
         with self._lock:
             if self._known:
                 self._put_back(" or ".join((*self._loading, "a model's code, at a request or in a thread of its own,")))
@@ -60,29 +60,29 @@ class ProcessState:
                 self._loading.remove(who)
 
     def watch(self, who: str) -> Callable[[], None]:
-        """Returns what is to be called each time that the code of a version has run; ``who`` is named in the log once.
+        """Returns a function to call each time that a version's code has run; ``who`` is named in the log once.
 
         It costs little where nothing has changed.
         """
-        told = False
+        logged = False
 
         def ran() -> None:
-            nonlocal told
+            nonlocal logged
             if (
                 WholeProcess.updates == self._updates
-                and sys.path == self._seen_path
+                and sys.path == self._known_path
                 # Where it is another list somebody is in ``warnings.catch_warnings``, in whatever thread.
-                and (warnings.filters == self._seen_filters or warnings.filters is not self._filters)
+                and (warnings.filters == self._known_filters or warnings.filters is not self._filters)
             ):
                 return
-            if (changed := self._ran()) and not told:
-                told = True
+            if (changed := self._ran()) and not logged:
+                logged = True
                 _warn(f"{who} or one that ran beside it, at a request,", changed)
 
         return ran
 
     def _ran(self) -> list[str]:
-        """Puts back what code at a request has changed, and says what."""
+        """Puts back what code at a request has changed. Returns what it was."""
         with self._lock:
             if self._loading:
                 return []  # a model that is being loaded may have, which is looked at when it is
@@ -92,34 +92,34 @@ class ProcessState:
                 beside = threading.Thread(target=lambda: changed.extend(self._put_back_flags()))
                 beside.start()
                 beside.join()
-            self._saw()
+            self._accept()
             return changed
 
     def _look(self) -> None:
-        """Before the first model."""
+        """Records the state as it is before the first model."""
         self._known = True
         self._flags: dict[str, Any] = dict(jax.config.values)
         self._settings = {name: ask() for name, (ask, _) in _SETTINGS.items()}
         self._errors = [entry for entry in warnings.filters if entry[0] == "error"]
         self._path = list(sys.path)
         self._filters = warnings.filters
-        self._saw()
+        self._accept()
 
-    def _saw(self) -> None:
-        """What it is now is as it may be."""
+    def _accept(self) -> None:
+        """Records the present state as the one that changes are compared with."""
         self._updates = WholeProcess.updates
-        self._seen_filters = list(warnings.filters)
-        self._seen_path = list(sys.path)
+        self._known_filters = list(warnings.filters)
+        self._known_path = list(sys.path)
 
     def _put_back(self, who: str) -> None:
-        """Makes it what it was. ``who``: the beginning of a sentence."""
+        """Restores the recorded state, and logs what ``who`` has changed."""
         changed = [
             *self._put_back_flags(),
             *self._put_back_settings(),
             *self._put_back_warnings(),
             *self._put_back_path(),
         ]
-        self._saw()
+        self._accept()
         if changed:
             _warn(who, changed)
 
@@ -142,7 +142,7 @@ class ProcessState:
                 yield f"{name} was {found!r} instead of {value!r}"
 
     def _put_back_warnings(self) -> Iterator[str]:
-        """Other filters may stay: they hide what nobody else would fail of."""
+        """Removes filters that turn warnings into errors; others may stay, because they make nothing fail."""
         raising = [entry for entry in warnings.filters if entry[0] == "error" and entry not in self._errors]
         if not raising:
             return

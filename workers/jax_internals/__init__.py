@@ -1,1 +1,1 @@
-"""The private interfaces of JAX that a worker uses, listed in one place, each with what is so without it."""
+"""The private interfaces of JAX that a worker uses, listed in one place, each with its fallback."""

@@ -1,4 +1,4 @@
-"""The interfaces of JAX that a worker uses though they are not public: each may be gone in any version.
+"""Lists the private interfaces of JAX that a worker uses; each may be gone in any version.
 
     user ─▶ COMPILER.find() ─▶ the thing, or Missing: the user goes its other way, and answers stay the same
     worker, as it starts ─▶ missing() ─▶ the supervisor's log and ``tensorctl status``
@@ -17,16 +17,16 @@ from typing import Any
 
 
 class Missing(Exception):
-    """This JAX has no such interface; the text says what it lacks."""
+    """Raised where this JAX lacks an interface; the text says what it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A private interface of JAX: where it is, what it is for, and what is so without it."""
+    """A private interface of JAX: where it is, what it is for, and what happens without it."""
 
     name: str
-    #: The versions of JAX that it was seen with.
-    seen: str
+    #: The versions of JAX that have it.
+    versions: str
     #: The purpose that the interface serves here.
     purpose: str
     #: The consequence where the interface is missing.
@@ -35,7 +35,7 @@ class Interface:
     look: Callable[[], Any] | None
 
     def find(self) -> Any:
-        """The interface itself. Raises Missing."""
+        """Returns the interface itself. Raises Missing."""
         assert self.look is not None, f"{self.name} cannot be looked for"
         try:
             return self.look()
@@ -51,7 +51,7 @@ def _cache_module() -> Any:
     return compilation_cache
 
 
-#: Whoever calls it is followed by ``workers/processor/outside_compiler.py``, argument by argument.
+#: Parameters of ``backend_compile_and_load``, which ``workers/processor/outside_compiler.py`` takes the place of.
 _COMPILER_ARGUMENTS = ["backend", "module", "executable_devices", "options", "host_callbacks"]
 
 
@@ -174,7 +174,7 @@ INTERFACES = (
 
 
 def missing() -> tuple[str, ...]:
-    """A sentence for each interface that this JAX lacks: what is so without it, and what it lacks."""
+    """Returns a sentence for each interface that this JAX lacks: the consequence, and what it lacks."""
     found = []
     for interface in INTERFACES:
         try:

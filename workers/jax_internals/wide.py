@@ -1,4 +1,4 @@
-"""64-bit elements, which JAX has in a mode of the thread that asks."""
+"""64-bit elements, for which JAX has a mode that is set for each thread."""
 
 from __future__ import annotations
 

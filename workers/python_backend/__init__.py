@@ -1,1 +1,1 @@
-"""``triton_python_backend_utils``: what Triton's Python-backend models import."""
+"""Implements ``triton_python_backend_utils``, which Triton's Python-backend models import."""

@@ -1,4 +1,4 @@
-"""Requests of models to other models, and what comes back: part of ``triton_python_backend_utils`` (see ``interface``).
+"""Requests of models to other models, and their responses: part of ``triton_python_backend_utils`` (see ``interface``).
 
 Source: triton-inference-server/python_backend, src/pb_response_iterator.cc and src/request_executor.cc.
 """
@@ -33,7 +33,7 @@ def call_of(
     decoupled: bool,
     timeline: RequestTimeline | None,
 ) -> Call | InferenceResponse:
-    """The call, not begun; or what is wrong with its inputs. Raises TritonModelException: no model may be called from here."""
+    """Makes a call, or returns what is wrong with its inputs. Raises TritonModelException: no model may be called from here."""
     try:
         found = asker()
     except InvalidArgument as error:
@@ -54,7 +54,7 @@ def call_of(
 
 
 def response_of(result: Result | None) -> InferenceResponse:
-    """What a model gets. None: it is empty."""
+    """Returns a result as the response that the calling model gets; None: an empty one."""
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]
@@ -62,14 +62,14 @@ def response_of(result: Result | None) -> InferenceResponse:
 
 
 def answer_of(call: Call, first: _Answer) -> InferenceResponse | ResponseIterator:
-    """What ``exec`` returns when the first response is there."""
+    """Returns what ``exec`` does once the first response has come."""
     if call.refused and isinstance(first[0], ServingError):
         return one_response(_refusal(call, first[0]), call.streams)
     return ResponseIterator(call, first) if call.streams else response_of(first[0])
 
 
 def _refusal(call: Call, error: ServingError) -> InferenceResponse:
-    """In Triton's words: why it could not be made."""
+    """Returns Triton's words for a call that could not be made."""
     why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
     code = ErrorCode.of(error.code) if isinstance(error, Cancelled | Unavailable) else ErrorCode.INTERNAL
     message = f"Model {call.prepared.model} - Error when running inference: {why}{error.message}"
@@ -77,7 +77,7 @@ def _refusal(call: Call, error: ServingError) -> InferenceResponse:
 
 
 def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
-    """What ``exec`` returns where nothing was called."""
+    """Returns what ``exec`` does where no model was called."""
     return ResponseIterator(None, (None, True), response) if decoupled else response
 
 
@@ -86,10 +86,10 @@ async def first_answer(call: Call, first: asyncio.Task[_Answer]) -> InferenceRes
 
 
 class ResponseIterator:
-    """The responses of one call. Gone through, they can be gone through again: what came is kept."""
+    """Iterates over the responses of one call. They are kept, so it can be iterated over again."""
 
     def __init__(self, call: Call | None, first: _Answer, response: InferenceResponse | None = None) -> None:
-        """``call``: that brings further ones, unless the first is the last."""
+        """``call`` brings further responses, unless the first is the last."""
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]
         self._at = 0
@@ -113,13 +113,13 @@ class ResponseIterator:
             return self._kept[self._at - 1]
 
     def cancel(self) -> None:
-        """The model that is called may stop. What it still sends comes; where it has not begun, an error does."""
+        """Tells the called model that it may stop. Responses that it still sends come; if it has not begun, an error does."""
         call = self._call
         if call is not None:
             call.stop()
 
     def __del__(self) -> None:
-        # The model that is called goes on: nobody looks at what it answers.
+        # The called model goes on, and its responses are discarded.
         with contextlib.suppress(AttributeError):
             if self._call is not None:
                 self._call.abandon()

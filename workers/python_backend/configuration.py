@@ -1,4 +1,4 @@
-"""A model's configuration as it sees it itself: part of ``triton_python_backend_utils`` (see ``interface``).
+"""The configuration as a model sees it: part of ``triton_python_backend_utils`` (see ``interface``).
 
 Source: triton-inference-server/python_backend, README.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ModelConfig:
-    """What ``auto_complete_config`` gets and returns: the configuration in its JSON form, completed but never contradicted."""
+    """The configuration in JSON that ``auto_complete_config`` completes, but never contradicts."""
 
     def __init__(self, model_config: Mapping[str, Any] | str) -> None:
         self._config: dict[str, Any] = json.loads(model_config) if isinstance(model_config, str) else dict(model_config)
@@ -20,14 +20,14 @@ class ModelConfig:
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """What the configuration says already may be kept or lowered to 0, not raised."""
+        """Sets max_batch_size; one that is configured may be kept or lowered to 0, not raised."""
         given = self._config.get("max_batch_size", 0)
         if given and max_batch_size and given != max_batch_size:
             raise ValueError(f"configuration specified max_batch_size {given}, the model set {max_batch_size}")
         self._config["max_batch_size"] = given or max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Unless a scheduler is configured already."""
+        """Chooses dynamic batching, unless a scheduler is configured already."""
         if not {"dynamic_batching", "sequence_batching", "ensemble_scheduling"} & self._config.keys():
             self._config["dynamic_batching"] = {}
 
@@ -66,12 +66,12 @@ class ModelConfig:
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """The entry of ``model_config["input"]`` of that name, or None."""
+    """Returns the entry of a name in ``model_config["input"]``, or None."""
     return _named(model_config.get("input", ()), name)
 
 
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """The entry of ``model_config["output"]`` of that name, or None."""
+    """Returns the entry of a name in ``model_config["output"]``, or None."""
     return _named(model_config.get("output", ()), name)
 
 

@@ -1,4 +1,4 @@
-"""What a Triton Python-backend model fails with: part of ``triton_python_backend_utils`` (see ``interface``)."""
+"""Errors of Triton Python-backend models: part of ``triton_python_backend_utils`` (see ``interface``)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tensord.shm.errors import ServingError
 
 
 class TritonModelException(Exception):
-    """What a model may raise to fail a whole batch."""
+    """Fails a whole batch, where a model raises it."""
 
 
 class Saying:
-    """Around what may refuse: the model gets a TritonModelException that begins with these words.
+    """A context in which a ServingError becomes a TritonModelException that begins with given words.
 
-    A class, as what a generator raises in the place of an error keeps all frames between alive until the next garbage
-    collection (Python 3.12 and newer), and with them what the model has let go of.
+    It is a class because an error that a generator raises in place of another one keeps all frames between alive until the next
+    garbage collection (Python 3.12 and newer), and with them what the model has let go of.
     """
 
     __slots__ = ("_begins",)
@@ -32,7 +32,7 @@ class Saying:
 
 
 class ErrorCode(enum.Enum):
-    """Codes of errors, with Triton's names and numbers."""
+    """Error codes with Triton's names and numbers."""
 
     UNKNOWN = 0
     INTERNAL = 1
@@ -50,7 +50,7 @@ class ErrorCode(enum.Enum):
 
     @classmethod
     def of(cls, code: str) -> ErrorCode:
-        """From the code of a ``tensord.shm.errors.ServingError``."""
+        """Converts the code of a ``tensord.shm.errors.ServingError``."""
         if code == "DEADLINE_EXCEEDED":  # Triton has no code for it
             return cls.CANCELLED
         return cls.INVALID_ARG if code == "INVALID_ARGUMENT" else cls[code]
@@ -74,7 +74,7 @@ class TritonError:
     CANCELLED = ErrorCode.CANCELLED
 
     def __init__(self, message: str = "", code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """Raises ValueError: no such code."""
+        """Makes an error. Raises ValueError: no such code."""
         self._message = message
         self._code = ErrorCode(code)
 

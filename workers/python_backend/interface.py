@@ -1,4 +1,4 @@
-"""``triton_python_backend_utils``: what a Triton Python-backend model imports, so that it runs here as it stands.
+"""The module that Triton Python-backend models import as ``triton_python_backend_utils``, so that they run here unchanged.
 
 Names and behaviour follow the documented interface (triton-inference-server/python_backend, README). The worker installs this
 module under that name.
@@ -114,22 +114,22 @@ from tensord.workers.python_backend.tensors import (
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """None when the request has no such input."""
+    """Returns a request's input by name, or None."""
     return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    """None when the response has no such output."""
+    """Returns a response's output by name, or None."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array:
-    """The BYTES encoding as an array of unsigned bytes; None-free, row-major."""
+    """Encodes an array as BYTES. Returns an array of unsigned bytes, in row-major order."""
     return np.frombuffer(byte_content(input_tensor), np.uint8)
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
-    """A flat object array of the elements of a BYTES encoding."""
+    """Decodes BYTES. Returns a flat object array of the elements."""
     content = bytes(encoded_tensor)
     count, at = 0, 0
     while at + 4 <= len(content):

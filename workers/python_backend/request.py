@@ -1,7 +1,6 @@
-"""A request, as a model gets it and as it makes one: part of ``triton_python_backend_utils`` (see ``interface``).
+"""Requests that a model gets or makes: part of ``triton_python_backend_utils`` (see ``interface``).
 
-Source: triton-inference-server/python_backend, README "Business Logic Scripting" and src/infer_request.cc, whose words the errors
-are in.
+Source: triton-inference-server/python_backend, README "Business Logic Scripting"; src/infer_request.cc has the errors' words.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
 
 class InferenceTrace:
-    """What requests to other models are given, so that they are traced with it."""
+    """Passes tracing on: requests to other models that are given it are traced with the request that it is from."""
 
     def __init__(self, timeline: RequestTimeline | None = None) -> None:
-        """``timeline``: of a request that is traced."""
+        """``timeline`` belongs to the traced request, if it is traced."""
         self.timeline = timeline
 
     def get_context(self) -> str | None:
-        """Of OpenTelemetry; there is none."""
+        """Returns None: there is no context of OpenTelemetry."""
         return None
 
 
 class PreferredMemory:
-    """Where the outputs of a request to another model should lie. Accepted and without effect: they are numpy arrays."""
+    """Names the memory for another model's outputs. It is accepted and has no effect: they are numpy arrays."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -61,7 +60,7 @@ class PreferredMemory:
 
 
 class InferenceRequest:
-    """One request, as ``execute`` gets it, or as a model makes it for another one."""
+    """A request that ``execute`` gets, or that a model makes for another one."""
 
     def __init__(
         self,
@@ -80,9 +79,9 @@ class InferenceRequest:
         outlet: Callable[[], Outlet] | None = None,
         timeline: RequestTimeline | None = None,
     ) -> None:
-        """``trace``: of the request that it is made for. ``timeline``: its own, where ``execute`` gets it and it is traced.
+        """Makes a request. ``trace``: of the request that it is made for. ``timeline``: its own, where ``execute`` gets it.
 
-        Raises TritonModelException: something is not as a request to a model may be. TypeError: no model is named, or by no text.
+        Raises TritonModelException: the request is malformed. TypeError: no model is named, or by no text.
         """
         if not isinstance(model_name, str | bytes):
             raise TypeError(f"InferenceRequest needs model_name, a str; it is {model_name!r}")
@@ -109,9 +108,9 @@ class InferenceRequest:
         self._outlet = outlet
         self._trace = trace
         self._timeline = timeline
-        #: Made when it is asked for.
+        #: The response sender, once it was asked for.
         self.sender: InferenceResponseSender | None = None
-        #: What is to become of it after ``execute``: it is done, or goes round again.
+        #: Whether the request is done after ``execute``, or goes round again.
         self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def inputs(self) -> list[Tensor]:
@@ -130,33 +129,33 @@ class InferenceRequest:
         return self._model_name
 
     def flags(self) -> int:
-        """Bit 0: the sequence starts; bit 1: it ends."""
+        """Returns the sequence's flags. Bit 0: it starts; bit 1: it ends."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
         self._flags = flags
 
     def set_release_flags(self, flags: int) -> None:
-        """RESCHEDULE: the response is None, and the request is in a later batch again (iterative sequences)."""
+        """Sets release flags. RESCHEDULE: the response is None, and a later batch has the request again (iterative sequences)."""
         self.release_flags = flags
 
     def timeout(self) -> int:
-        """Microseconds the client is ready to wait in the queue; 0: not said."""
+        """Returns the client's queue timeout in microseconds; 0: none."""
         return self._timeout
 
     def parameters(self) -> str:
-        """The custom parameters, as JSON text."""
+        """Returns the custom parameters, as JSON text."""
         return self._parameters
 
     def is_cancelled(self) -> bool:
         return self._cancelled is not None and self._cancelled()
 
     def trace(self) -> InferenceTrace:
-        """To be given to requests that belong to this one."""
+        """Returns the trace to give to requests that belong to this one."""
         return self._trace or InferenceTrace(self._timeline)
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Answers it, with any number of responses if the model is decoupled; else with one. The same object each time."""
+        """Returns the request's sender of responses: any number of them if the model is decoupled, else one."""
         if self.sender is None:
             if self._outlet is None:
                 raise TritonModelException("Only a request that execute() was given has a response sender.")
@@ -164,7 +163,7 @@ class InferenceRequest:
         return self.sender
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Has another model answer it, and waits: for the response, or ``decoupled`` for the first one, whatever it is.
+        """Has another model answer the request, and waits: for the response, or ``decoupled`` for the first one.
 
         Raises TritonModelException: no model may be called from here. All else that fails is an error of the response.
         """
@@ -175,7 +174,7 @@ class InferenceRequest:
         return answer_of(call, call.next())
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """As ``exec``, begun at once and to be awaited. Raises as ``exec``; RuntimeError: no event loop runs here."""
+        """Begins ``exec``, to be awaited. Raises as ``exec``; RuntimeError: no event loop runs here."""
         loop = asyncio.get_running_loop()
         call = self._call(decoupled)
         if isinstance(call, InferenceResponse):
@@ -186,7 +185,7 @@ class InferenceRequest:
         return asyncio.ensure_future(first_answer(call, call.first()))
 
     def _call(self, decoupled: bool) -> Call | InferenceResponse:
-        """The call, not begun; or why there is none."""
+        """Returns a call that is not begun, or a response that says why there is none."""
         if not self._model_name:
             raise TritonModelException("A request to a model needs its model_name.")
         sequence = self._correlation_id
@@ -214,5 +213,5 @@ class InferenceRequest:
 
 
 def _text(given: str | bytes) -> str:
-    """Elements of BYTES tensors are bytes, and models give them on as names."""
+    """Returns a name as text: models pass names on that are elements of BYTES tensors."""
     return given.decode() if isinstance(given, bytes) else given

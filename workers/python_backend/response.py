@@ -1,4 +1,4 @@
-"""What ``execute`` returns for a request: part of ``triton_python_backend_utils`` (see ``interface``)."""
+"""Responses that ``execute`` returns: part of ``triton_python_backend_utils`` (see ``interface``)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tensord.shm.messages import Parameter
 from tensord.workers.python_backend.errors import TritonError, TritonModelException
 from tensord.workers.python_backend.tensors import Tensor
 
-#: Names and values of one response's parameters, as JSON.
+#: Bytes of one response's parameters, as JSON.
 _MAX_BYTE_SIZE = 1 << 20
-#: gRPC's int64_param.
+#: Largest value of gRPC's int64_param.
 _MAX_INTEGER = (1 << 63) - 1
 
 
@@ -25,7 +25,7 @@ class InferenceResponse:
         error: TritonError | Exception | str | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
-        """Raises TritonModelException: an output is None, or a parameter of a type that no client could be sent. TypeError."""
+        """Makes a response. Raises TritonModelException: an output is None, or a parameter cannot be sent. TypeError."""
         self._output_tensors = list(output_tensors or ())
         if None in self._output_tensors:
             raise TritonModelException("Output tensor for inference response should not be empty.")
@@ -45,17 +45,17 @@ class InferenceResponse:
         return self._error
 
     def parameters(self) -> str:
-        """The parameters, as JSON text."""
+        """Returns the parameters, as JSON text."""
         return json.dumps(self._parameters)
 
 
 def parameters_of(response: InferenceResponse) -> dict[str, Parameter]:
-    """What the client gets of them."""
+    """Returns a response's parameters as the client gets them."""
     return response._parameters
 
 
 def checked_parameters(parameters: Any) -> dict[str, Parameter]:
-    """Raises TritonModelException, in Triton's words where it has some."""
+    """Returns parameters that can be sent. Raises TritonModelException, in Triton's words where it has some."""
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
@@ -72,7 +72,7 @@ def checked_parameters(parameters: Any) -> dict[str, Parameter]:
 
 
 def _value(key: str, value: Any) -> Parameter:
-    """The value as one of the plain types, which subclasses (of enumerations, of numpy) are not."""
+    """Returns a parameter as bool, int or str, not as a subclass (of enumerations, of numpy)."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):

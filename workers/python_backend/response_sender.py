@@ -1,4 +1,4 @@
-"""How a model answers a request with any number of responses: part of ``triton_python_backend_utils`` (see ``interface``).
+"""Sends any number of responses to a request: part of ``triton_python_backend_utils`` (see ``interface``).
 
 Source: triton-inference-server/python_backend, README "Decoupled mode" and src/response_sender.cc, whose words the errors are in.
 """
@@ -16,23 +16,23 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
 class Outlet(Protocol):
-    """Where responses go. A model that lets go of its sender lets go of this."""
+    """Takes the responses to a request. A model that lets go of its sender lets go of this."""
 
     #: Whether the model answers a request with any number of responses.
     decoupled: bool
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """In order. Waits where the client has not taken what was sent."""
+        """Sends a response, in order. Waits where the client has not acknowledged earlier ones."""
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for them any more."""
+        """Returns whether nobody waits for responses any more."""
 
     def give_up(self) -> None:
-        """Nothing more will be sent by this one."""
+        """Says that no more responses will come from the sender."""
 
 
 class InferenceResponseSender:
-    """Of one request; may be used from any thread, and after ``execute``."""
+    """Sends the responses to one request; may be used from any thread, and after ``execute``."""
 
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet
@@ -41,7 +41,7 @@ class InferenceResponseSender:
         self._closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Raises TritonModelException: it is closed, or there is nothing to send."""
+        """Sends a response. Raises TritonModelException: the sender is closed, or there is nothing to send."""
         if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
             raise TritonModelException("Unable to send response. Unsupported flag provided.")
         if response is None:
@@ -76,6 +76,6 @@ class InferenceResponseSender:
         return self._outlet.is_cancelled()
 
     def __del__(self) -> None:
-        # A model that never says that it is done is done when it cannot say it any more.
+        # A model that has not sent its final response is done once it cannot send it any more.
         with contextlib.suppress(AttributeError):
             self._outlet.give_up()

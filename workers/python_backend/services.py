@@ -1,4 +1,4 @@
-"""What a model has of its server: the log, metrics of its own, and other models. Part of ``triton_python_backend_utils``.
+"""The server's services for models: log, metrics, other models. Part of ``triton_python_backend_utils``.
 
 Source: triton-inference-server/python_backend, README "Custom Metrics" and "Model Loading API"; src/metric.cc and
 src/model_loader.cc, whose words the errors are in.
@@ -26,7 +26,7 @@ class Logger:
     """Four levels, each switched by the daemon's log settings."""
 
     class LogLevel(enum.Enum):
-        """Also names of ``Logger`` itself: ``Logger.INFO``."""
+        """Levels, which are also attributes of ``Logger``: ``Logger.INFO``."""
 
         INFO = enum.auto()
         WARNING = enum.auto()
@@ -40,7 +40,7 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
-        """Raises TypeError: the level is none of the four."""
+        """Logs a message. Raises TypeError: the level is none of the four."""
         if not isinstance(message, str):
             raise TypeError(f"message is {message!r}, expected a str")
         if not isinstance(level, Logger.LogLevel):
@@ -76,21 +76,21 @@ COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HIS
 
 
 class MetricFamily:
-    """Metrics of one name. They are shown as long as it is held by the model, and no longer than that is served."""
+    """Metrics of one name. They are shown as long as the model keeps this object, and no longer than the model is served."""
 
     COUNTER: ClassVar = MetricKind.COUNTER
     GAUGE: ClassVar = MetricKind.GAUGE
     HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Raises TritonModelException: it cannot be; it is there as of another kind; or no model makes it."""
+        """Makes a family. Raises TritonModelException: it is malformed, exists as another kind, or no model makes it."""
         if not isinstance(kind, MetricKind):
             raise TritonModelException("Error when creating MetricFamily: Unknown metric kind")
         with Saying("Error when creating MetricFamily"):
             self._held = HeldFamily(name, description, kind)
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
-        """The metric with these labels; ``buckets`` are a histogram's. Raises TritonModelException."""
+        """Returns the metric with these labels; ``buckets`` are a histogram's. Raises TritonModelException."""
         if not isinstance(labels, Mapping | None):
             raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
         if not isinstance(buckets, list | tuple | None):
@@ -104,35 +104,35 @@ class MetricFamily:
 
 
 class Metric:
-    """One of a family, and of no use without it."""
+    """One metric of a family; it is of no use without the family."""
 
     def __init__(self, held: HeldFamily, value: Value) -> None:
         self._held = held
         self._value = value
 
     def increment(self, value: float) -> None:
-        """Raises TritonModelException: by less than 0, of a counter; it is a histogram."""
+        """Adds to the metric. Raises TritonModelException: a counter would fall, or it is a histogram."""
         with Saying("Failed to increment metric value"):
             self._held.registry.increment(self._held.kind, self._value, float(value))
 
     def set(self, value: float) -> None:
-        """Raises TritonModelException: it is no gauge."""
+        """Sets a gauge. Raises TritonModelException: it is none."""
         with Saying("Failed to set metric value"):
             self._held.registry.set(self._held.kind, self._value, float(value))
 
     def observe(self, value: float) -> None:
-        """Raises TritonModelException: it is no histogram."""
+        """Adds a value to a histogram. Raises TritonModelException: it is none."""
         with Saying("Failed to observe metric value"):
             self._held.registry.observe(self._held.kind, self._value, float(value))
 
     def value(self) -> float:
-        """Raises TritonModelException: it is a histogram."""
+        """Returns the metric's value. Raises TritonModelException: it is a histogram."""
         with Saying("Failed to get metric value"):
             return self._held.registry.value(self._held.kind, self._value)
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads it, or loads it anew, and waits for that. Raises TritonModelException: it could not be loaded.
+    """Loads a model, or loads it anew, and waits for that. Raises TritonModelException: it could not be loaded.
 
     Args:
       config: a configuration in JSON that takes the place of its config.pbtxt.
@@ -147,13 +147,13 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Begins to take it away. Raises TritonModelException."""
+    """Begins to unload a model. Raises TritonModelException."""
     with _Asking("Failed to unload model"):
         other_models.unload(model_name, unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether requests for it are answered. Raises TritonModelException: the version is no number."""
+    """Returns whether a model answers requests. Raises TritonModelException: the version is no number."""
     number = 0
     if model_version:
         if not model_version.isdecimal() or int(model_version) < 1:
@@ -167,7 +167,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 
 
 class _Asking(Saying):
-    """In Triton's words where nobody may ask."""
+    """Uses Triton's words where a model may not ask for others."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, other_models.NotAllowed):

@@ -37,25 +37,25 @@ class Tensor:
         self._name = name
         self._array = numpy_array
         self._borrowed = False
-        #: Nobody writes to it, and it stays as long as anybody has it.
+        #: Whether nobody writes to the array, and it stays valid as long as anybody has it.
         self._shared = False
 
     @classmethod
     def borrowed(cls, name: str, content: Array) -> Tensor:
-        """An input whose bytes belong to a client or to an arena."""
+        """Makes a tensor of bytes that belong to a client or to an arena."""
         tensor = cls(name, content)
         tensor._borrowed = True
         return tensor
 
     @classmethod
     def shared(cls, name: str, content: Array) -> Tensor:
-        """What another model has answered."""
+        """Makes a tensor of another model's output."""
         tensor = cls.borrowed(name, content)
         tensor._shared = True
         return tensor
 
     def for_call(self) -> Array:
-        """As an input of a request to another model."""
+        """Returns the array as an input of a request to another model: a copy, unless it is shared."""
         return self._array if self._shared else snapshot(self._array)
 
     @property
@@ -67,14 +67,14 @@ class Tensor:
         return self._name
 
     def as_numpy(self) -> Array:
-        """The model's own, to write to if it likes: the first call copies what is borrowed."""
+        """Returns an array that the model may write to: the first call copies a borrowed one."""
         if self._borrowed:
             self._array = np.array(self._array)
             self._borrowed = self._shared = False
         return self._array
 
     def triton_dtype(self) -> int:
-        """The number of the datatype in ModelConfig's DataType."""
+        """Returns the number of the datatype in ModelConfig's DataType."""
         name = to_model_config(str(datatype_of(self._array.dtype)))
         return list(TRITON_STRING_TO_NUMPY).index(name) + 1
 
@@ -85,7 +85,7 @@ class Tensor:
         return True
 
     def to_dlpack(self) -> Any:
-        """A DLPack capsule; BF16 goes by way of jax, because numpy cannot export it."""
+        """Returns a DLPack capsule; BF16 goes by way of jax, because numpy cannot export it."""
         content = self.as_numpy()
         if not content.flags.writeable:  # numpy exports nothing that is read-only
             content = np.array(content)
@@ -99,7 +99,7 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """From a capsule or from anything that exports DLPack (torch, jax, numpy, cupy)."""
+        """Makes a tensor of a capsule, or of anything that exports DLPack (torch, jax, numpy, cupy)."""
         return Tensor(name, _imported(tensor))
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class Tensor:
 
 
 class _Capsule:
-    """Gives a bare capsule the interface importers ask for."""
+    """Gives a bare capsule the interface that importers ask for."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -139,23 +139,23 @@ def _imported(tensor: Any) -> Array:
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """From the number in ModelConfig's DataType."""
+    """Converts a number of ModelConfig's DataType."""
     return list(TRITON_STRING_TO_NUMPY.values())[data_type - 1]
 
 
 def numpy_to_triton_type(data_type: Any) -> int:
-    """To the number in ModelConfig's DataType."""
+    """Converts to the number in ModelConfig's DataType."""
     name = to_model_config(np_to_triton_dtype(data_type))
     return list(TRITON_STRING_TO_NUMPY).index(name) + 1
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """``TYPE_FP32`` -> ``numpy.float32``; ``TYPE_STRING`` -> ``numpy.object_``."""
+    """Converts a name: ``TYPE_FP32`` -> ``numpy.float32``; ``TYPE_STRING`` -> ``numpy.object_``."""
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
 def np_to_triton_dtype(np_dtype: Any) -> str:
-    """``numpy.float32`` -> ``FP32``."""
+    """Converts a dtype: ``numpy.float32`` -> ``FP32``."""
     name = datatype_of(np.dtype(np_dtype))
     if name is None:
         raise TritonModelException(f"dtype {np_dtype} has no name in the protocol")
@@ -163,5 +163,5 @@ def np_to_triton_dtype(np_dtype: Any) -> str:
 
 
 def triton_to_np_dtype(dtype: str) -> Any:
-    """``FP32`` -> ``numpy.float32``."""
+    """Converts a datatype: ``FP32`` -> ``numpy.float32``."""
     return TRITON_STRING_TO_NUMPY[to_model_config(dtype)]

@@ -1,1 +1,1 @@
-"""Clients' memory from the worker's side: mappings, leases, whose objects are used and how."""
+"""Clients' memory on the worker's side: mappings, leases, and which objects may be used and how."""

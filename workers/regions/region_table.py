@@ -1,6 +1,6 @@
-"""The client regions this worker has open, by name. The supervisor owns the names; here are the mappings and their leases.
+"""The client regions that a worker has open, by name: mappings and their leases. The supervisor owns the names.
 
-registered ──unregistered or renewed──▶ leaving: no new request finds it ──last lease ends──▶ closed, who waits for it is told
+registered ──unregistered or renewed──▶ leaving: no new request finds it ──last lease ends──▶ closed, waiters are called
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ AnyRegion = Region | SnapshotRegion | CudaRegion
 
 
 class RegionTable:
-    """One per worker; belongs to its loop."""
+    """The client regions of one worker; its loop alone uses it."""
 
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """``gpu``: the worker's first, as the daemon counts; None: a CPU worker, which opens regions of any GPU it can see."""
+        """``gpu``: the worker's first GPU, as the daemon counts; None: a CPU worker, which opens any visible GPU's regions."""
         self._pinned = pinned
         self._policy = policy
         self._driver = driver
         self._gpu = gpu
         self._regions: dict[str, AnyRegion] = {}
-        #: Memory of GPUs that other workers have, which no request has needed here so far.
+        #: Memory on other workers' GPUs, which no request has needed here so far.
         self._elsewhere: dict[str, RegisterCudaRegion] = {}
-        #: Regions whose requests are not done.
+        #: Regions that are unregistered or renewed, and still in use by requests.
         self.leaving: list[AnyRegion] = []
-        #: Whom to tell when those are closed.
+        #: Regions, and the function to call when they are closed.
         self._waiting: list[tuple[list[AnyRegion], Callable[[], None]]] = []
         #: How often anything was added or removed.
         self.changes = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Takes up a region: of a descriptor that was checked by another worker or is sealed, or of the object with that key.
+        """Opens a region: of a descriptor that another worker has checked or that is sealed, or of the object with its key.
 
         One that renews another takes its place when nothing can go wrong any more; where the object is the same and has lost
         nothing, it stays mapped as it is.
@@ -83,7 +83,7 @@ class RegionTable:
         return region, access
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
-        """Opens a client's GPU memory, or remembers how: what it costs to have another GPU's is paid by who needs it.
+        """Opens a client's GPU memory; another GPU's is opened only once a request needs it, because that is costly.
 
         Raises: AlreadyExists: the name is taken.  InvalidArgument: no such GPU here, or the handle does not open.  DeviceLost.
         """
@@ -98,7 +98,7 @@ class RegionTable:
         self.settle()
 
     def _opened(self, record: RegisterCudaRegion) -> CudaRegion:
-        """Raises: as ``register_cuda``."""
+        """Opens a client's GPU memory. Raises as ``register_cuda``."""
         own = self._gpu
         try:
             # A GPU worker sees its own devices only, and has a context of the first; the driver finds others by the handle.
@@ -119,7 +119,7 @@ class RegionTable:
             raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
 
     def _adopt(self, region: AnyRegion) -> None:
-        """Requests find it from here on; those that use the one it renews go on with that."""
+        """Adds a region, which requests find from now on; those that use the one it renews go on with that."""
         if (renewed := self._regions.get(region.name)) is not None:
             self.leaving.append(renewed)
         self._regions[region.name] = region
@@ -127,7 +127,7 @@ class RegionTable:
         self.settle()
 
     def find(self, name: str) -> AnyRegion:
-        """Raises NotFound; InvalidArgument: it lost its memory in an earlier request, or cannot be opened here.  DeviceLost."""
+        """Returns a region. Raises NotFound; InvalidArgument: it lost its memory, or cannot be opened here.  DeviceLost."""
         region = self._regions.get(name)
         if region is None:
             return self._find_elsewhere(name)
@@ -159,12 +159,12 @@ class RegionTable:
         return region.leases
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
-        """Calls ``done`` when no region that had that name, and is leaving now, is in use any more."""
+        """Calls ``done`` once all regions of a name that are leaving now are closed."""
         self._waiting.append(([region for region in self.leaving if region.name == name], done))
-        self._tell()
+        self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
-        """Name, the given or every one (""), with the tensors of requests in its region, and in those that had it before."""
+        """Returns name -> tensors of requests in its region, and in those that had the name before; "": of every name."""
         found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
         for region in self.leaving:
             if name in ("", region.name):
@@ -173,23 +173,23 @@ class RegionTable:
         return found
 
     def leases(self) -> dict[str, int]:
-        """Kind of region -> tensors of requests that are in such regions now, also in those that are leaving."""
+        """Returns kind of region -> tensors of requests in such regions now, leaving ones included."""
         found = {"system": 0, "cuda": 0}
         for region in (*self._regions.values(), *self.leaving):
             found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
         return found
 
     def settle(self) -> None:
-        """Closes what is no longer used; called in each iteration while anything is leaving."""
+        """Closes leaving regions that no request uses; called in each iteration while there are any."""
         if not self.leaving:
             return
         for region in [region for region in self.leaving if not region.leases]:
             self.leaving.remove(region)
             self._close(region)
-        self._tell()
+        self._call_waiters()
 
-    def _tell(self) -> None:
-        """Whoever waits for what is closed now."""
+    def _call_waiters(self) -> None:
+        """Calls the functions that wait for regions that are closed now."""
         for entry in list(self._waiting):
             regions, done = entry
             if not any(region in self.leaving for region in regions):
@@ -197,7 +197,7 @@ class RegionTable:
                 done()
 
     def close(self) -> None:
-        """Closes everything."""
+        """Closes all regions."""
         for region in self._regions.values():
             self._close(region)
         self._regions.clear()
@@ -212,7 +212,7 @@ class RegionTable:
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
-    """Whether the region is of that very object, all of which is still there."""
+    """Returns whether a region is of the very object of ``fd``, all of which is still there."""
     found = os.fstat(fd)
     return (
         region.file == (found.st_dev, found.st_ino)
@@ -223,7 +223,7 @@ def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSyste
 
 
 def check_intact(regions: Iterable[AnyRegion]) -> None:
-    """Raises InvalidArgument: pages of a region were missing when they were touched, so zeros stand there since."""
+    """Raises InvalidArgument if pages of a region were missing when they were touched, so that zeros stand there since."""
     if not guard.any_faults():
         return
     for region in regions:
@@ -241,21 +241,21 @@ class RegionPolicy:
     for whom a client on a unix socket must itself be allowed to read and write the object: the daemon lends nobody its rights
     how      snapshot where a rule says so, else guarded where a rule says so, else ``regions.access``; snapshot without the guard
 
-    One per worker; the names in the options are known to exist on this host.
+    The names in the options are known to exist on this host.
     """
 
     def __init__(self, options: Regions) -> None:
         self._owners = {os.geteuid(), *map(accounts.user_id, options.owners)}
         self._groups = {os.getegid(), *os.getgroups(), *map(accounts.group_id, options.groups)}
         self._access = options.access
-        #: Key prefixes and owners for which each access is chosen, the first that holds.
+        #: (access, key prefixes, owners that it is chosen for); the first that matches is taken.
         self._rules = (
             ("snapshot", options.snapshot_key_prefixes, frozenset(map(accounts.user_id, options.snapshot_owners))),
             ("guarded", options.guarded_key_prefixes, frozenset(map(accounts.user_id, options.guarded_owners))),
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument: the object is nobody's that may use this server's regions, or not the client's to give."""
+        """Raises InvalidArgument if the object's owner may not use this server's regions, or the client not the object."""
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(
@@ -268,7 +268,7 @@ class RegionPolicy:
             )
 
     def access(self, request: RegisterSystemRegion, found: os.stat_result) -> str:
-        """``guarded`` or ``snapshot``."""
+        """Returns how an object is used: ``guarded`` or ``snapshot``."""
         if not guard.available:
             return "snapshot"
         key = request.key.lstrip("/")
@@ -284,7 +284,7 @@ def _group_may(found: os.stat_result) -> bool:
 
 
 def _may_use(peer: Peer, found: os.stat_result) -> bool:
-    """What the kernel would say if the peer opened the object itself."""
+    """Returns whether the kernel would let the peer open the object itself."""
     if peer.uid == 0:
         return True
     if peer.uid == found.st_uid:

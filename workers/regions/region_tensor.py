@@ -1,4 +1,4 @@
-"""A tensor in a snapshot region: where it is and what it is, read when its batch is gathered.
+"""A tensor in a snapshot region, which is read only when its batch is gathered.
 
 A request that waits in a queue then holds no copy, and the one copy is made straight into the buffer of the executable. Whoever
 wants an array gets one that is nobody else's.
@@ -16,12 +16,12 @@ from tensord.workers.devices.cuda_tensor import CudaTensor
 
 
 class RegionTensor:
-    """Stands among a request's arrays; has of an array what everybody asks of one before its content."""
+    """Stands for an array among a request's inputs: it has shape and dtype, and is read later."""
 
     __slots__ = ("_offset", "_region", "dtype", "nbytes", "shape")
 
     def __init__(self, region: SnapshotRegion, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        """The range is the caller's to check: ``nbytes`` at ``offset`` are inside the region."""
+        """Makes a tensor at ``offset``; the caller has checked that ``nbytes`` from there are inside the region."""
         self._region = region
         self._offset = offset
         self.dtype = dtype
@@ -39,11 +39,11 @@ class RegionTensor:
         return self.shape[0]
 
     def view(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> RegionTensor:
-        """These bytes as another tensor."""
+        """Returns these bytes as a tensor of another dtype and shape."""
         return RegionTensor(self._region, self._offset, dtype, shape)
 
     def reshape(self, shape: tuple[int, ...]) -> RegionTensor:
-        """These bytes in another shape."""
+        """Returns these bytes in another shape."""
         return RegionTensor(self._region, self._offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:
@@ -55,7 +55,7 @@ class RegionTensor:
                 np.not_equal(array.view(np.uint8), 0, out=array)
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:
-        """Raises InvalidArgument: the bytes are no longer there."""
+        """Reads the tensor into a new array. Raises InvalidArgument: the bytes are no longer there."""
         made = np.empty(self.shape, self.dtype)
         self.copy_into(made)
         return made if dtype is None else made.astype(dtype, copy=False)
@@ -64,5 +64,5 @@ class RegionTensor:
         return f"<RegionTensor {self.dtype}{list(self.shape)} of {self._region!r}>"
 
 
-#: Tensors whose bytes are fetched when it is their turn.
+#: Tensors whose bytes are read when their batch is gathered.
 LateTensor = RegionTensor | CudaTensor

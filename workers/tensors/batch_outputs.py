@@ -1,4 +1,4 @@
-"""What one run computed for all of its requests, uncut: small answers are cut out of it as bytes, without an array for each.
+"""The outputs of one run for all of its requests: small answers are cut out of them as bytes, without an array for each.
 
 content   | row 0 | row 1 | ... |      of one output, or of several whose rows are side by side
 
@@ -16,12 +16,12 @@ import numpy as np
 from tensord.shm.arrays import Array
 from tensord.workers.tensors.signature import Signature
 
-#: All outputs of a run; more are cut as arrays, so that nothing large is copied twice.
+#: Bytes of all outputs of a run; larger ones are cut as arrays, so that nothing large is copied twice.
 LIMIT = 1 << 18
 
 
 class Part(NamedTuple):
-    """Where one tensor is in a ``Packing``."""
+    """The place of one tensor in a ``Packing``."""
 
     name: str
     #: The number of its row.
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 class Packing:
-    """The tensors of a request side by side: one row for each dtype, where a program would take or give an array for each tensor.
+    """Lays the tensors of a request side by side, one row for each dtype, in place of an array for each tensor.
 
     FP32    | a: 3 elements | b: 2 elements |
     INT64   | n: 1 element |
@@ -44,10 +44,10 @@ class Packing:
     __slots__ = ("parts", "rows")
 
     def __init__(self, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
-        """``tensors``: name, shape and dtype of each, in the order in which they stand."""
+        """Plans the rows. ``tensors``: name, shape and dtype of each, in the order in which they stand."""
         numbers: dict[np.dtype[Any], int] = {}
         sizes: list[int] = []
-        #: In the order they were given.
+        #: Places of the tensors, in the order in which they were given.
         self.parts: list[Part] = []
         for name, shape, dtype in tensors:
             number = numbers.setdefault(dtype, len(numbers))
@@ -60,14 +60,14 @@ class Packing:
         self.rows = list(zip(numbers, sizes, strict=True))
 
     def pack(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The rows; to be traced."""
+        """Returns the rows of these tensors; to be traced."""
         rows: list[list[Any]] = [[] for _ in self.rows]
         for part in self.parts:
             rows[part.row].append(jnp.ravel(tensors[part.name]))
         return tuple([jnp.concatenate(tensors_of_row) for tensors_of_row in rows])
 
     def unpack(self, rows: Any) -> dict[str, Any]:
-        """The tensors in these rows, traced ones or numpy's; of numpy's they are views."""
+        """Returns the tensors in traced rows, or in numpy's, of which they are views."""
         return {part.name: rows[part.row][part.start : part.stop].reshape(part.shape) for part in self.parts}
 
     def __repr__(self) -> str:
@@ -75,20 +75,20 @@ class Packing:
 
 
 #: One output of all requests: name, datatype, which of the contents, start, step, byte size and shape of a row. Row n begins at
-#: ``start + n * step``; if others lie between its rows, each request has one. Without names for its parts, because it is
-#: taken apart for every answer.
+#: ``start + n * step``; if others lie between its rows, each request has one. An ordinary tuple, because every answer
+#: unpacks it.
 Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
 
 
 class OutputLayout:
-    """How the outputs of a program's runs lie. Two of them are never equal."""
+    """The layout of a program's outputs in its runs' contents; compared by identity."""
 
     __slots__ = ("batches", "outputs", "row_byte_size")
 
     def __init__(self, outputs: Sequence[Output], batches: bool) -> None:
-        #: In the order of the model.
+        #: Outputs in the model's order.
         self.outputs = tuple(outputs)
-        #: One row of all of them.
+        #: Bytes of one row of all outputs.
         self.row_byte_size = sum([size for _, _, _, _, _, size, _ in outputs])
         #: Whether an answer's shape begins with its number of rows: the model has a batch dimension.
         self.batches = batches
@@ -98,14 +98,14 @@ class OutputLayout:
 
 
 class BatchOutputs(NamedTuple):
-    """The outputs of a run."""
+    """The outputs of a run as bytes, with their layout."""
 
     layout: OutputLayout
     contents: list[bytes]
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Of arrays that are a content each. ``slots``: each begins with a dimension for the rows of a batch; else it is one row."""
+    """Returns the layout of arrays that are one content each. ``slots``: their first dimension is rows; else each is one row."""
     outputs: list[Output] = []
     for number, (name, array) in enumerate(arrays.items()):
         size = array.nbytes // len(array) if slots else array.nbytes
@@ -115,7 +115,7 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
-    """Of packed outputs, a row for each request."""
+    """Returns the layout of packed outputs, with a row for each request."""
     outputs: list[Output] = []
     for name, row, start, stop, shape in packing.parts:
         dtype, elements = packing.rows[row]
@@ -126,7 +126,7 @@ def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """None: they are too large for this."""
+    """Returns a run's outputs as bytes, or None where they are too large for this."""
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > LIMIT:
         return None
     return BatchOutputs(layout, [content if isinstance(content, bytes) else content.tobytes() for content in contents])

@@ -1,4 +1,4 @@
-"""Shape buckets: the few shapes a model version is compiled for, and how a request is padded into one.
+"""Shape buckets: the few shapes that a model version is compiled for, and how a request is padded to one.
 
     batch axis      powers of two up to max_batch_size, or what the model or its configuration lists
     named axes      buckets = {"sequence": (16, 32, 64)} in model.py; of a ragged input, for all requests of a batch together
@@ -27,7 +27,7 @@ MAX_EXECUTABLES = 512
 
 
 def powers_of_two(limit: int) -> tuple[int, ...]:
-    """1, 2, 4 ... and ``limit`` itself."""
+    """Returns 1, 2, 4 ... and ``limit`` itself."""
     sizes = [1]
     while sizes[-1] * 2 < limit:
         sizes.append(sizes[-1] * 2)
@@ -35,7 +35,7 @@ def powers_of_two(limit: int) -> tuple[int, ...]:
 
 
 def check_sizes(what: str, sizes: object, limit: int = 1 << 31) -> tuple[int, ...]:
-    """Ascending whole numbers from 1 to ``limit``. Raises InvalidArgument."""
+    """Returns sizes as a tuple. Raises InvalidArgument unless they are ascending whole numbers from 1 to ``limit``."""
     if isinstance(sizes, Sequence) and all(type(size) is int for size in sizes) and sizes:
         ascending = all(a < b for a, b in itertools.pairwise(sizes))
         if ascending and sizes[0] >= 1 and sizes[-1] <= limit:
@@ -45,7 +45,7 @@ def check_sizes(what: str, sizes: object, limit: int = 1 << 31) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The buckets of one model version."""
+    """The shape buckets of one model version."""
 
     signature: Signature
     #: Ascending and ending with max_batch_size; (1,) for a model without a batch dimension.
@@ -54,18 +54,18 @@ class Buckets:
     axes: Mapping[str, tuple[int, ...]]
 
     def rows(self, rows: int) -> int:
-        """The smallest batch bucket that holds so many rows."""
+        """Returns the smallest batch bucket that holds so many rows."""
         return self.batch[bisect.bisect_left(self.batch, rows)]
 
     @property
     def fixed(self) -> bool:
-        """Whether every input has one shape only."""
+        """True where every input has one shape only."""
         return not self.signature.ragged and all(
             -1 not in spec.model_dims and not spec.optional for spec in self.signature.inputs.values()
         )
 
     def fitting(self, requests: Sequence[Laid]) -> int:
-        """How many of the requests, from the first one, share a batch without going beyond the last bucket of a ragged input."""
+        """Returns how many requests, from the first one on, fit together into the last bucket of each ragged input."""
         for spec in self.signature.inputs.values():
             sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
             units = 0
@@ -77,7 +77,7 @@ class Buckets:
         return len(requests)
 
     def settled(self, key: Shapes, requests: Sequence[Laid]) -> tuple[int, Shapes]:
-        """Of a model with ragged inputs: rows and shapes of the program for those requests, which have that key."""
+        """Returns rows and shapes of the program that runs requests with ragged inputs; ``key``: their shapes."""
         rows = self.rows(sum(request.rows for request in requests))
         shapes = list(key)
         for number, spec in enumerate(self.signature.inputs.values()):
@@ -91,7 +91,7 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """So many units of a ragged input, as its program has room for them."""
+        """Returns the bucket, in units, that so many units of a ragged input go into."""
         if -1 not in spec.model_dims:
             return rows
         sizes = self.axes.get(_ragged_axis(spec) or "", ())
@@ -100,14 +100,14 @@ class Buckets:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Axes that vary and are padded."""
+        """Names of axes that vary and are padded."""
         specs = self.signature.inputs.values()
         return tuple(
             dict.fromkeys(axis for spec in specs for axis in spec.axes if axis is not None and axis in self.axes)
         )
 
     def padded(self, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The bucket a tensor of that shape goes into. Beyond the last bucket, and where there is none: the shape itself."""
+        """Returns the shape that a tensor is padded to: its own beyond the last bucket, and where there is none."""
         return tuple(self._bucket(axis, size) for axis, size in zip(spec.axes, shape, strict=True))
 
     def _bucket(self, axis: str | None, size: int) -> int:
@@ -118,9 +118,9 @@ class Buckets:
         return sizes[at] if at < len(sizes) else size
 
     def planned(self) -> Iterator[tuple[int, Shapes]]:
-        """Rows and shapes to compile before the version is ready, in every combination; nothing where an axis has no buckets."""
+        """Iterates over rows and shapes to compile before the version is ready; none where an axis has no buckets."""
         inputs = self.signature.inputs
-        #: Axes, and for a ragged input whose largest request is told, how large that is.
+        #: Axis -> its sizes; also name of a ragged input's largest request -> its sizes, where an input says how large that is.
         choices: dict[str, tuple[int, ...]] = {}
         for spec in inputs.values():
             if spec.of_batch is not None and spec.of_batch.kind != MOST:
@@ -143,7 +143,7 @@ class Buckets:
                 yield rows, tuple(self._shape(spec, rows, chosen) for spec in inputs.values())
 
     def _source(self, spec: TensorSpec) -> TensorSpec:
-        """The input that a batch input tells of; of any other, itself."""
+        """Returns the input that a batch input describes; any other input is its own source."""
         return spec if spec.of_batch is None else self.signature.inputs[spec.of_batch.source]
 
     def _shape(self, spec: TensorSpec, rows: int, chosen: Mapping[str, int]) -> tuple[int, ...]:
@@ -157,18 +157,18 @@ class Buckets:
 
 
 def _ragged_axis(spec: TensorSpec) -> str | None:
-    """The name of the one axis of a ragged input that varies; None: it has none, or several vary."""
+    """Returns the name of the one axis of a ragged input that varies; None: it has none, or several vary."""
     names = [axis for axis, dim in zip(spec.axes, spec.model_dims, strict=True) if dim == -1]
     return names[0] if len(names) == 1 else None
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """What the largest request of a ragged input is called among axes, none of which can have that name."""
+    """Returns a name, which no axis can have, for the size of a ragged input's largest request."""
     return f"most of {spec.name}"
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """What of a padded output, without the batch dimension, belongs to a request whose named axes have those lengths."""
+    """Returns the slices of a padded output, without the batch dimension, for a request whose named axes have ``lengths``."""
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)
@@ -176,7 +176,7 @@ def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int])
 
 
 class RequestShapes:
-    """The shapes of a model version's requests: what they are after bucketing, and how large its named axes are."""
+    """Computes the shapes of requests to one model version after bucketing, and the sizes of their named axes."""
 
     def __init__(self, signature: Signature, buckets: Buckets) -> None:
         self._signature = signature
@@ -184,11 +184,11 @@ class RequestShapes:
         self._fixed: Shapes | None = None
         if buckets.fixed:
             self._fixed = tuple(spec.model_dims for spec in signature.inputs.values())
-        #: Whether shapes say more than themselves: axes that must agree, or that are padded.
+        #: Whether any axis has a name: such axes must agree, or are padded.
         self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """What requests must have in common to run together: the shapes after bucketing.
+        """Returns a request's shapes after bucketing: requests of equal keys may run together.
 
         Raises: InvalidArgument: axes of one name have different sizes.
         """
@@ -210,7 +210,7 @@ class RequestShapes:
         return tuple(shapes)
 
     def lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Axis name -> size, as this request has it. Raises as ``key``."""
+        """Returns axis name -> its size in a request. Raises as ``key``."""
         lengths: dict[str, int] = {}
         for spec in self._signature.inputs.values():
             array = arrays.get(spec.name)

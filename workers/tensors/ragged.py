@@ -1,7 +1,7 @@
-"""Ragged batching: inputs of different lengths share a batch, one behind the other, and the model is told where each begins.
+"""Ragged batching: inputs of different lengths share a batch, one behind the other, and further inputs say where each begins.
 
     input x       | request 0: its elements | request 1: ... | request 2 | zeros |      one dimension, its size a bucket
-    batch inputs  counts, ends, shapes or row numbers: made here of what lies there
+    batch inputs  counts, ends, shapes or row numbers: made here of the requests in a batch
     output y      cut like x: each request gets as many elements, in the shape of its own x
 
 The elements of a row stand in its own order, and rows in theirs, so whoever knows the dims that do not vary can fold them again.
@@ -25,51 +25,51 @@ from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.tensors.signature import BatchInput, Signature, TensorSpec
 
-#: A kind of ours: for each element of the source (of its dims that vary), the row of the batch that it is of. What no request
-#: fills is of the row behind the last one.
+#: A kind that Triton lacks: for each element of the source (of its dims that vary), the number of its row of the batch. Padding
+#: has the number behind the last row.
 SEGMENT_IDS = "SEGMENT_IDS"
 _COUNT, _ENDS, _BOUNDS = (
     "BATCH_ELEMENT_COUNT",
     "BATCH_ACCUMULATED_ELEMENT_COUNT",
     "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
 )
-#: The one kind whose shape depends on what is in the batch.
+#: The one kind whose shape depends on the requests in a batch.
 MOST = "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE"
 _ITEM_SHAPE, _ITEM_SHAPE_FLATTEN = "BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN"
 
 
 class Laid(Protocol):
-    """One request of a batch."""
+    """One request of a ragged batch."""
 
     rows: int
 
     @property
     def arrays(self) -> Mapping[str, Array]:
-        """Its inputs."""
+        """The request's inputs by name."""
 
 
 def elements(request: Laid, name: str) -> int:
-    """How many elements a request has of an input; 0 of one that it leaves out."""
+    """Returns how many elements of an input a request has; 0 where it leaves the input out."""
     array = request.arrays.get(name)
     return 0 if array is None else math.prod(array.shape)
 
 
 def unit(spec: TensorSpec) -> int:
-    """How many elements always stand together: the dims that do not vary."""
+    """Returns how many elements always stand together: the product of the dims that do not vary."""
     return math.prod(dim for dim in spec.model_dims if dim != -1)
 
 
 def flat(array: Array) -> Array:
-    """All of its elements, in one dimension."""
+    """Returns all elements of an array in one dimension."""
     return array.reshape((math.prod(array.shape),))
 
 
 def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
-    """The shape of an input that is of a whole batch.
+    """Returns the shape of a ragged input, or of a batch input, for a whole batch.
 
     Args:
-      source: the ragged input that it tells of, or itself.
-      rows, units: of the batch, as far as its program has room.  most: elements of its largest request, likewise.
+      source: the ragged input that a batch input describes, or the input itself.
+      rows, units: room in the program.  most: room for elements of the largest request.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)
@@ -87,7 +87,7 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 def batch_input(
     spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[Laid]
 ) -> Array:
-    """What an input tells of those requests. ``rows``: as many as the program has room for."""
+    """Makes a batch input, which describes these requests. ``rows``: as many as the program has room for."""
     assert spec.of_batch is not None
     kind, name = spec.of_batch.kind, source.name
     counts = [elements(request, name) for request in requests]
@@ -115,7 +115,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[Laid]) -> list[Array]:
-    """Each request's part of an output that is cut like an input, in the shape in which its client sent that."""
+    """Cuts an output like a ragged input: returns each request's part, in the shape of its input."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0
@@ -131,9 +131,9 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[Laid]) -> list[Arr
 
 
 def declare_ragged(message: ModelConfig, module: ModuleType) -> dict[str, str]:
-    """Completes a configuration with what model.py declares. Returns what only model.py can: segment ids -> ragged input.
+    """Completes a configuration with what model.py declares of ragged inputs. Returns segment ids -> ragged input.
 
-    Raises: InvalidArgument: something of it is not of the form that is expected, or contradicts the configuration.
+    Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     what, types = f"model '{message.name}'", model_config_pb2
     inputs = {tensor.name: tensor for tensor in message.input}
@@ -188,9 +188,9 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """With the inputs that are made of a batch, and the outputs that are cut like an input; of a checked configuration.
+    """Adds batch inputs, and outputs that are cut like an input, to a signature; the configuration has been checked.
 
-    Raises: InvalidArgument: they are of inputs that are not ragged, or of axes that cannot be laid out so.
+    Raises: InvalidArgument: their source is not ragged, or has axes that cannot be laid out so.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

@@ -1,4 +1,4 @@
-"""What a model version takes and gives: its tensors with datatypes and shapes, from its completed ModelConfig.
+"""The signature of a model version: its tensors with datatypes and shapes, from its completed ModelConfig.
 
     config.pbtxt      dims without the batch dimension, -1 where they vary
     model.py          inputs = {"input_ids": "INT64[sequence]"}: where config.pbtxt is silent, and to give axes names
@@ -29,17 +29,17 @@ WIDE = {"INT64", "UINT64", "FP64"}
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """What an input tells that is made of the requests of a batch."""
+    """Says what a batch input describes: an input that is made of the requests in a batch."""
 
-    #: Of Triton's ``BatchInput``, or ``SEGMENT_IDS``.
+    #: A kind of Triton's ``BatchInput``, or ``SEGMENT_IDS``.
     kind: str
-    #: The ragged input that it tells of.
+    #: The ragged input that it describes.
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output, without the batch dimension."""
+    """Describes one input or output, without the batch dimension."""
 
     name: str
     datatype: str
@@ -51,17 +51,17 @@ class TensorSpec:
     #: Names of the model's axes as model.py declares them, None where they have none.
     axes: tuple[str | None, ...]
     optional: bool = False
-    #: Lines of the label file of an output.
+    #: Lines of an output's label file.
     labels: tuple[str, ...] = ()
-    #: Of an input: those of a batch lie one behind the other, whatever their lengths are (``ragged.py``).
+    #: True of an input whose requests lie one behind the other in a batch, whatever their lengths (``ragged.py``).
     ragged: bool = False
-    #: Of an input that no client sends: what of a batch it tells.
+    #: What an input describes that no client sends.
     of_batch: BatchInput | None = None
-    #: Of an output: the ragged input that it is cut like; "": it is cut by rows.
+    #: The ragged input that an output is cut like; "": it is cut by rows.
     cut_like: str = ""
     #: Whether the model's dims differ from the client's.
     reshaped: bool = field(init=False)
-    #: Whether the bytes on the wire are the array as the model takes it.
+    #: Whether the tensor's bytes on the wire are the array as the model takes it.
     plain: bool = field(init=False)
     #: Whether its shape in a program is that of the whole batch, and not of a row.
     whole: bool = field(init=False)
@@ -72,19 +72,19 @@ class TensorSpec:
         object.__setattr__(self, "plain", not self.reshaped and self.datatype not in ("BYTES", "BOOL"))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a client's shape, without the batch dimension, is one of this tensor."""
+        """Returns whether a client's shape, without the batch dimension, fits this tensor."""
         return _fits(shape, self.dims)
 
     def fits_model(self, shape: tuple[int, ...]) -> bool:
-        """Whether a shape the model made, without the batch dimension, is one of this tensor."""
+        """Returns whether a model's shape, without the batch dimension, fits this tensor."""
         return _fits(shape, self.model_dims)
 
     def to_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The model's shape of a tensor of that client's shape."""
+        """Returns the model's shape of a tensor that a client sent in ``shape``."""
         return _refill(shape, self.dims, self.model_dims) if self.reshaped else shape
 
     def to_client(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The client's shape of a tensor of that model's shape."""
+        """Returns the client's shape of a tensor that the model has in ``shape``."""
         return _refill(shape, self.model_dims, self.dims) if self.reshaped else shape
 
 
@@ -103,11 +103,11 @@ def _refill(shape: tuple[int, ...], given: tuple[int, ...], wanted: tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One array that a model keeps of each sequence, without the batch dimension."""
+    """Describes one array of state that a model keeps for each sequence, without the batch dimension."""
 
-    #: As it goes into the function.
+    #: Its name where it goes into the function.
     name: str
-    #: As the function gives it back, and as clients see it where it is an output as well.
+    #: Its name where the function returns it, and for clients where it is an output as well.
     output: str
     datatype: str
     dtype: np.dtype[Any]
@@ -117,29 +117,29 @@ class StateSpec:
     axes: tuple[str | None, ...] = ()
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a shape, without the batch dimension, is one of this state."""
+        """Returns whether a shape, without the batch dimension, fits this state."""
         return _fits(shape, self.dims)
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """All tensors of a model version, by name in the order of its configuration."""
+    """Describes all tensors of a model version, by name in the order of its configuration."""
 
     model: str
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
     #: 0: no batch dimension; every request runs alone.
     max_batch_size: int
-    #: What a jitted model keeps of each sequence; () of one that keeps nothing.
+    #: State that a jitted model keeps of each sequence.
     states: tuple[StateSpec, ...] = ()
-    #: Sequences that have a row of it at a time, in each instance.
+    #: Sequences that have a row of state at a time, in each instance.
     slots: int = 0
-    #: Its code computes with 64-bit types, whatever its tensors are.
+    #: Whether the model's code computes with 64-bit types, whatever its tensors are.
     doubles: bool = field(default=False, repr=False)
     batches: bool = field(init=False)
     #: Whether requests of different lengths share a batch.
     ragged: bool = field(init=False)
-    #: Whether it is traced and run with 64-bit types: any tensor has such elements, or its code asks for them.
+    #: Whether the model is traced and run with 64-bit types: any tensor has such elements, or its code asks for them.
     wide: bool = field(init=False)
     #: Whether state has dims that vary.
     free: bool = field(init=False)
@@ -153,7 +153,7 @@ class Signature:
         object.__setattr__(self, "wide", self.doubles or any(spec.datatype in WIDE for spec in specs))
 
     def with_states(self, states: tuple[StateSpec, ...], slots: int) -> Signature:
-        """The same with state of so many sequences at a time."""
+        """Returns a signature with state for ``slots`` sequences at a time."""
         return replace(self, states=states, slots=slots)
 
     @property
@@ -162,17 +162,17 @@ class Signature:
         return sum(not spec.optional for spec in self.inputs.values())
 
     def with_inputs(self, specs: Mapping[str, TensorSpec]) -> Signature:
-        """A signature with further inputs."""
+        """Returns a signature with further inputs."""
         return replace(self, inputs={**self.inputs, **specs})
 
     def without_inputs(self, names: Container[str]) -> Signature:
-        """A signature without those inputs."""
+        """Returns a signature without some inputs."""
         return replace(self, inputs={name: spec for name, spec in self.inputs.items() if name not in names})
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """One tensor as model.py declares it: ``"INT64[sequence]"``."""
+    """A tensor as model.py declares it: ``"INT64[sequence]"``."""
 
     datatype: str
     dims: tuple[int, ...]
@@ -180,7 +180,7 @@ class Declared:
 
 
 def _meant(text: str) -> str:
-    """What somebody meant who wrote numpy's name of a datatype; "": nobody knows."""
+    """Suggests a declaration to somebody who wrote numpy's name of a datatype; "" without an idea."""
     name, bracket, dims = text.replace(" ", "").partition("[")
     datatype: str | None = name.upper()
     if datatype not in datatypes.ELEMENT_SIZES:
@@ -258,7 +258,7 @@ def signature(
     declared_axes: Mapping[str, tuple[str | None, ...]],
     labels: Mapping[str, tuple[str, ...]],
 ) -> Signature:
-    """The signature of a completed and checked configuration.
+    """Returns the signature of a completed and checked configuration.
 
     Args:
       declared_axes: names of the model's axes by tensor, where model.py gives any.

@@ -1,4 +1,4 @@
-"""What a JAX model keeps of each sequence: named arrays that its function takes and gives back, from its completed ModelConfig.
+"""State of a JAX model with sequences: named arrays that its function takes and returns, from its completed ModelConfig.
 
     config.pbtxt      sequence_batching.state: names, datatype and dims, and where they begin
     model.py          state = {"h": "FP32[256]"}: where config.pbtxt is silent
@@ -58,7 +58,7 @@ def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[s
 
 
 def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
-    """Of a completed and checked configuration. Raises Unsupported: what a jitted function cannot keep."""
+    """Returns the state of a completed and checked configuration. Raises Unsupported: a jitted function cannot keep it."""
     made: list[StateSpec] = []
     for field in message.sequence_batching.state:
         datatype, what = datatypes.from_model_config(data_type_name(field)), _name(message, field)
@@ -74,19 +74,19 @@ def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """Where every sequence begins."""
+    """The state with which every sequence begins."""
 
-    #: State by the name that goes in; what is not there begins as zeros.
+    #: Input name -> initial state; state that is not there begins as zeros.
     values: Mapping[str, Array]
 
     def row(self, spec: StateSpec) -> Array:
-        """Of one state."""
+        """Returns the initial array of one state."""
         given = self.values.get(spec.name)
         return np.zeros(spec.dims, spec.dtype) if given is None else given
 
 
 def initial_state(message: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path) -> InitialState:
-    """What the configuration says, and what the model does.
+    """Reads the initial state that the configuration gives, and what the model's ``create`` returned.
 
     Args:
       created: what ``create`` returned for it: arrays by name, or None.

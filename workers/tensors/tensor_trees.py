@@ -1,4 +1,4 @@
-"""Inputs and outputs of a model as pytrees: a name for each array, and the tree again from arrays by name.
+"""Names the arrays in pytrees of inputs and outputs, and makes the trees again from arrays by name.
 
     {"image": a, "text": {"ids": b, "mask": c}}    image, text.ids, text.mask
     (a, (b, c))                                    input_0, 1.0, 1.1
@@ -22,18 +22,18 @@ from tensord.shm.errors import Internal, InvalidArgument
 
 
 def name_of(keys: Any, kind: str) -> str:
-    """The name of an array at the end of those keys. ``kind``: "input" or "output"."""
+    """Returns the name of the array at the end of a path of keys. ``kind``: "input" or "output"."""
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     return f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name
 
 
 def parameter_name(keys: Any) -> str:
-    """The same of a parameter, as files name it: a number is one, and what is no tree is ``array``."""
+    """Returns a parameter's name in files: its keys, joined by dots; ``array`` where parameters are no tree."""
     return jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
 
 
 def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
-    """Name -> what is declared of it, in order. ``what``: whose they are. Raises InvalidArgument: two have one name."""
+    """Returns name -> declaration, in order. ``what``: their owner, for errors. Raises InvalidArgument: two have one name."""
     if _is_flat(declared):
         assert isinstance(declared, Mapping)
         return {str(name): text for name, text in declared.items()}
@@ -41,7 +41,7 @@ def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
 
 
 def is_tree(module: ModuleType) -> bool:
-    """Whether model.py declares anything but dicts of names to declarations."""
+    """Returns whether model.py declares anything but dicts of names to declarations."""
     return not all(_is_flat(getattr(module, kind, {})) for kind in ("inputs", "outputs"))
 
 
@@ -53,10 +53,10 @@ def taking_trees(
     added: Iterable[str] = (),
     stateful: bool = False,
 ) -> Callable[..., Any]:
-    """A function of trees as one that takes and gives dicts of named arrays.
+    """Wraps a function of trees as one that takes and returns dicts of named arrays.
 
     Args:
-      what: whose it is, for errors.
+      what: the function's owner, for errors.
       inputs: as they are declared; ``outputs`` as well, None: they are not, and what is returned says it.
       added: names of what the worker puts among the inputs; further keys of the dict that they are.
       stateful: it returns outputs and state; state is left as it is.
@@ -93,12 +93,12 @@ def _is_flat(declared: object) -> bool:
 
 
 def _is_none(leaf: object) -> bool:
-    """JAX takes None for a tree without leaves; here it is a mistake that is to be told."""
+    """Returns whether a leaf is None, which JAX takes for a tree without leaves and which is refused here."""
     return leaf is None
 
 
 def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
-    """Names, declarations and the structure."""
+    """Returns names, declarations and the structure of a tree."""
     found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_is_none)
     names = [name_of(keys, kind) for keys, _ in found]
     for name, (_, leaf) in zip(names, found, strict=True):
@@ -113,7 +113,7 @@ def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[obj
 
 
 def _named(what: str, made: object) -> dict[str, Any]:
-    """Raises Internal: two outputs have one name."""
+    """Returns outputs by name. Raises Internal: two have one name."""
     found = jax.tree_util.tree_leaves_with_path(made)
     arrays = {name_of(keys, "output"): array for keys, array in found}
     if len(arrays) < len(found):

@@ -1,1 +1,1 @@
-"""Threads beside the worker's loop, and how they speak to it."""
+"""Threads beside the worker's loop, and how they communicate with it."""

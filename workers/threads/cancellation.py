@@ -1,6 +1,6 @@
 """Tells a long piece of work, a load, that nobody wants its result any more.
 
-The loop cancels; the work looks between its steps (``check``), and says what is to be called where a step can be cut short
+The loop cancels; the work checks between its steps (``check``), and registers what is to be called where a step can be cut short
 (``interrupting``). A step that nobody can cut short ends by itself.
 """
 
@@ -17,7 +17,7 @@ REASON = "it was unloaded, or another load of it came, before it was ready"
 
 
 class Cancellation:
-    """Belongs to one load. Used by any thread."""
+    """The cancellation of one load; any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,11 +26,11 @@ class Cancellation:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody wants the result."""
+        """True once nobody wants the result."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Nobody wants the result any more. Idempotent."""
+        """Cancels the load: nobody wants its result any more. Idempotent."""
         with self._lock:
             self._cancelled = True
             interrupts, self._interrupts = self._interrupts, []
@@ -38,7 +38,7 @@ class Cancellation:
             interrupt()
 
     def check(self) -> None:
-        """Raises Cancelled: nobody wants the result."""
+        """Raises Cancelled if nobody wants the result."""
         if self._cancelled:
             raise Cancelled(REASON)
 

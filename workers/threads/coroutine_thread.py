@@ -1,4 +1,4 @@
-"""A thread with an event loop, for models whose functions are coroutines. It starts with the first one."""
+"""A thread with an event loop, for models whose functions are coroutines. It starts with the first coroutine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class CoroutineThread:
-    """One per instance of a model; used from that instance's thread."""
+    """Runs the coroutines of one instance of a model; used from that instance's thread."""
 
     def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        """``code``: what the thread is in while it runs the model's code."""
+        """``code`` makes a context that the thread enters to run the model's code."""
         self._name = name
         self._code = code
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -23,17 +23,17 @@ class CoroutineThread:
 
     @property
     def thread(self) -> int:
-        """As ``threading.get_ident`` says within it; it starts, if it has not."""
+        """The identifier of the thread (``threading.get_ident``), which is started if need be."""
         self._begun()
         assert self._thread is not None
         return self._thread.ident or -1
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Its result. Raises what it raises."""
+        """Runs a coroutine and returns its result. Raises what it raises."""
         return self._start(coroutine).result()
 
     def begin(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[BaseException | None], None]) -> None:
-        """Runs it beside others. ``ended`` is called in that thread, with what it raised."""
+        """Runs a coroutine beside others. ``ended`` is called in the event loop's thread, with what it raised."""
 
         def done(future: concurrent.futures.Future[Any]) -> None:
             ended(concurrent.futures.CancelledError() if future.cancelled() else future.exception())
@@ -41,7 +41,7 @@ class CoroutineThread:
         self._start(coroutine).add_done_callback(done)
 
     def close(self) -> None:
-        """Ends what still runs, and the thread."""
+        """Cancels coroutines that still run, and ends the thread."""
         loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)

@@ -1,4 +1,4 @@
-"""How other threads speak to the worker's loop: they post calls, an eventfd wakes it, it runs them in order."""
+"""Calls that other threads post to the worker's loop: an eventfd wakes it, and it runs them in order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 
 class Inbox:
-    """``post`` from any thread; ``drain`` and ``close`` on the loop."""
+    """Takes calls from any thread (``post``) and runs them on the loop (``drain``)."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
-        #: The loop was woken, and has not looked since.
+        #: Whether the loop was woken, and has not looked since.
         self._woken = False
-        #: The loop is about to look by itself.
+        #: Whether the loop is about to look by itself.
         self._looks = False
         #: Held while a thread wakes the loop, so that it is not closed meanwhile.
         self._waking = threading.Lock()
@@ -37,13 +37,13 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """On the loop, before it waits. ``looks``: it will run them in a moment, whatever comes. Returns: it has to now."""
+        """Announces whether the loop, about to wait, will ``run`` in a moment anyhow. Returns whether it has to do so now."""
         self._looks = looks
-        # Who posts looks after that: it is seen here, or wakes the loop.
+        # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.
         return bool(self._calls) and not looks
 
     def drain(self) -> None:
-        """The loop was woken: runs what was posted so far."""
+        """Resets the eventfd that has woken the loop, and runs what was posted so far."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         self._woken = False
@@ -55,7 +55,7 @@ class Inbox:
             self._calls.popleft()()
 
     def close(self) -> None:
-        """Idempotent. Threads that post later find nobody."""
+        """Closes the eventfd; later posts are ignored. Idempotent."""
         with self._waking:
             fd, self._fd = self._fd, -1
         if fd >= 0:

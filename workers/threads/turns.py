@@ -1,6 +1,6 @@
-"""So many pieces of long work at a time; one that takes very long does not stand before the others for ever.
+"""Lets a number of long jobs run at a time, such that one that takes very long does not block the others for ever.
 
-``count`` are under way at a time, first come, first served. Whoever has been at one step for ``long_seconds`` is not counted any
+``count`` jobs run at a time, first come, first served. A job that has been at one step for ``long_seconds`` is not counted any
 more, so the next one begins beside it; but no more than ``_BESIDE`` beyond ``count``, because each takes memory.
 """
 
@@ -14,25 +14,25 @@ from collections.abc import Callable, Iterator
 
 from tensord.workers.threads.cancellation import Cancellation
 
-#: So many may be under way beyond the usual number, while as many take very long.
+#: Jobs that may run beyond the usual number, while as many take very long.
 _BESIDE = 3
 
 
 class Turns:
-    """Used by any number of threads."""
+    """A fair semaphore that does not count holders that take very long; any number of threads may use it."""
 
     def __init__(self, count: int, long_seconds: float) -> None:
-        """``long_seconds``: 0: nobody begins beside one that takes long."""
+        """Lets ``count`` jobs run at a time. ``long_seconds``: 0: none begins beside one that takes long."""
         self._count = count
         self._long = long_seconds
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
-        #: Who is under way -> when its present step began (monotonic seconds).
+        #: Running job -> when its present step began (monotonic seconds).
         self._under_way: dict[object, float] = {}
 
     @contextlib.contextmanager
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
-        """Waits until it is the caller's turn, which lasts as long as the block. Yields what says that a new step begins.
+        """Waits for the caller's turn, which lasts as long as the block. Yields a function to call when a new step begins.
 
         Raises Cancelled: it was given up meanwhile.
         """
@@ -62,7 +62,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Seconds until the next one may begin, if nobody ends before that; None: not before somebody ends."""
+        """Returns the seconds until the next job may begin if none ends before that; None: not before one ends."""
         if len(self._under_way) < self._count:
             return 0.0
         if not self._long or len(self._under_way) >= self._count + _BESIDE:

@@ -1,6 +1,6 @@
-"""A thread for long work beside the loop: loading models, compiling shapes. One job after the other, results to the inbox.
+"""A thread for long work beside the loop, such as loading models: one job after the other, results to the inbox.
 
-A job that stands aside lets the next one begin.
+While a job stands aside, another thread runs the next ones.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import TypeVar
 from tensord.workers.threads.inbox import Inbox
 
 T = TypeVar("T")
-#: So many jobs stand aside by themselves; the next ones hold the thread up.
+#: Jobs that may stand aside at a time; further ones keep the thread busy.
 _MAX_ASIDE = 16
 
 
 class WorkThread:
-    """Starts with its first job."""
+    """Runs jobs in a thread of their own, which starts with the first one."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._inbox = inbox
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._name = name
-        #: Those that take jobs, and how many of them are too many since a job came back.
+        #: Threads that take jobs, and how many of them are to end since a job came back.
         self._threads: list[threading.Thread] = []
         self._surplus = 0
         self._lock = threading.Lock()
         #: Jobs that are in ``standing_aside``.
         self._aside = 0
-        #: Threads that were started in their place.
+        #: Threads that were started in the place of such jobs.
         self._covering = 0
-        #: Jobs that stand aside; the loop's.
+        #: Jobs between ``step_aside`` and ``step_back``; used on the loop only.
         self.aside = 0
-        #: Jobs given and not yet answered; the loop's.
+        #: Jobs given and not yet answered; used on the loop only.
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Runs ``job`` there; ``done`` gets its result, or what it raised, on the loop."""
+        """Runs ``job`` in the thread; ``done`` gets its result, or what it raised, on the loop."""
         if not self._threads:
             self._start()
         self.pending += 1
@@ -61,18 +61,18 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """From a job: has the loop do something before it is over."""
+        """Has the loop call a function while the calling job goes on."""
         self._inbox.post(call)
 
     def step_aside(self) -> None:
-        """A job waits for later ones: another thread takes these meanwhile."""
+        """Starts another thread for later jobs, because the current one waits for them."""
         self.aside += 1
         with self._lock:
             self._start()
 
     @contextlib.contextmanager
     def standing_aside(self) -> Iterator[None]:
-        """From a job: it waits, or does what others need not wait for; another thread takes later jobs meanwhile."""
+        """Has another thread take later jobs while the calling job waits in this block."""
         with self._lock:
             stands = self._aside < _MAX_ASIDE
             self._aside += stands
@@ -89,22 +89,22 @@ class WorkThread:
                 self._jobs.put(lambda: None)
 
     def _cover(self) -> None:
-        """A thread in the place of one that stands aside, once there is something for it to do."""
+        """Starts a thread in the place of one that stands aside, once there is a job for it."""
         with self._lock:
             if self._covering < self._aside and not self._jobs.empty():
                 self._covering += 1
                 self._start()
 
     def step_back(self) -> None:
-        """It goes on: there is a thread too many, which ends with what it does."""
+        """Ends ``step_aside``: one thread is too many now, and ends after its job."""
         self.aside -= 1
         with self._lock:
             self._surplus += 1
-        # One that waits for a job looks.
+        # Wakes a thread that waits for a job, so that it sees that it is to end.
         self._jobs.put(lambda: None)
 
     def finish(self) -> None:
-        """Returns when everything that was given has been done, and the thread has ended. It takes nothing after that."""
+        """Waits until all given jobs are done and the threads have ended. No job may be given after that."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
