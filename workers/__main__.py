@@ -1,4 +1,4 @@
-"""``python -m workers --control-fd N --device cpu:0``: started by the supervisor only, with its control channel inherited."""
+"""Runs a worker: ``python -m tensord.workers --control-fd N --device cpu:0``. Only the supervisor starts it, with the channel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tensord.workers.devices.device import DeviceName, NoDevice
 
 _log = logging.getLogger("tensord.workers")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-#: The outputs of several requests of 16 MiB.
+#: Freed memory that the process keeps: outputs of several requests of 16 MiB.
 _KEPT_BYTE_SIZE = 256 << 20
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     device_name.prepare_environment()
     channel = Channel(socket.socket(fileno=arguments.control_fd), decoder(ToWorkerControl))
 
-    # Until ``Worker.run``: what is imported stays, and looking at it again and again takes 80 of its 750 ms (measured).
+    # Off until ``Worker.run``: imported objects stay, and collecting among them takes 80 of the 750 ms of imports (measured).
     gc.disable()
     # Imported after the environment is set, and before waiting: the supervisor scans its repositories meanwhile.
     from tensord.workers.calls import own_processes
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _outlive_signals() -> None:
-    """A signal to the whole group must not take the worker from under its requests: the supervisor says when to stop.
+    """Handles signals to the process group, which must not end the worker: the supervisor says when to stop.
 
     They are handled, not ignored: ignoring is inherited by the processes that a model starts, which then could not be ended.
     """
@@ -105,12 +105,12 @@ def _outlive_signals() -> None:
             signal.signal(number, action)
         resume()
 
-    # Held meanwhile: what comes to a child that still has our handlers would be lost.
+    # Blocked during a fork: a signal to a child that still has our handlers would be lost.
     os.register_at_fork(before=hold, after_in_parent=resume, after_in_child=restore)
 
 
 def _receive_start(channel: Channel) -> Start:
-    """The first record, which travels alone, with where to write this process's stack. Raises ChannelClosed."""
+    """Waits for the first record, which travels alone, with a descriptor for stack reports. Raises ChannelClosed."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     while True:

@@ -1,4 +1,4 @@
-"""``python -m tensord.workers.check --device cpu:0``: loads models as a worker does, serves nothing, and ends.
+"""Loads models as a worker does, serves nothing, and ends: ``python -m tensord.workers.check --device cpu:0``.
 
     stdin   CheckLoads: the configuration, and what to load, one version after the other; each stays, as in a worker
     stdout  LoadSteps, and one LoadOutcome a version that is done
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """What a model asks of the server that is only tried: as if all others were served, which are tried by themselves."""
+    """Answers calls of a model that is only being checked, as if all other models were served."""
 
     def __init__(self, explicit: bool) -> None:
-        """``explicit``: models are loaded on request."""
+        """``explicit``: whether models are loaded on request."""
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Raises Unavailable, as the server would."""
+        """Answers an operation. Raises Unavailable, as the server would."""
         if isinstance(operation, ModelReady):
             return b"true"
         if not self._explicit:
@@ -58,14 +58,14 @@ class Apart:
         call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
     def cancel(self, call: Call) -> None:
-        """It has ended."""
+        """Does nothing: the call has ended."""
 
     stop = took = abandon = cancel
 
 
 def main() -> None:
     die_with_parent()
-    # A crash is told by how the process ended: nobody looks for its memory.
+    # A crash is known by the exit status; no core file is needed.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     parser = argparse.ArgumentParser(prog="tensord.workers.check", description=__doc__)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
@@ -77,7 +77,7 @@ def main() -> None:
     os.dup2(2, 1)
     faulthandler.enable()
     options = msgspec.msgpack.decode(asked.options, type=Options)
-    # Not into the log of a daemon that runs beside this.
+    # Does not write into the log file of a daemon that runs beside this.
     log.configure(msgspec.structs.replace(options.log, file=""), "check")
 
     # Imported after the environment is set.

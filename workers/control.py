@@ -1,8 +1,8 @@
-"""What the supervisor asks of a worker, record by record. Belongs to the worker's loop.
+"""Acts on the supervisor's records in a worker, on its loop.
 
-LaneOpened + fd                 a submitter more
-Load, Unload                    a version more or less; answered with Loaded (after Loading), Unloaded
-CancelLoad                      what it was sent to load of a version is not wanted any more; each Load still has its answer
+LaneOpened + fd                 one more submitter
+Load, Unload                    one version more or less; answered with Loaded (after Loading), Unloaded
+CancelLoad                      loads of a version are not wanted any more; each Load still has its answer
 Call                            answered with Reply: statistics, figures for metrics, register and unregister regions
 Reply                           to a Call of this worker's models
 LogChanged                      another level or format of the log
@@ -75,7 +75,7 @@ class _Running(NamedTuple):
 
 
 class Control:
-    """Acts on the supervisor's records."""
+    """Acts on the supervisor's records for one worker."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class Control:
         self._loader = loader
         self._thread = thread
         self._operations = operations
-        #: (name, version) -> loads that wait for the one before them, beginning with that: answers keep the order of loads.
+        #: (name, version) -> its unanswered loads, the running one first: answers keep the order of loads.
         self._running: dict[tuple[str, int], deque[_Running]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
-        """Owns the descriptors. Raises InvalidArgument: the supervisor is out of step."""
+        """Acts on a record, and closes descriptors that it does not keep. Raises InvalidArgument: the record is unexpected."""
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:
                 self._worker.open_lane(record.peer, socket.socket(fileno=fds.pop()))
@@ -173,7 +173,7 @@ class Control:
         cancellation: Cancellation,
         former: ModelVersion | None,
     ) -> None:
-        """Each Load has one answer: the supervisor counts them. ``former``: what served when it began."""
+        """Sends a Load's one answer. ``former``: the version that served when the load began."""
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
@@ -205,7 +205,7 @@ class Control:
         )
 
     def _cancel(self, key: tuple[str, int]) -> None:
-        """Gives up what is being loaded of a version, and what waits to be."""
+        """Cancels a version's loads, running and waiting ones."""
         for load in self._running.get(key, ()):
             load.cancellation.cancel()
 
@@ -255,7 +255,7 @@ class Control:
             self._channel.put(Reply(record.call_id, Unavailable.code, message))
 
     def _register(self, call: Call, operation: RegisterSystemRegion, fds: list[int]) -> None:
-        """The first worker opens the object by its key and sends the descriptor along; the others get it from there."""
+        """Registers a region. The first worker opens the object by its key and replies with the descriptor, which others get."""
         given = fds.pop(0) if fds else None
         region, access = self._regions.register(operation, given)
         if given is None:
@@ -264,7 +264,7 @@ class Control:
             self._channel.put(Reply(call.call_id))
 
     def _ask_ready(self, call: Call, operation: ModelReady) -> None:
-        """Answers with what the model itself says, once it has."""
+        """Replies whether a model is ready, once the model itself has said so."""
 
         def answered(ready: bool) -> None:
             self._channel.put(Reply(call.call_id, result=b"true" if ready else b"false"))
@@ -279,7 +279,7 @@ class Control:
         found: list[dict[str, Any]] = []
         for version in self._models:
             if operation.name in ("", version.name) and operation.version in (0, version.version):
-                # Models' threads open others meanwhile.
+                # A copy, because models' threads open further senders meanwhile.
                 for sender in list(version.senders.values()):
                     sender.catch_up()
                 found.append(version.statistics.to_dict())

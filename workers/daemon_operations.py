@@ -1,4 +1,4 @@
-"""What models have the daemon do: load, unload, and say whether a model is served.
+"""Passes models' operations on to the daemon: load, unload, and ask whether a model is ready.
 
     thread of a model ─▶ loop ─▶ Call to the supervisor ─▶ Load to this and other workers ─▶ Reply ─▶ that thread
 
@@ -26,18 +26,18 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """One per worker. ``ask`` is for any thread, the rest is the loop's."""
+    """The operations that a worker's models have asked the daemon for. ``ask`` is for any thread, the rest for the loop."""
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel
         self._loader = loader
         self._inbox = inbox
         self._numbers = itertools.count(1)
-        #: Call id -> who takes its reply, and whether a load waits for it.
+        #: Call id -> callback for its reply, and whether a load waits for it.
         self._asked: dict[int, tuple[Callable[[Reply], None], bool]] = {}
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Waits for the answer. Raises ServingError."""
+        """Has the daemon carry out an operation, and waits for the answer. Raises ServingError."""
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         waits = port.loading and isinstance(operation, LoadModel)
         if isinstance(operation, LoadModel) and waits:
@@ -49,7 +49,7 @@ class DaemonOperations:
         return reply.result
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
-        """Whether any worker serves that version, or any (0): says so later, on the loop."""
+        """Asks whether any worker serves a version, or any (0). Calls ``answered`` on the loop."""
         self._ask(ModelReady(name, version), False, lambda reply: answered(reply.result == b"true"))
 
     def _ask(
@@ -66,7 +66,7 @@ class DaemonOperations:
         self._channel.put(Call(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
-        """The supervisor has answered."""
+        """Passes the supervisor's reply on to who has asked."""
         answered, waits = self._asked.pop(reply.call_id)
         if waits:
             self._loader.step_back()

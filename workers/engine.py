@@ -1,4 +1,4 @@
-"""What a loop serves with, in a worker's process or in somebody else's: models, their sequences, and the dispatcher over them."""
+"""The parts that serve requests, in a worker's process or in another one: models, their sequences, and the dispatcher."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tensord.workers.threads.work_thread import WorkThread
 
 
 class Engine:
-    """Made and used by the loop's thread, which asks its parts."""
+    """The models, sequences and dispatcher of one loop; its thread alone uses them."""
 
     def __init__(
         self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
     ) -> None:
         """
         Args:
-          inbox: the loop's.
-          gpu: the device's number, None of the processor.
-          check: of the device.
+          inbox: calls of other threads to the loop.
+          gpu: the device's number; None: the processor.
+          check: raises if the device is lost.
         """
         most = options.requests.max_sequences
         self.page = StatusPage.create()
@@ -40,14 +40,14 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """The version that requests are for from now on; its instances wait for resources while it lives."""
+        """Makes a version of a loaded model; its instances take part in the rate limiter while it lives."""
         version = ModelVersion(loaded, self.sequences)
         self.dispatcher.limiter.add(loaded.instances)
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.own_instances))
         return version
 
     def close(self) -> None:
-        """Lets go of both pages."""
+        """Closes the status page and the sequence page."""
         self.page.close()
         self.sequences.page.close()
 

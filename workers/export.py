@@ -1,8 +1,7 @@
-"""``python -m tensord.workers.export --device cpu:0``: writes a model version with a model.py as one without (``tensord
-export``).
+"""Exports a model version for ``tensord export``: ``python -m tensord.workers.export --device cpu:0``.
 
 stdin   CheckLoads: the configuration, and the version to export
-stdout  one LoadOutcome: why it cannot be
+stdout  one LoadOutcome: empty, or why the version cannot be exported
 """
 
 from __future__ import annotations

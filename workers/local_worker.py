@@ -1,4 +1,4 @@
-"""A worker in the process of whoever asks, without a supervisor and without lanes: what ``tensord.testing`` runs models with.
+"""A worker in the caller's process, without supervisor and lanes, with which ``tensord.testing`` runs models.
 
     any thread: load ─▶ Loader, in that thread ─▶ loop: adopted
     any thread: ask  ─▶ loop: InnerRequest ─▶ Dispatcher ─▶ Answers, taken in that thread
@@ -51,28 +51,28 @@ T = TypeVar("T")
 
 
 class Answers:
-    """What becomes of one request. Made and iterated by who asks; ``take`` is called by the loop."""
+    """Iterates over the responses to one request. The asking thread makes and iterates it; the loop calls ``take``."""
 
     def __init__(self, worker: LocalWorker) -> None:
         self._worker = worker
         self._came: queue.SimpleQueue[tuple[Result | None, bool]] = queue.SimpleQueue()
         self._over = False
-        #: Once it was found good.
+        #: The request, once it was validated.
         self.request: InnerRequest | None = None
 
     def take(self, request: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
-        """A response, and whether it is the last."""
+        """Takes a response from the loop."""
         self._came.put((result, final))
 
     def fail(self, error: ServingError) -> None:
-        """There is nothing to come but an error."""
+        """Ends the responses with an error."""
         self._came.put((error, True))
 
     def __iter__(self) -> Answers:
         return self
 
     def __next__(self) -> dict[str, Array]:
-        """The next response; waits for it. Raises ServingError: it is an error, which need not be the last one."""
+        """Waits for the next response. Raises ServingError: it is an error, which need not be the last response."""
         while not self._over:
             result, self._over = self._came.get()
             request = self.request
@@ -85,7 +85,7 @@ class Answers:
         raise StopIteration
 
     def close(self) -> None:
-        """Nobody waits for the rest of it."""
+        """Cancels the request: nobody waits for further responses."""
         request = self.request
         if not self._over and request is not None:
             self._over = True
@@ -93,7 +93,7 @@ class Answers:
 
 
 class LocalWorker:
-    """One per device; every method may be called by any thread."""
+    """Serves models on one device; any thread may call any method."""
 
     def __init__(self, options: Options, device: jax.Device) -> None:
         import_system.prepare()
@@ -104,7 +104,7 @@ class LocalWorker:
         engine = self._engine = Engine(options, self._inbox, self._regions, gpu)
         self._sequences, self._models, self._dispatcher = engine.sequences, engine.models, engine.dispatcher
         self.took, self.withdraw = self._dispatcher.took, self._dispatcher.withdraw
-        # What JAX's own cache answers cannot be stored a second time, and whether that is on is its process's to say.
+        # Programs from JAX's own cache cannot be stored again; whether that cache is on is up to the process.
         theirs_is_on = jax.config.values["jax_compilation_cache_dir"]
         kept = None if theirs_is_on else cache_directory(options.executables.cache_directory)
         self._loader = Loader.configured(
@@ -112,7 +112,7 @@ class LocalWorker:
         )
         self._ours, theirs = pair()
         arenas = options.arenas
-        # Answers are handed over and not placed, so nothing is ever on it.
+        # The lane stays unused: answers are passed as arrays.
         lane = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self._submitter: Submitter[Request] = Submitter(0, lane)
         self._asked: dict[Answers, None] = {}
@@ -123,11 +123,11 @@ class LocalWorker:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Has the loop call it."""
+        """Has the loop call a function."""
         self._inbox.post(call)
 
     def load(self, record: Load) -> ModelVersion:
-        """Brings a version into memory. Raises ServingError: why it cannot be."""
+        """Brings a version into memory. Raises ServingError: it cannot be loaded."""
 
         def adopt() -> ModelVersion:
             self._check_open()
@@ -148,7 +148,7 @@ class LocalWorker:
         return self._engine.adopt(loaded)
 
     def call(self, function: Callable[[], T]) -> T:
-        """What it returns on the loop. Raises what it raises there."""
+        """Runs a function on the loop and returns its result. Raises what it raises there."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -249,7 +249,7 @@ class LocalWorker:
 
     def _end(self) -> None:
         self._closing = True
-        # Who asked while it ended is told.
+        # Requests that came while the loop ended are answered with an error.
         self._inbox.drain()
         for answers in self._asked:
             answers.fail(Unavailable("the model was closed"))

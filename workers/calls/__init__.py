@@ -1,1 +1,1 @@
-"""Requests that models make themselves: who makes them, from whichever thread, and what they wait for."""
+"""Requests that models make to other models, from whichever thread, and what they wait for."""

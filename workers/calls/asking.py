@@ -1,4 +1,4 @@
-"""Calls as host models and generators make them: functions of arrays (``tensord.models``)."""
+"""Functions of arrays by which host models and generators call other models (``tensord.models``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tensord.workers.requests.result import Result
 
 
 class Own(TypedDict, total=False):
-    """What a request says besides its tensors."""
+    """Keyword arguments of a request besides its tensors."""
 
     parameters: Mapping[str, Parameter]
     request_id: str
@@ -28,32 +28,32 @@ class Own(TypedDict, total=False):
 
 
 class Asked(Own, total=False):
-    """What a call says besides its tensors."""
+    """Keyword arguments of a call besides its tensors."""
 
     #: 0: the newest.
     version: int
 
 
 class Pending:
-    """A call that was begun."""
+    """A call that was begun, whose result is to come."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._answer: Result | None = None
 
     def result(self) -> dict[str, Array]:
-        """Its outputs by name, which are not to be written to. Waits for them. Raises ServingError."""
+        """Waits for the outputs and returns them by name; they are read-only. Raises ServingError."""
         if self._answer is None:
             self._answer, _ = self._call.next()
         return _outputs(self._answer)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancels the call: nobody waits for it any more."""
         self._call.cancel()
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
-    """Raises InvalidArgument: an input is no array; or no model of a server runs this."""
+    """Begins a call. Raises InvalidArgument: an input is no array, or no model of a server runs this."""
     call = _call(model, inputs, outputs, own, streams=False)
     call.begin()
     return Pending(call)
@@ -62,7 +62,7 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """The responses. Raises as ``begin``; ServingError, where one of them is an error: none comes after it."""
+    """Begins a call and iterates over its responses. Raises as ``begin``; ServingError: a response is one, and the last."""
     call = _call(model, inputs, outputs, own, streams=True)
     call.begin()
     return _responses(call)
@@ -99,7 +99,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
     )
     arrays = {name: _array(model, name, value) for name, value in inputs.items()}
     hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"
-    # One is enough to tell of a call that is made for a whole batch.
+    # A call that is made for a whole batch is traced with one of its traced requests.
     traced = next((request.timeline for request in found.requests if request.timeline is not None), None)
     return Call(found, prepared, said, arrays, tuple(outputs), streams, hint, traced)
 
@@ -107,7 +107,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
 def _array(model: str, name: str, value: Any) -> Array:
     if not hasattr(value, "dtype") or datatype_of(np.dtype(value.dtype)) is None:
         raise InvalidArgument(f"input '{name}' of model '{model}' is {type(value).__name__}, an array is expected")
-    # What JAX has made nobody can write to.
+    # JAX's arrays are immutable and need no copy.
     return snapshot(value) if isinstance(value, np.ndarray) else np.asarray(value)
 
 
@@ -118,14 +118,14 @@ def _outputs(result: Result | None) -> dict[str, Array]:
 
 
 def snapshot(array: Array) -> Array:
-    """A copy: whoever made it may write to it again, or it lies where the next request of a client will."""
+    """Returns a read-only copy, because the array's owner may write to it, or a client's next request may."""
     made = strings(array) if array.dtype.kind in "SUO" else np.array(array)
     made.flags.writeable = False
     return made
 
 
 def check_sequence(sequence_id: int | str) -> None:
-    """Raises InvalidArgument: a call's sequence can have no such id."""
+    """Raises InvalidArgument if a call's sequence can have no such id."""
     if isinstance(sequence_id, int) and not 0 <= sequence_id < 1 << 64:
         raise InvalidArgument(f"correlation ID {sequence_id} is no unsigned number of 64 bits")
     if isinstance(sequence_id, str) and (size := len(sequence_id.encode())) > MAX_SEQUENCE_ID:

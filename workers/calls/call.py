@@ -1,7 +1,7 @@
-"""One request of a model to another one, as the thread sees it that makes it.
+"""A model's request to another model, on the side of the calling thread.
 
     Call ─▶ desk (loop): an inner request ─▶ answered, answered, ... ─▶ next, next, ... in whichever thread takes them
-                                                                  ◀─ took: there is room for a further one
+                                                                  ◀─ took: there is room for a further response
 
 Where the model that is called answers with many responses, at most ``responses.max_ahead`` bytes of them wait here.
 """
@@ -22,7 +22,7 @@ from tensord.workers.requests.timeline import RequestTimeline
 
 
 class Call:
-    """``begin`` once; then ``next`` until the last response. ``answered`` and ``abandoned`` are for the loop."""
+    """A call: ``begin`` once, then ``next`` until the last response. ``answered`` and ``abandoned`` are for the loop."""
 
     __slots__ = (
         "_answered",
@@ -60,17 +60,17 @@ class Call:
     ) -> None:
         """
         Args:
-          prepared, own: say everything of it but its inputs and outputs.
-          arrays: nobody writes to them any more.
-          outputs: which are wanted; none: all.
+          prepared, own: the request but for its inputs and outputs.
+          arrays: the inputs; nobody writes to them any more.
+          outputs: names of wanted outputs; none: all.
           streams: whether any number of responses will be taken.
-          hint: what to say where that should be, and is not.
-          timeline: of the traced request that it is told with, if any.
+          hint: the error where the model streams, and the call does not.
+          timeline: of the traced request that the call is traced with, if any.
         """
         assert caller.port.desk is not None
         self._desk = caller.port.desk
         self.caller = caller
-        #: Those that it is made for: it ends with them.
+        #: Requests that the call is made for: it ends with them.
         self.requests = caller.requests
         self.prepared = prepared
         self.own = own
@@ -79,38 +79,38 @@ class Call:
         self.streams = streams
         self.hint = hint
         self.timeline = timeline
-        #: It was answered without being made: its error says why it could not be.
+        #: Whether the call could not be made: its error says why.
         self.refused = False
-        #: The thread that waited for it last; 0: a coroutine did.
+        #: The thread that waited for the call last; 0: a coroutine did.
         self._thread = 0
-        #: Responses that were waited for, and of them those that were taken: the thread's. Those that have come: the loop's.
+        #: Counts of responses: waited for and taken (written by the thread), come (written by the loop).
         self._asked = self._taken = self._answered = 0
-        #: When the loop has begun it.
+        #: When the loop has begun the call.
         self.began_ns = 0
-        #: Its responses are thrown away.
+        #: Whether its responses are discarded.
         self.abandoned = False
         self._came: queue.SimpleQueue[tuple[Result | None, bool]] = queue.SimpleQueue()
         self._over = False
         self._first: Callable[[], None] | None = None
 
     def begin(self, by_coroutine: bool = False) -> None:
-        """Whoever begins it waits for it next."""
+        """Begins the call; the calling thread or coroutine has to wait for it next."""
         self._thread = 0 if by_coroutine else threading.get_ident()
         self._asked = 1
         self._desk.begin(self)
 
     @property
     def thread(self) -> int:
-        """The thread that waits for it; 0: none does."""
+        """The thread that waits for the call; 0: none does."""
         return self._thread if self.is_awaited else 0
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a thread or a coroutine waits for it."""
+        """True while a thread or a coroutine waits for a response."""
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """A response, or (None) only that there is no further one."""
+        """Takes a response from the loop; None: only the end of the responses."""
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None
@@ -118,7 +118,7 @@ class Call:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """The next response, when it has come, and whether it is the last. After the last one not to be called."""
+        """Waits for the next response. Returns it, and whether it is the last; not to be called after that one."""
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken
@@ -129,7 +129,7 @@ class Call:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """As ``next``, for the running event loop, which goes on meanwhile. Who stops waiting cancels the call."""
+        """Waits for the first response in the running event loop. Cancelling the task cancels the call."""
         waiting = asyncio.ensure_future(self._wait())
         waiting.add_done_callback(lambda done: self.cancel() if done.cancelled() else None)
         return waiting
@@ -149,17 +149,17 @@ class Call:
         return self.next()
 
     def cancel(self) -> None:
-        """It ends with an error, if it has not ended. Idempotent."""
+        """Ends the call with an error, if it has not ended. Idempotent."""
         if not self._over:
             self._desk.cancel(self)
 
     def stop(self) -> None:
-        """Its model may stop; what that still sends comes. Idempotent."""
+        """Tells the called model that it may stop; responses that it still sends come. Idempotent."""
         if not self._over:
             self._desk.stop(self)
 
     def abandon(self) -> None:
-        """Nobody takes the responses that are still to come."""
+        """Discards the responses that are still to come."""
         if not self._over:
             self._over = True
             self._desk.abandon(self)

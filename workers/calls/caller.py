@@ -1,9 +1,9 @@
-"""Who calls: known by the context that the worker runs a model's code in, and elsewhere by that code itself.
+"""Finds which model's code calls: by the context that the worker runs it in, and elsewhere by that code itself.
 
     execute, and coroutines of it       the requests that it works on: what it calls ends with them
-    threads that a model starts         only the model: nobody knows for which request they work
-    initialize                          no calls, because it is not served yet; it may have other models loaded
-    auto_complete_config, finalize      neither
+    threads that a model starts         only the model is known, not the request that they work for
+    initialize                          no calls, because the model is not served yet; it may have other models loaded
+    auto_complete_config, finalize      no calls and no loads
 
 Python gives a coroutine the context of whoever began it, and a new thread none.
 """
@@ -28,48 +28,48 @@ if TYPE_CHECKING:
 
 
 class Desk(Protocol):
-    """One per worker; for any thread. What comes of a ``tensord.workers.calls.call.Call`` is said to it."""
+    """Takes models' calls to the worker's loop, from any thread; a ``tensord.workers.calls.call.Call`` gets the responses."""
 
     def begin(self, call: Any) -> None:
-        """Has it made."""
+        """Has a call made."""
 
     def cancel(self, call: Any) -> None:
-        """Nobody waits for it any more; it ends with an error."""
+        """Ends a call with an error, because nobody waits for it any more."""
 
     def stop(self, call: Any) -> None:
-        """Its model is asked to stop; what it still answers is waited for."""
+        """Asks the called model to stop; responses that it still sends are waited for."""
 
     def took(self, call: Any) -> None:
-        """One of its responses was taken: there is room for a further one."""
+        """Notes that a response of a call was taken, and that there is room for a further one."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon do something for a ``ModelPort``, and waits for its answer. Raises ServingError."""
+        """Has the daemon carry out an operation for a ``ModelPort``. Waits for its answer. Raises ServingError."""
 
     def abandon(self, call: Any) -> None:
-        """It goes on, and nobody takes its responses."""
+        """Lets a call go on whose responses nobody takes."""
 
 
-#: What the builtins of a model's code have besides Python's.
+#: Name of the ``ModelPort`` among the builtins of a model's code.
 PORT = "__tensord_port__"
 
 
 class Held(Protocol):
-    """What a model has that is to end with it."""
+    """A resource of a model that is to be closed with it."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the resource. Idempotent."""
 
 
 class EndsLater(Held, Protocol):
-    """What takes a while to end."""
+    """A resource that takes a while to end."""
 
     @property
     def ended(self) -> bool:
-        """Whether it has, once it was closed."""
+        """True once it was closed and has ended."""
 
 
 class ModelPort:
-    """One loaded version's way to the rest of its worker."""
+    """Connects the code of one loaded version with the rest of its worker."""
 
     def __init__(
         self,
@@ -82,24 +82,24 @@ class ModelPort:
         """
         Args:
           desk: None where nothing is served, as in a check.
-          code: what a thread of ours is in while it runs the model's code.
+          code: makes a context that threads of the worker enter to run the model's code.
         """
         self.name = name
         self.version = version
         self.desk = desk
         self.metrics = MetricRegistry() if metrics is None else metrics
         self.code = code
-        #: Called when code of the model has run, in its thread.
+        #: Called in the model's thread each time that its code has run.
         self.ran: Callable[[], None] | None = None
-        #: It is being loaded.
+        #: Whether the version is being loaded.
         self.loading = True
-        #: The worker's.
+        #: The worker's process.
         self.process = os.getpid()
-        #: What it has made outside of itself.
+        #: Resources that the model's code has made outside of itself.
         self.held: set[Held] = set()
-        #: Those that it has started, if any.
+        #: Processes that the model's code has started, if any.
         self.processes: EndsLater | None = None
-        #: Whoever of it calls without a request.
+        #: The caller for code of the model that works for no known request.
         self.detached = Caller(self)
 
     @property
@@ -108,7 +108,7 @@ class ModelPort:
         return self.name, self.version
 
     def close(self) -> None:
-        """The version is gone."""
+        """Closes the model's resources, because its version is gone."""
         for held in list(self.held):
             held.close()
 
@@ -117,18 +117,18 @@ class ModelPort:
 
 
 class Phase(enum.Enum):
-    """What a model's code may ask for."""
+    """A phase of a model's life, which decides what its code may ask for."""
 
-    #: Answers of other models, and all else.
+    #: It may call, load and unload other models.
     SERVING = enum.auto()
-    #: Others to be loaded and unloaded.
+    #: It may have other models loaded and unloaded.
     LOADING = enum.auto()
-    #: Nothing.
+    #: It may ask for nothing.
     APART = enum.auto()
 
 
 class Caller:
-    """Whoever runs a model's code. ``in_flight`` belongs to the worker's loop."""
+    """A run of a model's code that may call other models. ``in_flight`` belongs to the worker's loop."""
 
     __slots__ = ("execution", "in_flight", "phase", "port", "requests")
 
@@ -141,23 +141,23 @@ class Caller:
     ) -> None:
         """
         Args:
-          requests: that it works on.
-          execution: that it is part of; None: it holds no instance.
+          requests: the requests that the code works on.
+          execution: the execution that it is part of; None: it holds no instance.
         """
         self.port = port
         self.requests = tuple(requests)
         self.execution = execution
         self.phase = phase
-        #: Calls that are under way.
+        #: How many of its calls are under way.
         self.in_flight = 0
 
     @property
     def may_call(self) -> bool:
-        """Whether other models answer it."""
+        """True while other models may be called."""
         return self.phase is Phase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """What it worked on is done: a task that it left behind calls for nobody, and keeps nothing of that."""
+        """Forgets the requests, which are done: a task that is left behind calls for none of them."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """As ``caller``, for who waits for an answer. Raises InvalidArgument: this process was forked from the worker."""
+    """Returns ``caller()``. Raises InvalidArgument if this process was forked, where no answer from the worker would come."""
     found = caller()
     if found is not None and found.port.process != (here := os.getpid()):
         raise InvalidArgument(
@@ -180,7 +180,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """What runs within is that caller."""
+    """Makes ``caller`` the caller of code that runs within the block."""
     token = _current.set(caller)
     try:
         yield caller
@@ -191,7 +191,7 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def caller() -> Caller | None:
-    """Whoever calls this. None: it is no model's code."""
+    """Returns the caller that this code is run by, or None where it is no model's code."""
     found = _current.get(None)
     if found is not None:
         return found

@@ -1,7 +1,7 @@
-"""Metrics that models keep themselves, of one worker: counters, gauges and histograms, by family and labels.
+"""Registers the metrics that models of one worker keep themselves: counters, gauges and histograms, by family and labels.
 
-A family is there as long as anybody holds it who made it, and so is what he counted in it. Two that make one of the same name
-have the same one. For any thread.
+A family, and each metric in it, exists as long as somebody holds it who has made it. Makers of one name share one family. Any
+thread may use it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Mapping, Sequence
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.figures import MetricFigures, OwnMetrics
 
-#: Of all families of a worker together.
+#: Metrics of all families of a worker together.
 MAX_METRICS = 4096
 MAX_BUCKETS = 256
 #: Bytes of a family's description, and of all names and values of a metric's labels.
 _MAX_TEXT = 4096
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-#: Prefixes of the daemon's own.
+#: Prefixes of the daemon's own metrics.
 _TAKEN = ("nv_", "tensord_")
 
 Labels = tuple[tuple[str, str], ...]
 
 
 class MetricKind(enum.Enum):
-    """What a family's metrics are."""
+    """The kind of a family's metrics."""
 
     #: It only grows.
     COUNTER = "counter"
@@ -41,7 +41,7 @@ class MetricKind(enum.Enum):
 
 
 class Value:
-    """One metric. ``counts``: of a histogram, how many values were within each of its buckets and no smaller one."""
+    """The value of one metric. ``counts``: of a histogram, the values in each bucket."""
 
     __slots__ = ("buckets", "counts", "holders", "sum")
 
@@ -49,7 +49,7 @@ class Value:
         self.buckets = buckets
         self.counts = [0] * (len(buckets) + 1)
         self.sum = 0.0
-        #: Families that have made it and are there.
+        #: How many held families have made it.
         self.holders = 0
 
 
@@ -60,16 +60,16 @@ class _Family:
         self.description = description
         self.kind = kind
         self.holders = 0
-        #: Model versions of those who hold it, as often as they do.
+        #: Model versions of the holders, one entry for each holder.
         self.owners: list[tuple[str, int]] = []
         self.values: dict[Labels, Value] = {}
 
 
 class MetricRegistry:
-    """One per worker."""
+    """The metrics that models of one worker keep themselves."""
 
     def __init__(self) -> None:
-        #: The collector may let go of a family whatever this thread is about.
+        #: Reentrant: the garbage collector may release a family while this thread holds the lock.
         self._lock = threading.RLock()
         self._families: dict[str, _Family] = {}
         self._count = 0
@@ -96,7 +96,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Sequence[Labels]) -> None:
-        """Somebody lets go of a family and of what he made in it."""
+        """Releases a family and metrics that its holder made in it."""
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -111,7 +111,7 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> tuple[Labels, Value]:
-        """A metric of a family that is held; to be released with it. Raises InvalidArgument, Unavailable."""
+        """Makes or shares a metric of a held family, to be released with it. Raises InvalidArgument, Unavailable."""
         key = _checked_labels(name, labels)
         with self._lock:
             family = self._families[name]
@@ -130,7 +130,7 @@ class MetricRegistry:
             return key, value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Raises InvalidArgument, Unsupported."""
+        """Adds to a counter or a gauge. Raises InvalidArgument, Unsupported."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:
@@ -141,30 +141,30 @@ class MetricRegistry:
             value.sum += by
 
     def set(self, kind: MetricKind, value: Value, to: float) -> None:
-        """Raises Unsupported."""
+        """Sets a gauge. Raises Unsupported."""
         if kind is not MetricKind.GAUGE:
             raise _unsupported()
         with self._lock:
             value.sum = to
 
-    def observe(self, kind: MetricKind, value: Value, seen: float) -> None:
-        """Raises InvalidArgument, Unsupported."""
+    def observe(self, kind: MetricKind, value: Value, observed: float) -> None:
+        """Adds a value to a histogram. Raises InvalidArgument, Unsupported."""
         if kind is not MetricKind.HISTOGRAM:
             raise _unsupported()
-        if math.isnan(seen):
+        if math.isnan(observed):
             raise InvalidArgument("a histogram cannot observe what is no number")
         with self._lock:
-            value.counts[bisect.bisect_left(value.buckets, seen)] += 1
-            value.sum += seen
+            value.counts[bisect.bisect_left(value.buckets, observed)] += 1
+            value.sum += observed
 
     def value(self, kind: MetricKind, value: Value) -> float:
-        """Raises Unsupported."""
+        """Returns the value of a counter or a gauge. Raises Unsupported."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         return value.sum
 
     def figures(self) -> tuple[OwnMetrics, ...]:
-        """All of them, as they are now."""
+        """Returns all metrics, as they are now."""
         with self._lock:
             return tuple(
                 OwnMetrics(

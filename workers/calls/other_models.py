@@ -1,4 +1,4 @@
-"""What a model has the daemon do with other models: load and unload them, and say whether they are served."""
+"""Functions by which a model has the daemon load and unload other models, and asks whether they are ready."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MAX_BYTE_SIZE = 128 << 20
 
 
 class NotAllowed(InvalidArgument):
-    """Nobody may ask for that where it was asked."""
+    """Raised where code may not ask for other models."""
 
 
 def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads it, or loads it anew, and waits for that. Raises ServingError: why it could not be; NotAllowed.
+    """Loads a model, or loads it anew, and waits for that. Raises ServingError: it could not be loaded; NotAllowed.
 
     Args:
       config: a configuration in JSON that takes the place of its config.pbtxt.
@@ -34,12 +34,12 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 
 
 def unload(name: str, dependents: bool = False) -> None:
-    """Begins to take it away, ``dependents``: with its models, where it is an ensemble. Raises ServingError; NotAllowed."""
+    """Begins to unload a model; ``dependents``: with its models, where it is an ensemble. Raises ServingError; NotAllowed."""
     _ask(UnloadModel(name, dependents))
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Whether requests for that version, or for any (0), are answered. Raises NotAllowed."""
+    """Returns whether a version, or any (0), answers requests. Raises NotAllowed."""
     return bool(json.loads(_ask(ModelReady(name, version))))
 
 

@@ -1,4 +1,4 @@
-"""Metrics that a model keeps itself, as it holds them: shown as long as it does, and no longer than its version is served.
+"""Metrics that a model keeps itself: shown as long as it holds them, and no longer than its version is served.
 
 counter, gauge, histogram ─▶ a family that is held ─▶ MetricRegistry ─▶ figures ─▶ /metrics
 """
@@ -14,10 +14,10 @@ from tensord.workers.calls.metric_registry import Labels, MetricKind, MetricRegi
 
 
 class HeldFamily:
-    """A family as one holds it, with what he has made in it."""
+    """One holder's share of a metric family: the metrics that it has made there."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Raises InvalidArgument: it cannot be; it is there as of another kind; or no model makes it."""
+        """Makes or shares a family. Raises InvalidArgument: it is malformed, exists as another kind, or no model makes it."""
         found = caller()
         if found is None:
             raise InvalidArgument("it is no model that makes it")
@@ -31,7 +31,7 @@ class HeldFamily:
 
     @property
     def registry(self) -> MetricRegistry:
-        """Raises InvalidArgument, in Triton's words: it is held no longer."""
+        """The registry. Raises InvalidArgument, in Triton's words: the family is held no longer."""
         if self._port is None:
             raise InvalidArgument(
                 "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. The 'MetricFamily' object "
@@ -40,13 +40,13 @@ class HeldFamily:
         return self._port.metrics
 
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
-        """The metric with these labels. Raises InvalidArgument, Unavailable."""
+        """Returns the metric with these labels. Raises InvalidArgument, Unavailable."""
         key, value = self.registry.metric(self.name, labels, buckets)
         self._labels.append(key)
         return value
 
     def close(self) -> None:
-        """Idempotent."""
+        """Releases the family and its metrics. Idempotent."""
         port, self._port = self._port, None
         if port is not None:
             port.held.discard(self)
@@ -54,14 +54,14 @@ class HeldFamily:
 
 
 class OwnMetric:
-    """One metric of a model."""
+    """A metric that a model keeps itself."""
 
     _kind: MetricKind
 
     def __init__(
         self, name: str, description: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None = None
     ) -> None:
-        """Raises InvalidArgument: it cannot be, or is there as another kind. Unavailable: there are too many."""
+        """Makes a metric. Raises InvalidArgument: it is malformed, or exists as another kind. Unavailable: there are too many."""
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)
 
@@ -74,27 +74,27 @@ class OwnMetric:
 
 
 class Counter(OwnMetric):
-    """Only grows."""
+    """A metric that only grows."""
 
     _kind = MetricKind.COUNTER
 
     def increment(self, by: float = 1) -> None:
-        """Raises InvalidArgument: by less than 0."""
+        """Adds to the counter. Raises InvalidArgument: ``by`` is less than 0."""
         self._held.registry.increment(self._kind, self._value, float(by))
 
     @property
     def value(self) -> float:
-        """What this worker has counted since it has the family."""
+        """The count of this worker since the family exists in it."""
         return self._held.registry.value(self._kind, self._value)
 
 
 class Gauge(Counter):
-    """Goes up and down; with several workers each shows its own."""
+    """A metric that goes up and down; with several workers each shows its own."""
 
     _kind = MetricKind.GAUGE
 
     def increment(self, by: float = 1) -> None:
-        """``by`` may be less than 0."""
+        """Adds to the gauge; ``by`` may be less than 0."""
         super().increment(by)
 
     def set(self, to: float) -> None:
@@ -102,10 +102,10 @@ class Gauge(Counter):
 
 
 class Histogram(OwnMetric):
-    """Values by size."""
+    """A metric that counts values by size."""
 
     _kind = MetricKind.HISTOGRAM
 
     def observe(self, value: float) -> None:
-        """Raises InvalidArgument: it is no number."""
+        """Adds a value. Raises InvalidArgument: it is no number."""
         self._held.registry.observe(self._kind, self._value, float(value))

@@ -1,4 +1,4 @@
-"""Processes that a model starts: they are its own, and end with it.
+"""Finds the processes that a model has started, and ends them with it.
 
 Whatever Python starts a process with asks whose code calls it: a model's, a thread's that such code began, or a library's on
 behalf of either. An executed program gets a mark of the model in its environment, which all it starts inherits; a process that
@@ -6,7 +6,8 @@ was forked is remembered, and what it executes has the mark. When the model is g
 
     a moment for those that end by themselves ─▶ SIGTERM ─▶ a moment ─▶ SIGKILL, until there is none
 
-What several models share is nobody's: the resource tracker and the fork server of multiprocessing. They end with the worker.
+Processes that models share, the resource tracker and the fork server of multiprocessing, belong to no model. They end with the
+worker.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from tensord.shm.marked_processes import MARK, MODEL_MARK, Found
 from tensord.workers.calls.caller import ModelPort, caller
 
 _log = logging.getLogger(__name__)
-#: For those that ``finalize`` has told to end, and for those that got SIGTERM.
+#: Seconds for processes that ``finalize`` has told to end, and for those that got SIGTERM.
 _MOMENT = 0.5
 _PATIENCE = 3.0
 _INTERVAL = 0.05
-#: Processes of multiprocessing that all models of a worker have in common are started there.
+#: Modules that start the processes of multiprocessing that all models of a worker share.
 _SHARED = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-#: Of ``fork_exec``: where its environment is among the arguments.
+#: Position of the environment among the arguments of ``fork_exec``.
 _ENVIRONMENT = 5
 _PORT = "_tensord_port"
 
 
 class OwnProcesses:
-    """Those of one load of a model. Used by any thread."""
+    """The processes that one load of a model has started. Any thread may use it."""
 
     _serials = itertools.count(1)
 
@@ -53,7 +54,7 @@ class OwnProcesses:
         self._name = name
         self._mark = f"{_worker_mark()}.{next(self._serials)}"
         self._lock = threading.Lock()
-        #: Forked ones: their environment is the worker's.
+        #: Forked processes, which have the worker's environment and no mark.
         self._forked: dict[int, Found] = {}
         self._prune_at = 64
         self._ending: threading.Thread | None = None
@@ -61,11 +62,11 @@ class OwnProcesses:
 
     @property
     def ended(self) -> bool:
-        """Whether all are gone, once it was closed."""
+        """True once it was closed and all processes are gone."""
         return self._ending is not None and not self._ending.is_alive()
 
     def environment(self) -> dict[str, str]:
-        """What a program that is executed for the model has in its environment besides its own.
+        """Returns the variables that mark a program that is executed for the model.
 
         Raises OSError: the model is gone, and what it has left behind, the thread of a pool say, starts nothing more.
         """
@@ -76,7 +77,7 @@ class OwnProcesses:
         return {MODEL_MARK: self._mark} | ({} if worker is None else {MARK: worker})
 
     def forked(self, pid: int) -> None:
-        """That process is one of them."""
+        """Adds a process that the model has forked."""
         found = marked_processes.look(pid)
         with self._lock:
             if found is not None:
@@ -86,7 +87,7 @@ class OwnProcesses:
                 self._prune_at = 2 * len(self._forked) + 64
 
     def close(self) -> None:
-        """The model is gone: begins to end what it has started. Idempotent."""
+        """Begins to end the model's processes, because it is gone. Idempotent."""
         with self._lock:
             self._closed = True
             if self._ending is None:
@@ -124,14 +125,14 @@ class OwnProcesses:
         )
 
     def _wait(self, seconds: float) -> list[Found]:
-        """Those that are still there after so long."""
+        """Waits for the processes to end. Returns those that are still there after ``seconds``."""
         until = time.monotonic() + seconds
         while (found := self._found()) and time.monotonic() < until:
             time.sleep(_INTERVAL)
         return found
 
     def _found(self) -> list[Found]:
-        """Those that live, with what they have started."""
+        """Returns processes that live, with those that they have started."""
         variable = f"{MODEL_MARK}={self._mark}".encode()
         everybody = marked_processes.everybody()
         with self._lock:
@@ -156,7 +157,7 @@ def _worker_mark() -> str:
 
 
 def _owner() -> OwnProcesses | None:
-    """Whose a process is that this thread starts now; None: no model's."""
+    """Returns the owner of a process that this thread starts now; None: no model."""
     if getattr(_thread, "undertakes", False):
         return None
     found = caller()
@@ -180,7 +181,7 @@ def _owner() -> OwnProcesses | None:
 
 
 def prepare() -> None:
-    """From now on whatever starts a process or a thread asks for whom. Idempotent; for a worker's process."""
+    """Patches Python's functions that start processes and threads, to mark what models start. Idempotent."""
     if hasattr(os.fork, "__wrapped__"):
         return
     executes = _fork_exec_for(_posixsubprocess.fork_exec)
@@ -218,7 +219,7 @@ def _posix_spawn_for(usual: Callable[..., int]) -> Callable[..., int]:
     def posix_spawn(path: Any, argv: Any, env: Mapping[Any, Any] | None, /, **more: Any) -> int:
         owner = _owner()
         if owner is not None:
-            # None is this process's own, from Python 3.13 on.
+            # None means this process's environment, from Python 3.13 on.
             env = {**(os.environ if env is None else env), **owner.environment()}
         return usual(path, argv, env, **more)
 
@@ -235,7 +236,7 @@ def _fork_for(usual: Callable[[], Any], pid_of: Callable[[Any], int]) -> Callabl
             if pid := pid_of(made):
                 owner.forked(pid)
             else:
-                # Of what it executes.
+                # Marks the programs that the forked process executes.
                 os.environ.update(marks)
         return made
 
@@ -262,7 +263,7 @@ def _start_for(usual: Callable[[Any], None]) -> Callable[[Any], None]:
             owner.environment()
         usual(self)
         if owner is not None and self.pid is not None:
-            # One of the fork server's has no mark.
+            # A process of the fork server has no mark.
             owner.forked(self.pid)
 
     return start
@@ -288,7 +289,7 @@ _undertaker: list[subprocess.Popen[bytes]] = []
 
 
 def _ensure_undertaker() -> None:
-    """Has a process wait for this one's end, with the first process that a model starts.
+    """Starts, with the first process of a model, one that ends models' processes once this worker has died.
 
     A supervisor that is killed takes its workers with it, and then nobody else is there to end what their models have started.
     """

@@ -1,1 +1,1 @@
-"""What a model says of itself, in its folder and its configuration: read, checked, and written for others to read."""
+"""Declarations of models, in their folders and configurations: reads, checks and writes them."""

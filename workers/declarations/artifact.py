@@ -1,10 +1,9 @@
-"""A version folder without a model.py: programs and parameters that other tools wrote, as a module that declares the same things.
+"""Makes a module like model.py from a version folder without one: of programs and parameters that other tools wrote.
 
     *.jaxexport, *.stablehlo, *.mlir    one program, or one for each shape or platform
     params.*                            arguments, put on the device once
 
-What a program says of its tensors is what ``model.py`` would declare; sizes that vary become axes, with the buckets that
-config.pbtxt gives them.
+Tensors are as the programs have them; sizes that vary become axes, with the buckets that config.pbtxt gives them.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations.program_file import Leaf, ProgramFile
 
 _log = logging.getLogger(__name__)
-#: What the batch is called in a program whose sizes vary.
+#: Names of the batch's size in a program whose sizes vary.
 _BATCH = ("b", "batch")
 #: A name of numbers alone: 0, or 1.0 in a tuple of tuples.
 _NUMBERED = re.compile(r"\d+(\.\d+)*")
-#: Of a model that has a batch dimension and does not say how long it may be.
+#: max_batch_size of a model that has a batch dimension and does not bound it.
 _DEFAULT_BATCH = 32
 
 
 def is_artifact(folder: Path, file: str) -> bool:
-    """Whether the version has programs, and no such file."""
+    """Returns whether a version has programs, and no ``file``."""
     return not (folder / file).exists() and bool(artifact_files.programs(folder))
 
 
 def digest(folder: Path) -> bytes:
-    """Changes with any of a version's programs."""
+    """Returns a digest that changes with any of a version's programs."""
     found = hashlib.sha256()
     for path in artifact_files.programs(folder):
         found.update(hashlib.sha256(path.read_bytes()).digest())
@@ -50,7 +49,7 @@ def digest(folder: Path) -> bytes:
 
 
 def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
-    """What a model.py of the folder would be: ``inputs``, ``outputs``, ``max_batch_size``, buckets, and ``create``.
+    """Returns a module with ``inputs``, ``outputs``, ``max_batch_size``, buckets and ``create``, as model.py would be.
 
     Args:
       platform: of the worker's device, as ``jax.Device`` has it.
@@ -61,7 +60,7 @@ def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
 
 
 class _Artifact:
-    """The files of one version, read."""
+    """The files of one version, which have been read."""
 
     def __init__(self, folder: Path, message: ModelConfig, platform: str) -> None:
         self._message = message
@@ -101,7 +100,7 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """As of a model.py."""
+        """Returns function and parameters, as ``create`` of model.py does."""
         return self._apply, self._loaded()
 
     def _apply(self, params: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +114,7 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Names by place, where the configuration names what the program only numbers."""
+        """Returns a program's number of a tensor -> its name in the configuration, where the program only numbers them."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),
@@ -127,7 +126,7 @@ class _Artifact:
         return found
 
     def _agree(self, first: ProgramFile, other: ProgramFile) -> None:
-        """Raises InvalidArgument: two programs are not of one model."""
+        """Raises InvalidArgument if two programs are not of one model."""
         for kind in ("inputs", "outputs", "parameters"):
             a, b = (
                 {leaf.name: (leaf.dtype, len(leaf.dims)) for leaf in getattr(each, kind)} for each in (first, other)
@@ -140,7 +139,7 @@ class _Artifact:
                 )
 
     def _has_batch(self) -> bool:
-        """Whether the first dim of every tensor is the batch: the configuration says so, or its name does.
+        """Returns whether the first dim of every tensor is the batch: the configuration says so, or its name does.
 
         Any other varying size may be one along which rows mix, and to fill that with other clients' rows would be wrong.
         """
@@ -152,7 +151,7 @@ class _Artifact:
         )
 
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Those that there are programs for; none where it varies."""
+        """Returns the batch sizes that there are programs for; none where a program's varies."""
         sizes: set[int] = set()
         for program in self._programs:
             for leaf in (*program.inputs, *program.outputs):
@@ -188,7 +187,7 @@ class _Artifact:
         }
 
     def _loaded(self) -> dict[str, Any]:
-        """The parameters by their names as arguments. Raises InvalidArgument: they are not those of the program."""
+        """Returns the parameters by their names as arguments. Raises InvalidArgument: they are not those of the program."""
         wanted = {leaf.name.removeprefix("params/"): leaf for leaf in self._programs[0].parameters}
         if not self._parameters:
             return {}

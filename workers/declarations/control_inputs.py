@@ -1,4 +1,4 @@
-"""The inputs that tell a model of its sequences: each request gets them from the scheduler, and no client may send them.
+"""Control inputs, which describe sequences to a model: the scheduler makes them for each request, and no client may send them.
 
     START, END, READY    one of two values that the configuration gives, as INT32, FP32 or BOOL
     CORRID               the correlation id
@@ -23,7 +23,7 @@ from tensord.workers.scheduling.sequence import Asked, Controls
 from tensord.workers.tensors.signature import TensorSpec
 
 _DATATYPES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
-#: Which part of the controls a kind tells; READY is true for every request.
+#: Kind of a control input -> the flag that it holds; READY is true for every request.
 _ASKS: dict[str, Callable[[Controls], bool]] = {
     "CONTROL_SEQUENCE_START": lambda controls: controls.start,
     "CONTROL_SEQUENCE_END": lambda controls: controls.end,
@@ -32,7 +32,7 @@ _ASKS: dict[str, Callable[[Controls], bool]] = {
 
 
 class _Flag(NamedTuple):
-    """START, END or READY."""
+    """A control input START, END or READY."""
 
     spec: TensorSpec
     asks: Callable[[Controls], bool]
@@ -44,7 +44,7 @@ class _Flag(NamedTuple):
 
 
 class _CorrelationId(NamedTuple):
-    """CORRID."""
+    """A control input CORRID."""
 
     spec: TensorSpec
     shape: tuple[int, ...]
@@ -52,13 +52,13 @@ class _CorrelationId(NamedTuple):
 
     @property
     def false(self) -> Array:
-        """Of no sequence."""
+        """Its array for a row that no request fills."""
         if self.spec.datatype == "BYTES":
             return np.full(self.shape, b"", np.object_)
         return np.zeros(self.shape, self.spec.dtype)
 
     def array(self, controls: Controls) -> Array:
-        """Raises InvalidArgument: such an id cannot be told in this datatype."""
+        """Returns its array for a request. Raises InvalidArgument: the datatype cannot hold the id."""
         given, datatype = controls.correlation_id, self.spec.datatype
         if datatype == "BYTES":
             if not isinstance(given, str):
@@ -67,7 +67,7 @@ class _CorrelationId(NamedTuple):
         if isinstance(given, str):
             if self.spec.dtype.itemsize < 8:
                 raise self._mixed("BYTES")
-            # As Triton tells it: the first bytes of the text as it is on the wire, its length before it.
+            # Triton's encoding: the first bytes of the text as it is on the wire, its length before it.
             content = len(given.encode()).to_bytes(4, "little") + given.encode()
             given = int.from_bytes(content[:8].ljust(8, b"\0"), "little")
         low = given & ((1 << 8 * self.spec.dtype.itemsize) - 1)
@@ -81,16 +81,16 @@ class _CorrelationId(NamedTuple):
 
 
 class ControlInputs:
-    """Those of one model version."""
+    """The control inputs of one model version."""
 
     def __init__(self, flags: list[_Flag], ids: list[_CorrelationId]) -> None:
         self._ids = ids
         made: list[_Flag | _CorrelationId] = [*flags, *ids]
-        #: As the model takes them, by name.
+        #: Control inputs by name.
         self.specs: dict[str, TensorSpec] = {each.spec.name: each.spec for each in made}
-        #: Of a row that no request fills.
+        #: Arrays for a row that no request fills.
         self.nobody: dict[str, Array] = {each.spec.name: each.false for each in made}
-        #: (START, END) -> the inputs that tell of them: every request gets the same ones.
+        #: (START, END) -> flag inputs, which all requests share.
         self._flags = {
             (start, end): {flag.spec.name: flag.array(Controls(0, start, end)) for flag in flags}
             for start in (False, True)
@@ -98,11 +98,11 @@ class ControlInputs:
         }
 
     def arrays(self, controls: Controls) -> dict[str, Array]:
-        """What a request gets. Raises InvalidArgument: its id is of a kind that the model cannot be told."""
+        """Returns a request's control inputs. Raises InvalidArgument: the model's datatype cannot hold its id."""
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
-    def told(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """What requests get that came together: the first ones, up to one whose id the model cannot be told."""
+    def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
+        """Returns the control inputs of requests that came together, up to one whose id the model's datatype cannot hold."""
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
             for each in asked:
@@ -111,7 +111,7 @@ class ControlInputs:
 
 
 def control_inputs(message: ModelConfig) -> ControlInputs:
-    """Of a checked configuration with ``sequence_batching``."""
+    """Reads the control inputs of a checked configuration with ``sequence_batching``."""
     kinds = model_config_pb2.ModelSequenceBatching.Control.Kind
     shape = (1, 1) if message.max_batch_size > 0 else (1,)
     flags: list[_Flag] = []
@@ -136,6 +136,6 @@ def _spec(name: str, datatype: str) -> TensorSpec:
 
 def _constant(shape: tuple[int, ...], spec: TensorSpec, value: Any) -> Array:
     made: Array = np.full(shape, value, spec.dtype)
-    # Every request gets the same one.
+    # All requests share the array.
     made.flags.writeable = False
     return made

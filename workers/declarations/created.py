@@ -1,4 +1,4 @@
-"""What ``create`` of a model.py returned: a function, its parameters and, of a model with state, where sequences begin."""
+"""Checks what ``create`` of a model.py returned: a function, its parameters and, of a model with state, its initial state."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tensord.workers.tensors.tensor_trees import is_tree, taking_trees
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None
 ) -> tuple[Callable[..., Any], Any, object]:
-    """Function, parameters and beginning; None where that is not given.
+    """Returns function, parameters and initial state (or None) that ``create`` returned.
 
     Args:
-      module: model.py; where it declares trees, the function takes and gives dicts of named arrays here.
-      asked: what the function is told of requests, if anything; here it takes that among its inputs.
-    Raises: InvalidArgument: it is something else.
+      module: model.py; where it declares trees, the function is wrapped to take and return dicts of named arrays.
+      asked: properties of requests that the function asks for, if any; it is wrapped to take them among its inputs.
+    Raises: InvalidArgument: ``create`` returned something else.
     """
     model, states = described.model, described.states
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 3 or not callable(returned[0]):
@@ -58,19 +58,19 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """What ``create`` of model.py returns. Raises InvalidArgument: it takes other arguments; or whatever it raises."""
+    """Calls ``create`` of model.py. Raises InvalidArgument: it takes other arguments; or whatever it raises."""
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
 
 
 def is_generator(returned: object) -> bool:
-    """Whether its function is one that yields: the model answers a request with any number of responses."""
+    """Returns whether the function that ``create`` returned yields: the model answers with any number of responses."""
     apply = returned[0] if isinstance(returned, tuple) and returned else None
     return inspect.isgeneratorfunction(apply) or inspect.isgeneratorfunction(getattr(apply, "__call__", None))  # noqa: B004
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """``what``: how the function is called. Raises InvalidArgument: it cannot be called with so many arguments."""
+    """Raises InvalidArgument if a function cannot be called with arguments of these names. ``what``: its name in errors."""
     try:
         taken = inspect.signature(apply)
     except (TypeError, ValueError):  # one that does not say what it takes

@@ -1,4 +1,4 @@
-"""What a model and its configuration say together: tensors, buckets, labels, and the rules of its queue and its batches."""
+"""Combines what model.py and config.pbtxt declare: tensors, buckets, labels, and the rules of queue and batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Takes over what model.py declares where the configuration is silent; returns the names of axes."""
+    """Completes the configuration with tensors that model.py declares. Returns the names of axes."""
     tensors: dict[str, dict[str, Declared]] = {}
     for kind in ("inputs", "outputs"):
         what = f"model '{message.name}'"
@@ -51,7 +51,7 @@ def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple
 
 
 def declare_streams(message: ModelConfig) -> None:
-    """The model's function yields its responses. Raises InvalidArgument: the configuration does not go with that."""
+    """Declares a model whose function yields its responses. Raises InvalidArgument: the configuration contradicts that."""
     message.model_transaction_policy.decoupled = True
     if message.HasField("sequence_batching"):
         raise InvalidArgument(
@@ -84,7 +84,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
         batch = model_checks.batch_buckets(message)
         if not batch and hasattr(module, "batch_buckets"):
             batch = check_sizes(f"model '{message.name}': batch_buckets", module.batch_buckets, limit)
-        # Of ragged inputs a row more costs next to nothing, and each number of rows a program for each length.
+        # With ragged inputs a row more costs next to nothing, but each number of rows needs a program for each length.
         batch = batch or ((limit,) if described.ragged else powers_of_two(limit))
         if batch[-1] < limit:
             batch = (*batch, limit)
@@ -98,7 +98,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
 
 
 def check_size(buckets: Buckets, limit: int) -> None:
-    """Raises InvalidArgument: the tensors of a batch that is compiled in advance have more bytes than ``limit``."""
+    """Raises InvalidArgument if the tensors of a batch that is compiled in advance have more bytes than ``limit``."""
     described = buckets.signature
     fixed = sum(_byte_size(spec, spec.model_dims) for spec in described.outputs.values() if -1 not in spec.model_dims)
     most = buckets.batch[-1]
@@ -120,7 +120,7 @@ def _byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
 
 
 def _check_axes(message: ModelConfig, module: ModuleType, buckets: Mapping[str, object]) -> None:
-    """Raises InvalidArgument: there are buckets for what is no axis of an input.
+    """Raises InvalidArgument if there are buckets for a name that is no axis of an input.
 
     A declared axis counts also where the configuration gives it one size.
     """
@@ -140,7 +140,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]:
-    """Lines of the label files. Raises InvalidArgument: one cannot be read."""
+    """Reads the lines of label files. Raises InvalidArgument: one cannot be read."""
     labels: dict[str, tuple[str, ...]] = {}
     for output in message.output:
         if not output.label_filename:
@@ -156,7 +156,7 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
 
 
 def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules:
-    """``max_size``: of all levels together, on this worker. ``workers``: how many share the bounds that the model sets."""
+    """Returns a model's queue rules. ``max_size``: of this worker's queue; ``workers``: how many share the model's own bounds."""
     if not message.HasField("dynamic_batching"):
         return QueueRules(max_size)
     batching = message.dynamic_batching
@@ -179,9 +179,9 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
 
 
 def batch_rules(message: ModelConfig) -> BatchRules:
-    """As in Triton a python model gets one request at a time unless dynamic batching is asked for; a jax model what waits.
+    """Returns a model's batch rules. As in Triton, python models batch only where dynamic batching is configured.
 
-    A generator gets one, always.
+    Jax models batch the requests that wait. A generator gets one request at a time.
     """
     asked = message.HasField("dynamic_batching")
     yields = message.backend != "python" and message.model_transaction_policy.decoupled

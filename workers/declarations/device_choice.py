@@ -1,4 +1,4 @@
-"""On which of its worker's devices a model runs: on the first, or on as many as it says.
+"""Chooses which of its worker's devices a model runs on: the first, or as many as it asks for.
 
 devices = 4                          in model.py; parameters { key: "devices" value { string_value: "4" } } in config.pbtxt
 instance_group { gpus: [ 2, 3 ] }    which of them; without a list the first ones
@@ -17,7 +17,7 @@ from tensord.workers.devices.several_devices import SeveralDevices
 
 
 def device_count(message: ModelConfig, module: ModuleType) -> int:
-    """How many it says; 0: it says nothing. Raises InvalidArgument: that is no number of devices."""
+    """Returns how many devices a model asks for; 0: it does not say. Raises InvalidArgument: that is no number of devices."""
     given = getattr(module, "devices", None)
     where = "devices of model.py"
     if "devices" in message.parameters:
@@ -31,11 +31,11 @@ def device_count(message: ModelConfig, module: ModuleType) -> int:
 
 
 def gpus(message: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
-    """The numbers of those that it runs on where it does not list them; none on the processor.
+    """Returns the numbers of the GPUs that a model runs on where it does not list them; none on the processor.
 
     Args:
-      count: of its worker's devices.
-      gpu: the number of the first of them, None of the processor.
+      count: how many devices its worker has.
+      gpu: the number of the worker's first GPU, None of the processor.
     Raises: InvalidArgument: as ``device_count``.
     """
     said = device_count(message, module) if message.backend == "jax" else 0
@@ -45,13 +45,13 @@ def gpus(message: ModelConfig, module: ModuleType, count: int, gpu: int | None) 
 def chosen_devices(
     message: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
 ) -> tuple[jax.Device, ...]:
-    """Those that it runs on.
+    """Returns the devices that a model runs on.
 
     Args:
-      count: how many it says.
-      devices: its worker's.
-      gpu: the number of the first of them, None of the processor.
-    Raises: InvalidArgument: it says more than there are; both numbers.
+      count: how many it asks for.
+      devices: all of its worker's devices.
+      gpu: the number of the worker's first GPU, None of the processor.
+    Raises: InvalidArgument: it asks for more than there are; both numbers.
     """
     named = sorted({each - gpu for group in message.instance_group for each in group.gpus} if gpu is not None else ())
     own = [devices[index] for index in named if 0 <= index < len(devices)]
@@ -66,9 +66,9 @@ def chosen_devices(
 def given_devices(
     message: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
-    """What ``create`` gets, and where its programs run; None: where models of its worker do.
+    """Returns the devices that ``create`` gets, and those that programs run on; None: the worker's own.
 
-    Raises: InvalidArgument: as the others.  Unsupported: such a model runs nowhere else.
+    Raises: InvalidArgument: as the others.  Unsupported: a model with state can run only on the worker's first device.
     """
     count = device_count(message, module)
     chosen = chosen_devices(message, count, devices, gpu)

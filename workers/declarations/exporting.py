@@ -43,7 +43,7 @@ def export_model(
     buckets: Mapping[str, Sequence[int]] | None = None,
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """As ``tensord.models.export``, which users call."""
+    """Implements ``tensord.models.export``, which users call."""
     folder = Path(folder)
     message = model_config.empty(folder.name)
     message.max_batch_size = max_batch_size
@@ -64,7 +64,7 @@ def write(
     inputs: Mapping[str, Declared],
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """As ``export_model``, with a configuration that may say more. Its tensors are completed from the program."""
+    """Writes a model folder with a given configuration, whose tensors are completed from the program."""
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
         raise InvalidArgument(f"{version} is not empty; export into another folder, or remove it")
@@ -103,7 +103,7 @@ def write(
 
 
 def _umask() -> int:
-    """The process' own, without changing it."""
+    """Returns the process's umask without changing it."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:")]
     return int(line.split()[1], 8)
 
@@ -111,7 +111,7 @@ def _umask() -> int:
 def _programs(
     message: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
-    """One program, or one for each size of the batch where the function wants a number and nothing else varies."""
+    """Exports one program, or one for each batch size where the function needs that as a number and no other size varies."""
     try:
         return {"model": exported(_BATCH)}
     except Exception:
@@ -122,7 +122,7 @@ def _programs(
 
 
 def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
-    """The arrays of a pytree by name, and what puts it together again."""
+    """Returns the arrays of a pytree by name, and a function that makes the tree of them again."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
     arrays: dict[str, Any] = {}
     names: list[str | None] = []
@@ -143,7 +143,7 @@ def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]
 
 
 def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
-    """The inputs of a batch of ``rows``, with symbols for sizes that vary. On their largest size a function may rely."""
+    """Returns the inputs of a batch of ``rows``, with bounded symbols for sizes that vary."""
     limits = [f"{_BATCH} <= {message.max_batch_size}"] if message.max_batch_size else []
     named = {axis for tensor in inputs.values() for axis in tensor.axes if axis is not None}
     limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(message).items() if axis in named]
@@ -163,7 +163,7 @@ def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str
 
 
 def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
-    """Writes the tensors into a configuration that does not name them. Outputs are as the program says."""
+    """Adds tensors to a configuration that does not name them; outputs are those of the program."""
     types = model_config_pb2.DataType
     if not message.input:
         for name, tensor in inputs.items():

@@ -1,4 +1,4 @@
-"""The inputs of a model that no client sends: what it is told of sequences, and what it asks of each request."""
+"""Inputs of a model that no client sends: control inputs, and properties of requests that it asks for."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tensord.workers.tensors.signature import TensorSpec
 
 
 class MadeInputs:
-    """Those of one model version."""
+    """The inputs of one model version that the worker makes."""
 
     def __init__(self, controls: ControlInputs | None = None, asked: RequestInputs | None = None) -> None:
-        #: What it is told of sequences.
+        #: Control inputs, of a model with sequences.
         self.controls = controls
-        #: What model.py asks for.
+        #: Properties of requests that model.py asks for.
         self.asked = asked
         parts = [part for part in (controls, asked) if part is not None]
-        #: As the model takes them, by name.
+        #: Such inputs by name.
         self.specs: Mapping[str, TensorSpec] = {name: spec for part in parts for name, spec in part.specs.items()}
-        #: Of a row that no request fills.
+        #: Arrays for a row that no request fills.
         self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
 
     def join(self, request: Request) -> None:
-        """Gives them to a request. Raises InvalidArgument: the model cannot be told what it says; nothing stays leased."""
+        """Adds these inputs to a request. Raises InvalidArgument: a datatype cannot hold its values; nothing stays leased."""
         made: dict[str, Array] = {}
         try:
             if self.controls is not None:

@@ -1,4 +1,4 @@
-"""One file with a program: what jax.export wrote, or a module of StableHLO, as a function of named arrays.
+"""Reads a file with a program, of jax.export or of StableHLO, as a function of named arrays.
 
 Names come from the pytree of its arguments and results (``tensord.workers.tensors.tensor_trees``). The only positional
 argument's own number is left out.
@@ -25,23 +25,23 @@ from tensord.workers.tensors.tensor_trees import name_of, parameter_name
 
 _MAX_BYTE_SIZE = 2 << 30
 _MAX_SAID = 300
-#: How portable artifacts and bytecode of MLIR begin.
+#: First bytes of MLIR's bytecode and of portable artifacts.
 _BYTECODE = b"ML\xefR"
 _PORTABLE = _BYTECODE + b"\rStableHLO"
 #: MLIR's names of the protocol's datatypes.
 _ELEMENTS = {"i1": np.dtype(np.bool_), "bf16": DTYPES["BF16"]}
 _ELEMENTS |= {f"f{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)}
 _ELEMENTS |= {f"{sign}i{bits}": np.dtype(f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u")}
-#: As jax.export names platforms.
+#: ``jax.Device``'s name of a platform -> jax.export's.
 _PLATFORMS = {"gpu": "cuda"}
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array that a program takes or gives."""
+    """An array that a program takes or returns."""
 
     name: str
-    #: numpy's, or one of JAX alone, such as a random key's.
+    #: A dtype of numpy, or of JAX alone, such as a random key's.
     dtype: Any
     #: Sizes; a varying one is a name, or -1 where it has no simple one.
     dims: tuple[int | str, ...]
@@ -51,21 +51,21 @@ class Leaf:
 
     @property
     def datatype(self) -> str | None:
-        """The protocol's name of its elements, if it has one."""
+        """The protocol's name of its dtype, if it has one."""
         return datatype_of(self.dtype) if isinstance(self.dtype, np.dtype) else None
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether an array of that shape may be one."""
+        """Returns whether an array of ``shape`` may be passed for it."""
         return len(shape) == len(self.dims) and all(
             isinstance(dim, str) or dim in (-1, size) for dim, size in zip(self.dims, shape, strict=True)
         )
 
 
 class ProgramFile:
-    """One program, read. Raises InvalidArgument when it cannot be: with its name and why."""
+    """A program that was read from a file. Raises InvalidArgument, with its name and the reason, if it cannot be read."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
-        """``has_parameters``: parameters lie beside it. Of an exported function they are its first argument."""
+        """Reads the file. ``has_parameters``: parameters lie beside it, and are an exported function's first argument."""
         self.path = path
         try:
             size = path.stat().st_size
@@ -86,25 +86,25 @@ class ProgramFile:
 
     @property
     def parameters(self) -> tuple[Leaf, ...]:
-        """The arrays of its first argument, where that is parameters."""
+        """The arrays of the program's first argument, where that is parameters."""
         return self.arguments[: self._first]
 
     @property
     def inputs(self) -> tuple[Leaf, ...]:
-        """The arrays of its other arguments."""
+        """The arrays of the program's arguments other than parameters."""
         return self.arguments[self._first :]
 
     def runs_on(self, platform: str) -> bool:
-        """``platform``: as ``jax.Device`` has it."""
+        """Returns whether the program runs on a platform, named as ``jax.Device`` does."""
         return _PLATFORMS.get(platform, platform) in self.platforms
 
     @property
     def platforms(self) -> tuple[str, ...]:
-        """What it was exported for."""
+        """The platforms that the program was exported for."""
         return tuple(self._exported.platforms)
 
     def call(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Its results by name, while a function is traced. ``arrays``: all arguments by name."""
+        """Calls the program while a function is traced. Returns results by name. ``arrays``: all arguments by name."""
         leaves = [arrays[leaf.name] for leaf in self.arguments]
         positional, keywords = jax.tree.unflatten(self._exported.in_tree, leaves)
         made = jax.tree.leaves(self._exported.call(*positional, **keywords))
@@ -142,7 +142,7 @@ class ProgramFile:
         return leaves
 
     def _check(self) -> None:
-        """Raises InvalidArgument: it cannot be served, for what it is."""
+        """Raises InvalidArgument if the program cannot be served, such as for effects or datatypes."""
         name, exported = self.path.name, self._exported
         oldest = export.minimum_supported_calling_convention_version
         newest = export.maximum_supported_calling_convention_version
@@ -200,8 +200,8 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """A module with a function ``main``, as jax.export would have it: its results are a tuple, its arguments positional."""
-    # What is lowered has a context with all of JAX's dialects; there is no public function that makes one.
+    """Wraps a module's function ``main`` as jax.export would: its results are a tuple, its arguments positional."""
+    # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context
     with context, ir.Location.unknown():
@@ -223,7 +223,7 @@ def _of_stablehlo(name: str, content: bytes) -> export.Exported:
         "out_tree": jax.tree.structure(tuple(range(len(given)))),
         "out_avals": tuple(given),
         "nr_devices": 1,
-        # A module says nothing of it: what only another platform can do fails when it is compiled.
+        # A module does not name its platform: what only another one can do fails when it is compiled.
         "platforms": (_PLATFORMS.get(jax.default_backend(), jax.default_backend()),),
         "ordered_effects": (),
         "unordered_effects": (),
@@ -237,7 +237,7 @@ def _of_stablehlo(name: str, content: bytes) -> export.Exported:
     }
     for side, avals in (("in", taken), ("out", given)):
         fields |= {f"_{side}_named_shardings": (None,) * len(avals), f"{side}_shardings_hlo": (None,) * len(avals)}
-    # Versions of JAX have more or fewer of these.
+    # Versions of JAX have more or fewer of these fields.
     known = {field.name for field in dataclasses.fields(export.Exported)}
     return export.Exported(**{name: value for name, value in fields.items() if name in known})
 

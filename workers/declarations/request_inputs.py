@@ -1,4 +1,4 @@
-"""What a JAX or host model is told of each request besides its tensors, because its model.py asks for it.
+"""Passes properties of requests to JAX and host models whose model.py asks for them.
 
     request = {"temperature": ("FP32", 0.7), "seed": "INT64", "priority": "UINT32"}      a datatype, and a default
     apply(params, inputs, request)            with state: apply(params, inputs, state, request)
@@ -24,7 +24,7 @@ from tensord.workers.tensors.signature import TensorSpec
 
 _PREFIX = "request."
 _KINDS = {bool: "a truth value", int: "a number", float: "a number", str: "a text"}
-#: What a request always has, and what that is when the client does not say.
+#: Property that every request has -> how to read it, and its value where the client does not give it.
 _OWN: Mapping[str, tuple[Callable[[RequestRecord], Parameter], Parameter]] = {
     "id": (lambda own: own.client_id, ""),
     "priority": (lambda own: own.priority, 0),
@@ -36,30 +36,30 @@ _OWN: Mapping[str, tuple[Callable[[RequestRecord], Parameter], Parameter]] = {
 
 
 class _Asked(NamedTuple):
-    """One thing that the model is told."""
+    """A property of requests that a model asks for."""
 
     name: str
     spec: TensorSpec
-    #: None: a request must say it.
+    #: None: each request must have it.
     default: Parameter | None
 
 
 class RequestInputs:
-    """Those of one model version."""
+    """The properties of requests that one model version asks for, as inputs."""
 
     def __init__(self, model: str, asked: list[_Asked], batches: bool) -> None:
         self._model = model
         self._asked = asked
         self._batches = batches
-        #: As the program takes them.
+        #: The inputs by their names in the program.
         self.specs: dict[str, TensorSpec] = {each.spec.name: each.spec for each in asked}
-        #: Of a row that no request fills.
+        #: Arrays for a row that no request fills.
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, own: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns what the model is told of a request. ``prepared`` has its parameters, ``own`` the rest.
+        """Returns a request's inputs of this kind. ``prepared`` has its parameters, ``own`` the rest.
 
-        Raises: InvalidArgument: a parameter is missing, or is no such thing.
+        Raises: InvalidArgument: a parameter is missing, or does not fit its datatype.
         """
         return {each.spec.name: self._array(each, self._given(each, prepared, own), rows) for each in self._asked}
 
@@ -76,16 +76,16 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's function, to be called with these among its inputs."""
+        """Wraps the model's function, such that it is called with these properties among its inputs."""
 
-        def told(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
+        def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)
             return apply(parameters, own, *state, request)
 
-        return told
+        return of_inputs
 
     def parted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What came with these among it: the client's inputs, and these by their own names."""
+        """Splits inputs into the client's, and properties of the request by their names in model.py."""
         names = {each.spec.name: each.name for each in self._asked}
         own = {name: array for name, array in inputs.items() if name not in names}
         return own, {name: inputs[key] for key, name in names.items()}
@@ -95,7 +95,7 @@ class RequestInputs:
 
 
 def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Of what model.py declares; None: it asks for nothing. Raises InvalidArgument: it cannot be told that."""
+    """Reads the properties that model.py asks for, or None. Raises InvalidArgument: it cannot get one of them."""
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = message.name, message.max_batch_size > 0
     if not isinstance(declared, Mapping):
@@ -136,13 +136,13 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """The value as an element of that datatype. Raises InvalidArgument: it is none."""
+    """Converts a value to an element of a datatype. Raises InvalidArgument: it does not fit."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):
             return given.encode()
         if spec.name == _PREFIX + "sequence_id" and type(given) is int:
-            # Without a sequence it is 0, which is no number of one.
+            # 0 means no sequence.
             return str(given).encode() if given else b""
     elif spec.datatype == "BOOL":
         if isinstance(given, bool):

@@ -1,4 +1,4 @@
-"""What a model's configuration says of its sequences: how many run at a time, when they share a batch, when they end."""
+"""Reads how a model's configuration treats sequences: how many run at a time, when they share a batch, when they end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tensord.workers.scheduling.sequence_table import SequenceRules
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """How one model version treats sequences."""
+    """The treatment of sequences by one model version."""
 
     rules: SequenceRules
     controls: ControlInputs
@@ -28,22 +28,22 @@ class SequencePlan:
     direct: bool
     #: Makes the strategy of one instance.
     strategy: Callable[[], Strategy[Any]]
-    #: Of a model that may send requests round again.
+    #: Gives out ids, of a model that may send requests round again.
     iterative: IterativeIds | None
 
     def join(self, request: Request) -> None:
-        """Says of which sequence a request is."""
+        """Sets the sequence controls of a request."""
         controls = controls_of(request.own)
         request.controls = controls if self.iterative is None else self.iterative.first_round(controls)
 
     def join_again(self, request: Request) -> None:
-        """The same of one that its model sends round again, which is told so."""
+        """Sets the sequence controls of a request that its model sends round again."""
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.controls.arrays(request.controls))
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
-    """What a completed configuration asks for; None: its model has no sequences. ``max_waiting``: requests of all of them."""
+    """Returns the plan of a completed configuration, or None without sequences. ``max_waiting``: bounds waiting requests."""
     if not message.HasField("sequence_batching"):
         return None
     sequences, rows = message.sequence_batching, max(1, message.max_batch_size)
@@ -54,7 +54,7 @@ def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None
     )
     iterative = IterativeIds() if rules.iterative else None
     if direct:
-        # The share of a float: 0.1 of ten slots is one.
+        # Rounded, because the utilization is a 32-bit float: 0.1 of ten slots is one.
         enough = math.ceil(round(sequences.direct.minimum_slot_utilization * slots, 4))
         direct_rules = DirectRules(slots, sequences.direct.max_queue_delay_microseconds * 1000, enough)
         return SequencePlan(rules, control_inputs(message), direct, lambda: DirectBatcher(direct_rules), iterative)

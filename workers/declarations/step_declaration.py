@@ -1,4 +1,4 @@
-"""What a stepped model declares in its model.py, and what ``create`` of such a model returns.
+"""Reads what a stepped model declares in its model.py, and what its ``create`` returns.
 
 slots = 64              requests that are stepped at a time; this makes it a stepped model
 max_steps = 1024        a request is over after so many
@@ -32,19 +32,19 @@ _NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather"
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """Of one model version."""
+    """The declarations of one stepped model version."""
 
     rules: StepRules
-    #: Ascending; the last one is all of them.
+    #: Numbers of slots that steps are compiled for, ascending; the last is all slots.
     step_slots: tuple[int, ...]
-    #: As of ``StepPrograms``.
+    #: Requests that insert takes in one call; 0: one, without an axis for them.
     insert_rows: int
-    #: How several responses become one; "": they do not.
+    #: How several responses are joined to one; "": they are not.
     gather: str
 
 
 def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
-    """Reads it and completes the configuration; None: no stepped model. Raises InvalidArgument, Unsupported: what is wrong."""
+    """Reads a stepped model's declaration, or None, and completes the configuration. Raises InvalidArgument, Unsupported."""
     what = f"model '{message.name}'"
     if not hasattr(module, "slots"):
         for name in _NAMES:
@@ -82,7 +82,7 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument, Unsupported: what a stepped model cannot have, of its completed configuration."""
+    """Raises InvalidArgument, Unsupported if a completed configuration has what a stepped model cannot have."""
     what = f"model '{message.name}'"
     if message.max_batch_size:
         raise InvalidArgument(
@@ -111,7 +111,7 @@ def check_stepped(message: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises InvalidArgument: an axis has no buckets, or the name of an input."""
+    """Raises InvalidArgument if an axis has no buckets, or the name of an input."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):
@@ -126,9 +126,9 @@ def check_buckets(buckets: Buckets) -> None:
 
 
 def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
-    """The functions and the parameters. Raises InvalidArgument: ``create`` returned something else.
+    """Returns functions and parameters that ``create`` returned. Raises InvalidArgument: it returned something else.
 
-    ``asked``: what insert is told of requests, if anything; here it takes that among its inputs.
+    ``asked``: properties of requests that insert asks for, if any; it is wrapped to take them among its inputs.
     """
     functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
     if not isinstance(functions, tuple) or len(functions) != 3 or not all(map(callable, functions)):

@@ -1,9 +1,9 @@
-"""What of the host's memory a GPU's driver may be handed.
+"""Decides which host memory a GPU's driver may be handed.
 
 A client may take its memory away at any time. The processor meets missing pages under the fault guard (``shm/guard.py``), and the
-request is told. A driver that meets them may fail for good, and with it everybody's requests on that GPU. So it is handed a
-client's memory only where it has locked the pages before; what lies elsewhere is copied by the host. Of locked pages the GPU goes
-on seeing those that were there, so the host has a look whether they still are the object's.
+request is answered with an error. A driver that meets them may fail for good, and with it everybody's requests on that GPU. So it
+is handed a client's memory only where it has locked the pages before; the host copies all other memory. The GPU goes on seeing
+locked pages that an object has lost, so the host checks whether they still are the object's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tensord.shm.arrays import Array, address_of
 
 
 def standing(array: Array) -> Array:
-    """A contiguous array as the driver may read it: itself, or a copy in memory of ours."""
+    """Returns a contiguous array that the driver may read: itself, or a copy in memory of ours."""
     if guard.may_be_missing(address_of(array)):
         return array.copy()
     if array.nbytes:
@@ -24,7 +24,7 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Whether the driver may write there; else the host has to, out of memory of ours."""
+    """Returns whether the driver may write to memory; else the host has to, out of memory of ours."""
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)
@@ -32,5 +32,5 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Has the fault guard notice that an object was truncated: its last byte is gone then."""
+    """Reads the last byte, so that the fault guard notices if an object was truncated."""
     memory[-1]

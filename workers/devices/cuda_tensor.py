@@ -1,4 +1,4 @@
-"""An input tensor in a client's GPU memory: where it lies and what it is, copied only when and where it is needed.
+"""An input tensor in a client's GPU memory, which is copied only when and where it is needed.
 
 It has the shape, dtype and size of an array and turns into one on demand, so queues, buckets and models that run on the host
 treat it as one; whoever can use it on the device asks for ``pointer`` instead.
@@ -21,7 +21,7 @@ class CudaTensor:
     __slots__ = ("dtype", "nbytes", "offset", "pointer", "region", "shape")
 
     def __init__(self, region: CudaRegion, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
-        """Raises InvalidArgument: not wholly inside the region."""
+        """Makes a tensor. Raises InvalidArgument: it is not wholly inside the region."""
         self.region = region
         self.offset = offset
         self.dtype = dtype
@@ -36,11 +36,11 @@ class CudaTensor:
         return self.shape[0]
 
     def view(self, dtype: np.dtype[Any], shape: Sequence[int]) -> CudaTensor:
-        """These bytes as something else of that size."""
+        """Returns these bytes as a tensor of another dtype and shape."""
         return CudaTensor(self.region, self.offset, dtype, shape)
 
     def reshape(self, shape: Sequence[int]) -> CudaTensor:
-        """These bytes in another shape."""
+        """Returns these bytes in another shape."""
         return CudaTensor(self.region, self.offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:
@@ -52,7 +52,7 @@ class CudaTensor:
                 np.not_equal(array.view(np.uint8), 0, out=array)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """A copy in host memory. Raises as ``copy_into``."""
+        """Returns a copy in host memory. Raises as ``copy_into``."""
         if copy is False:
             raise ValueError("GPU memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)

@@ -1,4 +1,4 @@
-"""The device a worker runs on: named on its command line, opened once, never another one.
+"""The device that a worker runs on: named on its command line, and opened once.
 
 Its environment is set before jax is imported, so that a CPU worker never looks for GPUs. Which GPU a worker sees is decided by
 the supervisor: the worker is started with ``CUDA_VISIBLE_DEVICES`` naming one, and to CUDA and JAX that is device 0.
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class NoDevice(Exception):
-    """The device cannot be used; the text is for the log."""
+    """Raised where a device cannot be used; the text is for the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """``cpu:0``, ``cuda:1``, ``cuda:1/2``, ``cuda:1#model`` (``tensord.shm.device_names``)."""
+    """The name of a device: ``cpu:0``, ``cuda:1``, ``cuda:1/2``, ``cuda:1#model`` (``tensord.shm.device_names``)."""
 
     platform: str
     index: int
-    #: Which of the workers of its GPU, from 0.
+    #: Number of the worker among those of its GPU, from 0.
     share: int = 0
     #: The model that has the process to itself; "": models share it.
     model: str = ""
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Raises ValueError."""
+        """Parses a device's name. Raises ValueError."""
         device, model = device_names.shared(text), device_names.model_of(text)
         match = re.fullmatch(r"(cpu|cuda):(\d{1,4})(?:/(\d{1,4}))?", device, re.ASCII)
         if match is None or (match[1] == "cpu" and match[3]):
@@ -50,7 +50,7 @@ class DeviceName:
         return self.index if self.platform == "cuda" else None
 
     def prepare_environment(self) -> None:
-        """Call before anything imports jax."""
+        """Sets JAX's platforms in the environment; to be called before jax is imported."""
         # Beside the GPU a model has the CPU: callbacks run there, and whatever it puts there itself.
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
@@ -62,16 +62,16 @@ class DeviceName:
         import jax
 
         if self.platform == "cpu":
-            # The thread that asks for a result computes it. Else XLA hands all but the tiniest to another one, and this one has
-            # nothing to do meanwhile: 110 instead of 60 us for one row of three small layers. Outputs would be allocated there
+            # The calling thread computes a program. Else XLA hands all but the tiniest to another thread, while the calling one
+            # has nothing to do: 110 instead of 60 us for one row of three small layers. Outputs would be allocated there
             # as well (workers/processor/output_memory.py). jax reads this from no environment variable.
             jax.config.update("jax_cpu_enable_async_dispatch", False)
             if count > 1:
                 jax.config.update("jax_num_cpu_devices", count)
         try:
-            # By name: where there is no plugin, or no device node, JAX leaves the GPU out and would compute on the CPU.
+            # Devices by their platform's name: without a plugin or a device node, JAX would compute on the CPU.
             return jax.devices(self.platform)[0]
         except RuntimeError as error:
-            # Without JAX's advice about a variable that is ours here.
+            # Drops JAX's advice about a variable that the worker sets.
             reason = " ".join(str(error).split()).partition(" (set JAX_PLATFORMS")[0]
             raise NoDevice(f"JAX cannot use {self}: {reason}") from error

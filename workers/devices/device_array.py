@@ -1,4 +1,4 @@
-"""An output of the GPU that stays there until it is known where it goes: to a region on the device, or to the host.
+"""An output on the GPU, which stays there until it is known where it goes: to a region on the device, or to the host.
 
 It has an array's shape, dtype and size, can be cut into rows and reshaped, and turns into an array of the host on demand.
 """
@@ -17,7 +17,7 @@ from tensord.workers.devices.client_memory import may_be_written
 
 
 class DeviceArray:
-    """Contiguous device memory; ``owner`` keeps it."""
+    """An array in contiguous device memory, which ``owner`` keeps alive."""
 
     __slots__ = ("_context", "_owner", "dtype", "nbytes", "pointer", "shape")
 
@@ -33,13 +33,13 @@ class DeviceArray:
 
     @property
     def whole(self) -> jax.Array | None:
-        """What XLA has made, if this is all of it in its shape: it can be an argument as it is."""
+        """XLA's array, if this is all of it in its shape, so that it can be an argument as it is; else None."""
         owner = self._owner
         same = isinstance(owner, jax.Array) and owner.shape == self.shape and owner.dtype == self.dtype
         return owner if same else None
 
     def __getitem__(self, rows: slice) -> DeviceArray:
-        """Some of the rows, without a copy."""
+        """Returns a range of rows, without a copy."""
         start, stop, step = rows.indices(self.shape[0])
         assert step == 1
         row = self.nbytes // self.shape[0] if self.shape[0] else 0
@@ -47,16 +47,16 @@ class DeviceArray:
         return DeviceArray(self._context, self._owner, self.pointer + start * row, self.dtype, shape)
 
     def reshape(self, shape: Sequence[int]) -> DeviceArray:
-        """These bytes in another shape."""
+        """Returns these bytes in another shape."""
         return DeviceArray(self._context, self._owner, self.pointer, self.dtype, shape)
 
     def copy(self) -> DeviceArray:
-        """A copy in memory that XLA owns. Raises DeviceLost."""
+        """Returns a copy in memory that XLA owns. Raises DeviceLost."""
         made = jax.block_until_ready(jax.device_put(np.asarray(self)))
         return DeviceArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 
     def copy_into(self, memory: memoryview) -> None:
-        """Copies to as many bytes of host memory, be it a client's; they are there on return. Raises DeviceLost."""
+        """Copies to as many bytes of host memory, also a client's, and waits for it. Raises DeviceLost."""
         if not self.nbytes:
             return
         if may_be_written(memory):
@@ -71,7 +71,7 @@ class DeviceArray:
             self._context.synchronize()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """A copy in host memory. Raises as ``copy_into``."""
+        """Returns a copy in host memory. Raises as ``copy_into``."""
         if copy is False:
             raise ValueError("GPU memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)
@@ -79,7 +79,7 @@ class DeviceArray:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def tobytes(self) -> bytes:
-        """The content, in the host's memory."""
+        """Returns the content as bytes in host memory."""
         return np.asarray(self).tobytes()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""CPU workers share the cores: each is pinned to its own, before XLA sizes its thread pools by what it may use.
+"""Pins CPU workers to their share of the cores, before XLA sizes its thread pools by the cores that it may use.
 
 Measured on two cores: two pinned workers run a matrix product 20 % faster in sum than two that are not.
 """
@@ -15,12 +15,12 @@ from tensord.config import core_list
 
 _log = logging.getLogger(__name__)
 
-#: Read by XLA when a client starts.
+#: The number of threads; XLA reads it when a client starts.
 THREADS_VARIABLE = "PJRT_NPROC"
 
 
 def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
-    """The cores of worker ``index`` of ``count``: all are given out, as evenly as they go, and nobody is left without."""
+    """Returns the cores of worker ``index`` of ``count``: all are given out evenly, and each worker gets at least one."""
     if count <= len(cores):
         return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
     return [cores[index % len(cores)]]
@@ -41,9 +41,9 @@ def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
 
 
 def pin_to(cores: Sequence[int]) -> None:
-    """Has this process run on these cores only; where that cannot be, the log says so."""
+    """Has this process run on these cores only; logs a warning where that cannot be."""
     try:
-        # Also the threads that importing numpy has started.
+        # All threads, also those that importing numpy has started.
         for task in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(task), cores)
@@ -52,11 +52,11 @@ def pin_to(cores: Sequence[int]) -> None:
 
 
 def limit_threads(threads: int) -> None:
-    """Has XLA compute with so many threads; 0: as many as there are cores for it. Call before the back end starts.
+    """Has XLA compute with ``threads`` threads; 0: as many as it may use cores. Call before the back end starts.
 
-    Of everything that is said to set the number, jaxlib 0.10.2 obeys the process's affinity and this variable (and ``NPROC``,
+    Of all settings that are said to set the number, jaxlib 0.10.2 obeys the process's affinity and this variable (and ``NPROC``,
     which others read as well): with 1 its programs are not cut into parts and its pool has no second thread. It does not obey
-    ``OMP_NUM_THREADS``, nor ``--xla_cpu_multi_thread_eigen`` for what is not Eigen's, which is nearly everything (measured).
+    ``OMP_NUM_THREADS``, nor ``--xla_cpu_multi_thread_eigen`` for kernels that are not Eigen's, which nearly all are (measured).
     """
     if threads:
         os.environ[THREADS_VARIABLE] = str(threads)
@@ -64,7 +64,7 @@ def limit_threads(threads: int) -> None:
 
 @functools.cache
 def thread_count() -> int:
-    """The threads XLA computes with here. Programs are compiled for that number.
+    """Returns how many threads XLA computes with in this process; programs are compiled for that number.
 
     Looked up once, before a model can change the environment.
     """

@@ -1,4 +1,4 @@
-"""A worker's GPU: inputs brought together on it, outputs left on it, and what of its memory XLA may take.
+"""A worker's GPU: gathers inputs on it, brings outputs to their places, and limits the memory that XLA may take.
 
     CUDA region, aligned to 256, alone in its batch  ─▶ used where it lies
     CUDA region otherwise, or on another GPU         ─▶ device to device into the staging buffer
@@ -6,10 +6,10 @@
                                 large                ─▶ host to device into it; a transfer and nothing else where pages are locked
     system region whose pages are not locked, large  ─▶ copied on the host first, and so on the way out (``client_memory.py``)
 
-The staging buffer is our own, one for all models, and belongs to the thread that runs them: a batch is computed before the next
-one is gathered. Whoever runs programs in another thread (the loader with a version's samples) has a ``CudaDevice`` of its own.
-XLA waits for nothing of ours, because copies into the buffer have happened before it is called. What copies outputs to the host
-waits for XLA on the device (``stream_order.py``), and is waited for; outputs that stay are ready before they are looked at.
+The staging buffer is one for all models, and belongs to the thread that runs them: a batch is computed before the next
+one is gathered. Another thread that runs programs (the loader with a version's samples) has a ``CudaDevice`` of its own.
+XLA never waits for a copy, because copies into the buffer have happened before it is called. Copies of outputs to the host
+wait for XLA on the device (``stream_order.py``), and are waited for; outputs that stay are ready before they are looked at.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tensord.workers.devices.host_staging import TOGETHER, HostStaging, StagingP
 from tensord.workers.devices.stream_order import StreamOrder
 from tensord.workers.jax_internals.wide import byte_size_of
 
-#: What XLA's own buffers have; arguments that have less are refused or copied, so we do it.
+#: Alignment of XLA's own buffers; it refuses or copies arguments with less, so the worker copies these itself.
 ALIGNMENT = 256
 _LEAST_STAGING = 1 << 20
 #: Outputs begin at multiples of this in host memory.
@@ -50,20 +50,20 @@ Part = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 def prepare_environment(options: Workers) -> None:
     """Tells XLA how much of the GPU is its own, before the back end starts; what the environment says already, holds."""
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
-        # Those who share a GPU take equal parts, however many of them are there already.
+        # Workers that share a GPU take equal parts, however many of them run already.
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction / options.per_gpu:g}"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true" if options.gpu_preallocate else "false")
 
 
 class CudaDevice:
-    """The GPU as one thread uses it, which runs one program after the other."""
+    """The GPU for one thread, which runs one program after the other."""
 
     def __init__(self, context: Context, device: jax.Device, pieces: StagingPool) -> None:
-        """``device``: the same one, as XLA has it. ``pieces``: of the process. Raises DeviceLost."""
+        """``device``: the context's device in XLA. ``pieces``: the process's host staging memory. Raises DeviceLost."""
         self.context = context
         self._device = device
         self._pieces = pieces
-        #: What XLA calls it: DLDeviceType and number.
+        #: The device's DLDeviceType and number in XLA.
         self._dlpack_device = dlpack.device_of(device)
         self._order = StreamOrder(context)
         self._staging = 0
@@ -73,13 +73,13 @@ class CudaDevice:
         self._views: OrderedDict[tuple[int, np.dtype[Any], tuple[int, ...]], jax.Array] = OrderedDict()
 
     def beside(self) -> CudaDevice:
-        """The same GPU for another thread: nothing that either gathers is seen by the other."""
+        """Returns an object for the same GPU and another thread, with staging memory of its own."""
         return CudaDevice(self.context, self._device, self._pieces)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def gather(self, parts: Sequence[Part]) -> tuple[dict[str, jax.Array], int]:
-        """The arguments of a batch, and how many bytes were copied for them.
+        """Gathers the arguments of a batch on the device. Returns them, and how many bytes were copied.
 
         Raises: InvalidArgument: a region cannot be read any more.  Unavailable: no memory for the staging buffer.  DeviceLost.
         """
@@ -91,7 +91,7 @@ class CudaDevice:
             only = arrays[0]
             whole = only.whole if len(arrays) == 1 and isinstance(only, DeviceArray) and only.shape == shape else None
             if whole is not None:
-                # Of another model, in a step of an ensemble say.
+                # An output of another model, such as in an ensemble, is used as it is.
                 arguments[name] = whole
             elif (
                 len(arrays) == 1
@@ -124,7 +124,7 @@ class CudaDevice:
 
     @property
     def host(self) -> HostStaging:
-        """Where the host gathers what crosses the bus together. Raises DeviceLost."""
+        """Host memory for tensors that cross the bus together. Raises DeviceLost."""
         if self._host is None:
             self._host = self._pieces.take()
         return self._host
@@ -132,10 +132,10 @@ class CudaDevice:
     def send(
         self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], int]], byte_size: int
     ) -> dict[str, jax.Array]:
-        """The arguments of a batch that was gathered in ``host``: one transfer of its first bytes.
+        """Transfers a batch that was gathered in ``host`` to the device, at once. Returns the arguments.
 
         Args:
-          parts: each input's name, dtype and shape, and where it begins there, a multiple of ``ALIGNMENT``.
+          parts: name, dtype and shape of each input, and its offset in ``host``, a multiple of ``ALIGNMENT``.
         Raises: as ``gather``.
         """
         self._reserve(byte_size)
@@ -154,13 +154,13 @@ class CudaDevice:
         except Unavailable as error:
             if size == byte_size or isinstance(error, DeviceLost):
                 raise
-            # Without room for what may come later.
+            # Tries again without spare room for larger batches.
             size = byte_size
             self._staging = self.context.allocate(size)
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[Part, int]], byte_size: int) -> int:
-        """Queues one transfer of what the host has, and behind it what the device has. Returns the bytes copied."""
+        """Queues one transfer of tensors in host memory, then copies of those on the device. Returns the bytes copied."""
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | DeviceArray]] = []
         for (_, dtype, shape, arrays), at in staged:
@@ -195,7 +195,7 @@ class CudaDevice:
     def _fill(
         self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
     ) -> int:
-        """Queues the copies of one input; what they read from the host goes to ``sources``. Returns the bytes copied."""
+        """Queues the copies of one input; host arrays that they read are added to ``sources``. Returns the bytes copied."""
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
         for array in arrays:
@@ -218,7 +218,7 @@ class CudaDevice:
         return at
 
     def _copy_within(self, pointer: int, tensor: CudaTensor | DeviceArray) -> None:
-        """Queues the copy of what is on the device already."""
+        """Queues the copy of a tensor that is on the device already."""
         if isinstance(tensor, DeviceArray):
             self.context.within_device(pointer, tensor.pointer, tensor.nbytes)
             return
@@ -233,7 +233,7 @@ class CudaDevice:
             return found
         made: jax.Array = jax.dlpack.from_dlpack(dlpack.DeviceView(pointer, dtype, shape, self._dlpack_device))
         if made.unsafe_buffer_pointer() != pointer:
-            # Never remembered: a copy would go on saying what the memory was.
+            # JAX has made a copy, which must not be cached: it would not follow the memory's content.
             return made
         self._views[key] = made
         if len(self._views) > _MAX_VIEWS:
@@ -243,10 +243,10 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------ outputs
 
     def keep(self, made: jax.Array) -> DeviceArray:
-        """An output where it is. It must be ready: nothing of ours waits for XLA's streams."""
+        """Returns an output that stays on the device. It must be ready: no stream of the worker waits for XLA's here."""
         kept = self._seen(made)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
-            # An input handed through: the next batch will write over it.
+            # The program has returned an input as it is, which the next batch will overwrite.
             return kept.copy()
         return kept
 
@@ -254,9 +254,9 @@ class CudaDevice:
         return DeviceArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, made: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
-        """Small outputs in host memory: however many, they are waited for once. None: they are too large for that.
+        """Copies small outputs to host memory, with one wait for all. Returns None where they are too large for that.
 
-        They need not be ready. ``cuts``: what to give of the bytes of a single one, from where to where; else each in whole.
+        They need not be ready. ``cuts``: ranges of a single output's bytes to return; without them each output as a whole.
         Raises DeviceLost, or what the run raised.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in made]))
@@ -278,11 +278,11 @@ class CudaDevice:
     def deliver(
         self, made: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
     ) -> dict[str, DeviceArray | Array]:
-        """Outputs brought to their places, in host memory or a region on the device: all of it is waited for once.
+        """Copies outputs to their places, in host memory or a region on the device, with one wait for all.
 
-        They need not be ready. What has no place is in host memory of its own if that is little, and else stays.
+        They need not be ready. Outputs without a place are copied to host memory if they are small, and else stay.
 
-        Returns: all of them; one that was brought to its place is still on the device as well.
+        Returns: all outputs; one that was copied to its place is still on the device as well.
         Raises: InvalidArgument: a region cannot be written any more.  DeviceLost, or what the run raised.
         """
         left = [(name, array) for name, array in made.items() if name not in places and byte_size_of(array)]
@@ -315,7 +315,7 @@ class CudaDevice:
         return {name: found[name] if name in found else self.keep(array) for name, array in made.items()}
 
     def close(self) -> None:
-        """Gives the buffers back, when no batch uses them. Idempotent."""
+        """Frees the buffers, once no batch uses them. Idempotent."""
         if self._host is not None:
             self._pieces.give_back(self._host)
             self._host = None
@@ -328,7 +328,7 @@ class CudaDevice:
             self._staging = self._staging_byte_size = 0
 
     def check(self) -> None:
-        """Raises DeviceLost: what just failed has taken the GPU's context along."""
+        """Raises DeviceLost if an error has made the GPU's context unusable."""
         with contextlib.suppress(CudaError):  # an error that passes
             self.context.check()
 
@@ -337,12 +337,12 @@ class CudaDevice:
 
 
 def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """What an input takes in the staging buffer."""
+    """Returns how many bytes an input takes in the staging buffer."""
     return -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | DeviceArray]:
-    """Whether it can be copied on the device. What a client says is a truth value may be any byte, which the host puts right."""
+    """Returns whether a tensor is copied within the device. A client's BOOL may be any byte, which only the host normalises."""
     return isinstance(array, DeviceArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 
 

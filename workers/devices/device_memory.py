@@ -1,7 +1,7 @@
-"""How much memory a device has left, and the sentence for a model that needs more: before XLA, or the kernel, ends it.
+"""Checks how much memory a device has left, before a model that needs more makes XLA or the kernel end the process.
 
-GPU    what XLA's allocator may still take
-CPU    what the kernel could give without swapping, within the control group's bound; all of its devices share it
+GPU    memory that XLA's allocator may still take
+CPU    memory that the kernel could give without swapping, within the control group's bound; all CPU devices share it
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) -> None:
-    """Raises Internal: there is not so much left on each of them. ``what``: "its parameters need"."""
+    """Raises Internal if a device has less than ``byte_size`` left. ``what``: for the error, as "its parameters need"."""
     shared = len(devices) if devices[0].platform == "cpu" else 1
     left = min((free for device in devices if (free := _left(device)) is not None), default=None)
     if left is not None and byte_size * shared > left:
@@ -27,7 +27,7 @@ def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) 
 
 
 def _left(device: jax.Device) -> int | None:
-    """None: nobody says."""
+    """Returns the bytes that a device has left, or None where that is not known."""
     if device.platform == "cpu":
         return _host_left()
     figures = device.memory_stats() or {}
@@ -41,7 +41,7 @@ def _host_left() -> int | None:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
-    # In a container of its own the root is its group. Pages of files can be given back.
+    # In a container the root is its own control group. The page cache counts as free.
     with contextlib.suppress(OSError, ValueError):
         limit = int((_CGROUP / "memory.max").read_text())
         figures = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Device memory that is not ours, shown to JAX by DLPack: address, shape and datatype, and no copy.
+"""Passes device memory of others to JAX by DLPack: address, shape and datatype, and no copy.
 
     PyCapsule "dltensor" ─▶ DLManagedTensor ─▶ shape; manager_ctx ─▶ the view, alive until XLA calls the deleter
 
@@ -52,12 +52,12 @@ _drop.argtypes = [ctypes.c_void_p]
 
 
 def _delete(managed: int) -> None:
-    """XLA is done with it; on whatever thread, and ctypes takes the GIL."""
+    """Drops XLA's reference to a view; any thread may call it, and ctypes takes the GIL."""
     _drop(_Tensor.from_address(managed).manager_ctx)
 
 
 def _capsule_gone(capsule: int) -> None:
-    """A consumer renames the capsule; one that was never consumed still owns the view."""
+    """Drops the view of a capsule that was never consumed: a consumer would have renamed it."""
     if _is_valid(capsule, _CAPSULE):
         _delete(_pointer_of(capsule, _CAPSULE))
 
@@ -68,18 +68,18 @@ _deleter, _destructor = _Callback(_delete), _Callback(_capsule_gone)
 
 
 def device_of(device: jax.Device) -> tuple[int, int]:
-    """What an array on that device says of where it is: DLDeviceType and number."""
+    """Returns DLDeviceType and number of a device."""
     kind, number = jax.device_put(np.zeros(1, np.float32), device).__dlpack_device__()
     return int(kind), int(number)
 
 
 class DeviceView:
-    """What ``jax.dlpack.from_dlpack`` takes. The memory must outlive every array made of it: a view owns nothing."""
+    """A view of memory for ``jax.dlpack.from_dlpack``. It owns nothing: the memory must outlive every array made of it."""
 
     __slots__ = ("_shape", "_tensor")
 
     def __init__(self, pointer: int, dtype: np.dtype[Any], shape: Sequence[int], device: tuple[int, int]) -> None:
-        """``device``: DLDeviceType and number."""
+        """Makes a view. ``device``: DLDeviceType and number."""
         self._shape = (ctypes.c_int64 * max(len(shape), 1))(*shape)
         self._tensor = _Tensor(
             data=pointer,
@@ -98,6 +98,6 @@ class DeviceView:
         return self._tensor.device_type, self._tensor.device_id
 
     def __dlpack__(self, **wishes: Any) -> Any:
-        """The bytes are complete already, so no stream has to wait for anything."""
+        """Returns a capsule. The bytes are complete already, so no stream has to wait."""
         _keep(self)
         return _new(ctypes.addressof(self._tensor), _CAPSULE, ctypes.cast(_destructor, ctypes.c_void_p))

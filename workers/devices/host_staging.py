@@ -1,4 +1,4 @@
-"""Page-locked host memory by which small tensors of a batch cross the bus together: a piece for each thread that runs batches.
+"""Page-locked host memory through which small tensors of a batch cross the bus together: one piece for each thread.
 
 in    gathered here ─▶ one transfer into the device's staging buffer
 out   one transfer of all outputs ─▶ one wait ─▶ copied out, before the next batch is gathered
@@ -18,13 +18,13 @@ import numpy as np
 from tensord.shm.cuda_regions import Context, CudaError, DeviceLost
 from tensord.workers.devices.pinned_budget import PinnedBudget
 
-#: Inputs, or outputs, of a batch that are larger in sum go straight from and to where they lie: a copy of them by the host costs
-#: more than what a few more calls of the driver do.
+#: Bytes of a piece. Inputs or outputs that are larger in sum are transferred one by one: a copy by the host would cost more than
+#: a few more calls of the driver.
 TOGETHER = 1 << 18
 
 
 class HostStaging:
-    """One piece. It stays where it is."""
+    """One piece of host memory, whose address stays the same."""
 
     __slots__ = ("address", "content", "locked")
 
@@ -38,7 +38,7 @@ class HostStaging:
 
 
 class StagingPool:
-    """Those of a worker, used by several threads."""
+    """The pieces of a worker; several threads use it."""
 
     def __init__(self, context: Context, budget: PinnedBudget) -> None:
         self._context = context
@@ -47,24 +47,24 @@ class StagingPool:
         self._closed = False
 
     def prepare(self) -> None:
-        """Has one piece ready, so that whoever takes it need not wait for the driver. Raises DeviceLost."""
+        """Locks one piece in advance, so that a thread that takes it need not wait for the driver. Raises DeviceLost."""
         self._free.append(self._made())
 
     def take(self) -> HostStaging:
-        """A piece for the calling thread. Raises DeviceLost."""
+        """Takes a piece for the calling thread. Raises DeviceLost."""
         with contextlib.suppress(IndexError):
             return self._free.pop()
         return self._made()
 
     def give_back(self, piece: HostStaging) -> None:
-        """When nothing that uses it is queued."""
+        """Gives a piece back, once nothing that uses it is queued."""
         if self._closed:
             self._let_go(piece)
         else:
             self._free.append(piece)
 
     def close(self) -> None:
-        """Lets go of what is here now, and of what comes back. Idempotent."""
+        """Unlocks free pieces, and others when they come back. Idempotent."""
         self._closed = True
         while self._free:
             self._let_go(self._free.pop())
@@ -76,7 +76,7 @@ class StagingPool:
                 self._context.pin(made.address, TOGETHER)
                 made.locked = True
             except CudaError:
-                pass  # of what the system refuses the log tells where it matters: arenas and regions
+                pass  # a refusal is logged where it matters: for arenas and regions
             finally:
                 if not made.locked:
                     self._budget.give_back(TOGETHER)

@@ -1,9 +1,9 @@
-"""A look at the GPU while nobody asks it anything, so that one that has failed is known before a request meets it.
+"""Checks an idle GPU, so that a failure is known before a request meets it.
 
     a thread's clock ─▶ inbox ─▶ loop, if it is idle: is the last mark reached? ─▶ another mark
                                    └─ not for too long, or an error ─▶ DeviceLost: the worker ends and is replaced
 
-The loop itself looks: a driver that does not come back stops it, which the supervisor sees. While there is work, that work tells.
+The loop itself looks: a driver that does not return stops it, which the supervisor sees. While there is work, its errors tell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTERVAL = 1.0
 
 
 class IdleLook:
-    """One per GPU worker, on its loop."""
+    """Checks the GPU of one worker on its loop, while that is idle."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class IdleLook:
         except CudaError as error:
             raise _lost(error) from error
         self._interval = interval
-        #: When the mark was set that is waited for; 0: none is.
+        #: When the current mark was set; 0: there is none.
         self._since_ns = 0
-        #: Posted and not yet done.
+        #: Whether a look was posted to the loop and is not done.
         self._asked = False
         self._ends = threading.Event()
         threading.Thread(target=self._keep_time, name="idle look", daemon=True).start()
@@ -57,7 +57,7 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """Raises DeviceLost: the GPU is of no use to this process any more."""
+        """Checks the last mark and sets another one. Raises DeviceLost: the GPU is of no use to this process any more."""
         self._asked = False
         if self._ends.is_set() or not self._idle():
             self._since_ns = 0
@@ -75,7 +75,7 @@ class IdleLook:
             )
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the thread and frees the mark. Idempotent."""
         if not self._ends.is_set():
             self._ends.set()
             self._marker.close()

@@ -1,4 +1,4 @@
-"""Host memory that the GPU reaches by itself: locked once, so that what travels to and from it is a transfer and nothing else.
+"""Page-locks host memory once, so that the GPU reaches it by itself and transfers need no copy by the host.
 
     arenas           each segment when it is made or opened, until it is closed
     system regions   when they are registered, if their pages exist: locking a sparse object would allocate what nobody asked for
@@ -6,9 +6,9 @@
     loop     pin ──────────────────────────────────▶ unpin: forgotten, and its room is free again
     thread    └─▶ register with the driver (long)     └─▶ unregister ─▶ loop: the mapping may go
 
-Registering gigabytes takes the driver seconds, so all of it happens in a thread, one thing after the other; nothing on the loop
-waits for it. Memory that is not locked yet, or never, works as well: of arenas the driver copies it through its own, of regions
-the host does. The mapping is kept here until the driver has let go of it, whatever its owner closes meanwhile.
+Registering gigabytes takes the driver seconds, so all of it happens in a thread, in order; nothing on the loop waits for it.
+Memory that is not locked yet, or never, works as well: the driver copies arenas through memory of its own, and the host copies
+regions. The mapping is kept here until the driver has let go of it, whatever its owner closes meanwhile.
 
 Bounded by ``PinnedBudget``. RLIMIT_MEMLOCK says nothing about this: the driver does not charge it. If a client
 truncates an object whose pages are locked, the GPU goes on seeing the old pages, and the fault guard sees the rest. Of a client's
@@ -40,30 +40,31 @@ class _Memory:
         self.byte_size = view.nbytes
         self.what = what
         self.hold = hold
-        #: Keeps the mapping; the loop's.
+        #: Keeps the mapping; used on the loop only.
         self.view = view
-        #: The driver has it; the thread's.
+        #: Whether the driver has it locked; used in the thread only.
         self.locked = False
-        #: Set by the loop, looked at by the thread: what has not begun need not.
+        #: Set by the loop and read by the thread, which need not begin then.
         self.unwanted = False
 
 
 class PinnedMemory:
-    """One per GPU worker; belongs to its loop."""
+    """The page-locked memory of one GPU worker; belongs to its loop."""
 
     def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
-        """``thread`` does nothing else."""
+        """Locks memory in ``thread``, which does nothing else."""
         self._context = context
-        #: What is about to be unlocked is given back already: it is so before anything else is locked here.
+        #: Memory that is about to be unlocked is given back already: it is unlocked before other memory is locked.
         self._budget = budget
         self._thread = thread
         self._wanted: dict[int, _Memory] = {}
-        self._told: set[str] = set()
+        #: Reasons that were logged.
+        self._logged: set[str] = set()
 
     def pin(self, view: memoryview, what: str, hold: Callable[[bool], None] | None = None) -> None:
-        """Has memory locked until ``unpin``. Where that cannot be the log says why, once a kind of reason.
+        """Has memory locked until ``unpin``. Where that fails, the reason is logged, once for each kind.
 
-        ``hold`` is told, in the thread, when it is locked and before it is unlocked.
+        ``hold`` is called in the thread, with True when the memory is locked and with False before it is unlocked.
         """
         memory, budget = _Memory(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):
@@ -77,7 +78,7 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """It may be closed then: it stays mapped until the driver has let go of it. Memory that is not locked is no error."""
+        """Has memory unlocked; it may be closed then, and stays mapped as long as needed. Ignores memory that is not locked."""
         memory = self._wanted.pop(address_of(view), None)
         if memory is None:
             return
@@ -91,7 +92,7 @@ class PinnedMemory:
         segment.before_close = lambda: self.unpin(segment.view)
 
     def close(self) -> None:
-        """Returns when nothing is locked any more."""
+        """Unlocks all memory, and waits for it."""
         for memory in list(self._wanted.values()):
             self.unpin(memory.view)
         self._thread.finish()
@@ -116,7 +117,7 @@ class PinnedMemory:
     # --------------------------------------------------------------------------------------------------- on the loop
 
     def _tried(self, memory: _Memory, outcome: Exception | None) -> None:
-        # Of a device that is lost the loop hears by itself.
+        # The loop finds out by itself that a device is lost.
         if not isinstance(outcome, CudaError):
             return
         self._refuse(outcome.name, "%s of %d bytes is not page-locked: %s", memory.what, memory.byte_size, outcome.name)
@@ -131,8 +132,8 @@ class PinnedMemory:
         memory.view.release()
 
     def _refuse(self, kind: str, text: str, *arguments: object) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             _log.warning(text + "; transfers to and from it are slower, and no more is said of this", *arguments)
 
     def __repr__(self) -> str:

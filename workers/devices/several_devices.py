@@ -1,4 +1,4 @@
-"""The devices of a model that runs on several, and the rule that one such program runs at a time in a worker.
+"""Devices of a model that runs on several of them, and the rule that one such program runs at a time in a worker.
 
 Parts of a program wait for each other. Were two programs begun by two threads, some devices might begin with one and some with
 the other, and all would wait for ever.
@@ -21,19 +21,19 @@ _RUNNING = threading.Lock()
 
 
 class SeveralDevices:
-    """Those of one model version; also one device, if that is not the one its worker uses else."""
+    """The devices of one model version; also a single one, if it is not its worker's first."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)
         self._everywhere = NamedSharding(Mesh(self.devices, ("devices",)), PartitionSpec())
 
     def sharding(self, leaf: Any) -> Any:
-        """How its author has laid a parameter over them; None: that is not said."""
+        """Returns the sharding that the author has given a parameter, or None."""
         laid = isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.committed)
         return leaf.sharding if laid else None
 
     def place(self, model: str, parameters: Any, compiled: jax.stages.Compiled) -> Any:
-        """The parameters where a program wants them; what it does not use is on each device.
+        """Puts the parameters where a program wants them; each device gets those that it does not use.
 
         Raises: Internal: there is no room for their parts.
         """
@@ -51,18 +51,18 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """The ids of a program's devices, in its order. Raises whatever a jax raises that does not say."""
+        """Returns the ids of a program's devices, in its order. Raises whatever a jax raises that lacks the attribute."""
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-        # Not public. It cannot be left out: a program that is loaded for another order ends the process when it is run.
+        # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)
 
     def ordered(self, ids: Any) -> list[jax.Device]:
-        """Those devices. Raises KeyError: some are not of this model."""
+        """Returns the devices with these ids. Raises KeyError: some are not of this model."""
         known = {device.id: device for device in self.devices}
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Calls a program when no other one of several devices runs, and returns when it is done."""
+        """Wraps a program such that it runs while no other one of several devices does, and returns when it is done."""
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Our copies after XLA's work: a stream of ours waits for a result on the device, and no thread does.
+"""Orders the worker's copies after XLA's work: the worker's stream waits for a result on the device, and no thread does.
 
     XLA's stream    | program ▸ its event |
-    ours                                  └▶ waits for it ▸ copy ▸ the one thing that a thread waits for
+    the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
 
-This is what DLPack's stream is for. The other way round it costs more than it spares: XLA learns what to wait for when it is
-given memory by DLPack, each time, which takes longer than a small transfer does.
+DLPack's stream argument does this. The reverse, XLA waiting for copies, costs more than it saves: XLA takes the stream only with
+each import of memory by DLPack, which takes longer than a small transfer.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tensord.shm.cuda_regions import Context
 
 
 class StreamOrder:
-    """Of one device."""
+    """Orders copies after XLA's work on one device."""
 
     __slots__ = ("_context", "_said")
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        #: Whether XLA says it to the device, as far as is known: its back end for GPUs does.
+        #: Whether XLA can make the device wait, as its back end for GPUs does; True until a failure.
         self._said = True
 
     def follow(self, made: jax.Array) -> Any:
-        """What the calling thread queues from now on happens once ``made`` is computed.
+        """Orders all that the calling thread queues from now on after the computation of ``made``.
 
-        Returns: what must be kept until it has happened. Raises what computing it has raised so far.
+        Returns: an object to keep until that has happened. Raises what computing it has raised so far.
         """
         if self._said:
             try:

@@ -59,7 +59,7 @@ class SequenceRuns:
         """How many of these requests run now, the first ones: (correlation id, START, END)."""
         try:
             if self._controls is not None:
-                self._told = self._controls.told(asked)
+                self._told = self._controls.of_each(asked)
                 asked = asked[: len(self._told)]
             self._asked = asked
             self._seated = self._sequences.run_now(asked, time.monotonic_ns())

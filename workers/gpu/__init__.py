@@ -1,1 +1,1 @@
-"""What exists only where programs run on a GPU: gathered in its memory, their outputs fetched or delivered from there."""
+"""Code for programs that run on a GPU only: gathers inputs in its memory, fetches outputs or delivers them to their places."""

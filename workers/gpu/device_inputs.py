@@ -1,4 +1,4 @@
-"""The inputs of an executable on a GPU as whoever gathers in host memory sees them: gathered there, sent in one transfer."""
+"""Inputs of an executable on a GPU that are gathered in host memory and sent in one transfer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tensord.workers.devices.host_staging import TOGETHER
 
 
 class DeviceInputs:
-    """Of one executable, in the memory that all executables of its thread gather in: filled and sent before another one's."""
+    """The inputs of one executable. A thread's executables share the memory: it is filled and sent before the next one's."""
 
     __slots__ = ("_byte_size", "_device", "_parts")
 
     def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """``inputs``: name, dtype, and the shape that the program takes."""
+        """Lays inputs out: name, dtype, and shape in the program."""
         self._device = device
         self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         at = 0
@@ -30,12 +30,12 @@ class DeviceInputs:
 
     @property
     def fit(self) -> bool:
-        """Whether that memory has room for them."""
+        """True where the host memory has room for the inputs."""
         return 0 < self._byte_size <= TOGETHER
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """That memory. Raises DeviceLost."""
+        """Returns arrays in host memory to gather inputs in. Raises DeviceLost."""
         content = self._device.host.content
         found: dict[str, Array] = {}
         for name, dtype, shape, at in self._parts:
@@ -44,7 +44,7 @@ class DeviceInputs:
         return found
 
     def send(self) -> dict[str, jax.Array]:
-        """What was gathered, as arguments. Raises: Unavailable: no memory on the device.  DeviceLost."""
+        """Sends the gathered inputs to the device. Returns arguments. Raises Unavailable: it has no memory.  DeviceLost."""
         return self._device.send(self._parts, self._byte_size)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A GPU as what programs run on, by one thread's own copies to it and from it."""
+"""The GPU as an execution device: one thread's programs, and its copies to and from the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class Gpu(ExecutionDevice):
-    """Belongs to one thread, as its ``CudaDevice`` does."""
+    """Runs programs on a GPU. It belongs to one thread, as its ``CudaDevice`` does."""
 
     remote = True
 
@@ -38,7 +38,7 @@ class Gpu(ExecutionDevice):
         return [np.asarray(array) for array in made] if fetched is None else [*fetched]
 
     def small_programs(self, signature: Signature, parameters: Any) -> None:
-        """All of them run on it."""
+        """Returns None: small programs run on the GPU as well."""
 
     def keeps(self, request: Request) -> bool:
         return stays(request)

@@ -1,4 +1,4 @@
-"""A program that runs on a GPU: its inputs are brought there, its outputs fetched, delivered to their places, or left for others.
+"""A program on a GPU: copies inputs there, and fetches outputs, delivers them to their places, or leaves them on the GPU.
 
 large inputs    the device's staging buffer
 small ones      by way of page-locked memory, in one transfer (``device_inputs.py``)
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class GpuExecutable(Executable):
-    """One compiled program that runs on a GPU."""
+    """A compiled program that runs on a GPU."""
 
     delivers = True
 
@@ -48,9 +48,9 @@ class GpuExecutable(Executable):
     ) -> None:
         super().__init__(wanted, signature, program, device, DeviceInputs(cuda, arguments_of(signature, wanted)))
         self._cuda = cuda
-        #: Of outputs that were fetched: which content, where it begins there, dtype and shape; and where in the one content.
+        #: Name, dtype and shape of each output that is fetched.
         self._fetched: list[tuple[str, np.dtype[Any], tuple[int, ...]]] | None = None
-        #: Where each output begins and ends among the packed ones.
+        #: Start and end of each output among the packed ones.
         self._cuts: list[tuple[int, int]] | None = None
 
     def read(self, made: Mapping[str, Any]) -> list[Content]:
@@ -58,11 +58,11 @@ class GpuExecutable(Executable):
         return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
-        """The contents of its layout out of the device, in one transfer where the program has packed them.
+        """Fetches the outputs' contents from the device, in one transfer where the program has packed them.
 
-        One for each output in any case: the layouts of a model's programs are alike, packed or not, whatever their rows.
+        Returns one content for each output: layouts of a model's programs are alike, packed or not, whatever their rows.
 
-        None: they are too large to be brought together. Raises as ``read``.
+        None: they are too large for one transfer. Raises as ``read``.
         """
         packed = made.get(PACKED)
         if packed is None:
@@ -73,7 +73,7 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], made: Mapping[str, Any]) -> dict[str, Array]:
-        """The outputs in what was fetched of ``made``."""
+        """Returns the outputs as arrays in fetched contents."""
         if self._fetched is None:
             arrays = {name: made[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in arrays.items()]
@@ -105,12 +105,12 @@ class GpuExecutable(Executable):
         if contents is not None:
             return Outputs(self._arrays_in(contents, made), contents)
         outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
-        # Not arrays of the host yet: where they go decides which way they leave the device.
+        # They stay on the device: their places decide how they leave it.
         kept = cast(list[Array], [self._cuda.keep(output) for output in outputs])
         return Outputs(dict(zip(self._signature.outputs, kept, strict=True)))
 
     def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> Outputs:
-        """The outputs of a lone request, brought to their places by the GPU."""
+        """Has the GPU copy a single request's outputs to their places."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()
@@ -118,25 +118,25 @@ class GpuExecutable(Executable):
         return Outputs(cast(dict[str, Array], outputs))
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """If they are large, or small and wanted on the GPU."""
+        """Returns the outputs' sizes if they are large, or may be wanted on the GPU; else None."""
         if not whole:
             return None
         sizes = self.output_sizes
         return sizes if sum(sizes.values()) > LIMIT or stays(requests[0]) else None
 
     def offer(self, request: Request, places: Places) -> None:
-        """The GPU is told of the places with the run."""
+        """Does nothing: places are given to the GPU with the run."""
 
     def settle(self, places: Places) -> None:
-        """What was delivered is a copy."""
+        """Does nothing: delivered outputs are copies."""
 
     def lone_run(self, execution: Execution, preparation: Preparation) -> None:
-        """Each request is looked at."""
+        """Returns None: C runs no request on a GPU."""
 
     def __repr__(self) -> str:
         return f"<GpuExecutable {self.wanted}>"
 
 
 def stays(request: Request) -> bool:
-    """Whether its outputs may be wanted on the GPU: by another model, or in a client's memory there."""
+    """Returns whether a request's outputs may be wanted on the GPU: by another model, or in a client's memory there."""
     return request.sink is not None or any(isinstance(region, CudaRegion) for region in request.regions)

@@ -1,1 +1,1 @@
-"""Bringing models into memory: what is declared, created, compiled and run once, until it can serve."""
+"""Brings models into memory: reads declarations, creates, compiles and runs them once, until they can serve."""

@@ -1,4 +1,4 @@
-"""An ensemble as its configuration declares it, because it has no code, and as its members in the same worker complete it."""
+"""Loads ensembles, which have no code: of their configuration, completed by their members in the same worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """What it takes from its members it gets when it is adopted (``joined``)."""
+    """Loads an ensemble; ``joined`` adds what it takes from its members, once it is adopted."""
     model_config.complete(message)
     model_checks.check(message, whole=True)
     return LoadedModel(
@@ -35,7 +35,7 @@ def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max
         jitted=None,
         instances=(),
         queue_rules=QueueRules(max_queue_size),
-        # What waits together goes together, where its steps are programs only.
+        # Requests that wait together run together, where the steps are programs only.
         batch_rules=BatchRules(max(1, message.max_batch_size), joins=message.max_batch_size > 0),
         imports=imports,
         cached=message.response_cache.enable,
@@ -45,7 +45,7 @@ def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max
 
 
 def _graph(message: ModelConfig) -> EnsembleGraph:
-    """Of a checked configuration. Which steps stream is their models' to say."""
+    """Returns the steps of a checked configuration; ``joined`` finds out which of them stream."""
     scheduling = message.ensemble_scheduling
     steps = [
         Step(step.model_name, max(0, step.model_version), dict(step.input_map), dict(step.output_map))
@@ -56,7 +56,7 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Returns the ensemble with what its members say of it. Raises NotFound: one is not there."""
+    """Completes a loaded ensemble by its members' properties. Raises NotFound: a member is not there."""
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble
@@ -79,7 +79,7 @@ def _in_its_order(step: Step, member: ModelVersion) -> dict[str, str]:
 
 
 def _labelled(signature: Signature, graph: EnsembleGraph, members: list[ModelVersion]) -> Signature:
-    """Outputs without labels of their own have those of the outputs that they are."""
+    """Gives outputs without labels of their own the labels of the members' outputs that they are."""
     outputs = dict(signature.outputs)
     for step, member in zip(graph.steps, members, strict=True):
         for name, tensor in step.outputs.items():

@@ -1,4 +1,4 @@
-"""A version with a model.py, read as the loader reads it and written as one without (``exporting``)."""
+"""Exports a version with a model.py: reads it as the loader does, and writes one without (``exporting``)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tensord.workers.tensors.signature import Declared, signature
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
-    """Writes the model into ``folder``.
+    """Exports a model into ``folder``.
 
     Args:
       platforms: comma-separated, as jax.export names them; "": the device's.
 
-    Raises: ServingError: it cannot be; in one sentence.
+    Raises: ServingError: it cannot be exported; the reason is one sentence.
     """
     message = model_config.from_bytes(load.config)
     folders = (Path(load.version_path), Path(load.model_path))
@@ -81,7 +81,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
 
 
 def _copy(message: ModelConfig, source: Path, folder: Path) -> None:
-    """The files beside the versions that the configuration names."""
+    """Copies the files beside the versions that the configuration names."""
     for name in {output.label_filename for output in message.output} - {""}:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)

@@ -1,4 +1,4 @@
-"""What ``instance_group`` says of this worker: how many instances, which of them take requests, and what each needs to run."""
+"""Applies ``instance_group`` to a worker: how many instances there are, which take requests, and what each needs to run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """One model is compiled, and run for the first time, at a time; others are loaded meanwhile up to there.
+    """Waits to compile a model and run it for the first time: one model at a time does so, while others are loaded up to there.
 
     Each model's compilation takes memory of its own, hundreds of megabytes for a large program, and on a GPU also some of the
     device's, for the kernels that are tried. So a start compiles one model after the other. But a program that takes very long
@@ -43,29 +43,29 @@ def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One instance."""
+    """An instance that is to be started."""
 
     name: str
-    #: The group that it is of, and its number there.
+    #: The number of its group, and its number there.
     place: tuple[int, int]
-    #: It is loaded, and never gets a request.
+    #: Whether it is loaded and never gets a request.
     passive: bool
-    #: Resource of the rate limiter -> how much; empty: it runs whenever it is free.
+    #: Resource of the rate limiter -> how much of it a run needs.
     needs: Mapping[str, int]
-    #: It has one turn where others have so many.
+    #: It has one turn where an instance of priority 1 has so many.
     priority: int
 
 
 class InstanceGroups:
-    """Of one completed configuration."""
+    """The instances that one completed configuration asks for on this worker."""
 
     def __init__(
         self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
         """
         Args:
-          gpu: the number of the worker's first one, and ``devices`` how many it has.
-          limits: the operator's, on this device; None: there is no rate limiter.
+          gpu: the number of the worker's first GPU, and ``devices`` how many it has.
+          limits: resource -> how much the operator allows on this device; None: there is no rate limiter.
         Raises: InvalidArgument: an instance needs more than there is.
         """
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
@@ -80,7 +80,7 @@ class InstanceGroups:
                 "model '%s': KIND_CPU is without effect: there are GPU workers only (workers.cpu_beside_gpus)",
                 message.name,
             )
-        #: Where it is loaded without being meant to, as anywhere else.
+        # A model that is loaded here although no group names this device has all groups.
         groups = groups or list(message.instance_group)
         self.instances: list[Planned] = []
         for row, group in enumerate(groups):
@@ -102,16 +102,16 @@ class InstanceGroups:
 
     @property
     def active(self) -> int:
-        """How many take requests."""
+        """How many instances take requests."""
         return sum(not planned.passive for planned in self.instances)
 
     @property
     def limited(self) -> bool:
-        """Whether any of them needs something."""
+        """True where any instance needs resources."""
         return any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str) -> None:
-        """Several devices have one program. Raises Unsupported: they would have to wait for more."""
+        """Logs that instances of a model on several devices take turns. Raises Unsupported: they also need resources."""
         if self.limited:
             raise Unsupported(
                 f"model '{model}': a JAX model on several devices cannot wait for resources of the rate limiter"
@@ -127,7 +127,7 @@ class InstanceGroups:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """How a worker starts instances. ``gpu``, ``limits`` and ``devices`` are as in ``InstanceGroups``."""
+    """Starts a worker's instances. ``gpu``, ``limits`` and ``devices`` are as in ``InstanceGroups``."""
 
     gpu: int | None
     limits: Mapping[str, int] | None
@@ -135,11 +135,11 @@ class Starting:
     inbox: Inbox
     page: StatusPage
     check: CheckDevice
-    #: The loader's thread is in it while it only waits.
+    #: Makes a context that the loader's thread enters while it only waits.
     aside: Aside
 
     def groups(self, message: ModelConfig) -> InstanceGroups:
-        """Raises InvalidArgument: an instance needs more than there is."""
+        """Returns a model's instances. Raises InvalidArgument: an instance needs more than there is."""
         return InstanceGroups(message, self.gpu, self.limits, self.devices)
 
     def start(
@@ -150,14 +150,14 @@ class Starting:
         cancellation: Cancellation,
         former: Sequence[Instance] = (),
     ) -> tuple[Instance, ...]:
-        """A thread for each configured instance, all initialised at the same time, and warm.
+        """Starts a thread for each configured instance, initialises all at the same time, and warms them up.
 
-        Raises what one of them raises, and ends the others. Cancelled: the load was given up; those that are being initialised
-        end when that is over.
+        Raises what one instance raises, and ends the others. Cancelled: the load was given up; instances that are being
+        initialised end when that is over.
 
         Args:
-          jitted: the model that they run, if it is compiled.
-          former: instances of the version that this one replaces: of those that are asked for again nothing is begun anew.
+          jitted: the model that instances run, if it is compiled.
+          former: instances of the version that this one replaces; those that are asked for again are kept as they are.
         """
         cancellation.check()
         create = maker.create(message, jitted)
@@ -190,7 +190,7 @@ class Starting:
         if failures:
             for instance in made:
                 if not instance.failed:
-                    # Their code is needed until the last of them has ended.
+                    # The model's code is needed until its last instance has ended.
                     maker.imports.hold()
                     instance.close(maker.imports.release)
             raise failures[0]

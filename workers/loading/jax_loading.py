@@ -1,4 +1,4 @@
-"""A jitted model out of what model.py created: its programs, and what it keeps of sequences."""
+"""Makes a jitted model of what model.py created: its programs, and state of its sequences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs each of them once. ``own``: the device as the caller's thread has it; what that takes is given back."""
+    """Runs each sample once. ``own``: the device for the caller's thread, which is closed afterwards."""
     if jitted.free_state is not None:
         for sample in prepared:
             sample.begin(jitted.free_state.begun)
@@ -56,11 +56,11 @@ def jitted_model(
     device: ExecutionDevice,
     max_state_byte_size: int,
 ) -> JaxModel:
-    """Not warm yet.
+    """Makes a jitted model, whose programs are not compiled yet.
 
     Args:
-      described: what it takes and gives, and its state; ``buckets`` are of its programs.
-      created: function, parameters, and where state begins.
+      described: its tensors and state; ``buckets`` are those of its programs.
+      created: function, parameters, and initial state.
       instances, alone: as of ``JaxModel``; ``several``: as of ``Executables``.
     Raises: InvalidArgument, Unsupported: it cannot be served.
     """

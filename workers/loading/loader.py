@@ -89,7 +89,7 @@ _log = logging.getLogger(__name__)
 
 
 class Loader:
-    """Loads versions on one device."""
+    """Loads model versions for one device."""
 
     def __init__(
         self,
@@ -111,24 +111,24 @@ class Loader:
     ) -> None:
         """
         Args:
-          execution: the device as the thread has it that will run what is loaded; None: the processor.
-          desk: None: nothing will be served.
-          aside: the loader's thread is in it while other loads may go on.
+          execution: the device for the thread that will run what is loaded; None: the processor.
+          desk: takes models' calls; None: nothing will be served.
+          aside: makes a context that the loader's thread enters while other loads may go on.
           long_compile: seconds after which a program that is being compiled lets other models be compiled beside it; 0: never.
-          shared: the process is somebody else's too, or one model's own, who may change what all of it shares.
+          shared: whether process-wide state is left alone, because the process also serves others, or is one model's own.
         """
         own_flags.prepare()
         self._compiling = functools.partial(compiling_alone, aside, Turns(1, long_compile))
         self._process = None if shared else ProcessState()
         self._desk = desk
-        #: That models keep themselves.
+        #: Metrics that models keep themselves.
         self.metrics = MetricRegistry()
         self._device = device
-        #: Those that its worker owns, of which a model may have several.
+        #: Devices of the worker, of which a model may have several.
         self._devices = device.client.local_devices()
         self._gpu = gpu
         self._execution = execution = execution or Processor()
-        #: As the loader's thread has it: the loop gathers requests on the other while samples run here.
+        #: The device for the loader's thread, where samples run while the loop gathers requests on its own.
         self._own = execution.beside()
         self._check: CheckDevice = execution.check
         self._cache = cache
@@ -162,13 +162,13 @@ class Loader:
         aside: Aside = contextlib.nullcontext,
         alone: bool = False,
     ) -> Loader:
-        """One as the configuration says.
+        """Makes a loader as configured.
 
         Args:
-          cache: None: the configured one, with JAX's own turned on in this process, which is the loader's alone.
-          outside: what compiles for that.
-          aside: as of the constructor.
-          alone: one model has the process to itself, and may do with it as it likes.
+          cache: None: the configured cache, with JAX's own turned on in this process, which is the loader's alone.
+          outside: compiles for that cache.
+          aside: as in the constructor.
+          alone: whether one model has the process to itself, and may change its state.
         """
         small = options.workers.single_thread_flops
         execution = Processor.opened(device, small) if cuda is None else Gpu(cuda)
@@ -195,7 +195,7 @@ class Loader:
         )
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
-        """Brings it into memory. ``tell`` and ``cancellation``: as of ``LoadProgress``.
+        """Brings a version into memory. ``tell`` and ``cancellation`` are those of ``LoadProgress``.
 
         Raises: ServingError: with one calm sentence, whatever went wrong; details are in the log.  Cancelled: it was given up.
         """
@@ -220,7 +220,7 @@ class Loader:
             message.name = message.name or record.name
             if ensemble_checks.is_ensemble(message):
                 return load_ensemble(record, message, imports, self._max_queue_size)
-            # What was installed since the last model is found.
+            # Finds modules that were installed since the last load.
             importlib.invalidate_caches()
             file = message.default_model_filename or "model.py"
             if artifact.is_artifact(folders[0], file):
@@ -235,7 +235,7 @@ class Loader:
             return loaded
         except BaseException as error:
             imports.forget()
-            # Whatever it was that ended a load which nobody wants.
+            # A load that nobody wants any more ends as cancelled, whatever else went wrong.
             progress.cancellation.check()
             if isinstance(error, (Internal, InvalidArgument, Unsupported)):
                 raise
@@ -342,7 +342,7 @@ class Loader:
             stepped=stepped,
             footprint=progress.footprint(),
             record=record,
-            # Where sequences are is a matter of how many instances there are.
+            # Instances of a model with sequences cannot be regrouped: they have the sequences' slots.
             maker=None if sticky else maker,
         )
 
@@ -370,7 +370,7 @@ class Loader:
             )
         buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
         groups = self._starting.groups(message)
-        # What waits for resources has a thread of its own, also where there is only one of it.
+        # An instance that waits for resources has a thread of its own, also where there is only one.
         threads = groups.active > 1 or groups.limited
         given, spread = given_devices(message, module, self._devices, self._gpu, bool(described.states))
         if spread is not None and threads and not host:
@@ -433,9 +433,9 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """A serving version with another number of instances, if nothing else of it has changed; None: it has to be loaded.
+        """Returns a serving version with another number of instances, or None where more has changed and it has to be loaded.
 
-        Instances that stay are not begun anew, and nothing is compiled. Raises as ``load``.
+        Instances that stay are kept as they are, and nothing is compiled. Raises as ``load``.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:
@@ -445,10 +445,10 @@ class Loader:
         message = model_config.parse_json(former.config.decode(), record.name)
         groups = [self._completed(message, each, maker).instance_group for each in (known, record)]
         if list(message.instance_group) != list(groups[0]):
-            return None  # the model itself has said something of them
+            return None  # the model itself has set its instance groups
         del message.instance_group[:]
         message.instance_group.extend(groups[1])
-        # Single numbers were declared when it was loaded.
+        # Tensors without dims were declared as single numbers when the version was loaded.
         scalars = [tensor.name for tensors in (message.input, message.output) for tensor in tensors if not tensor.dims]
         model_checks.check(message, whole=True, scalars=scalars)
         planned, jitted = self._starting.groups(message), former.jitted
@@ -483,7 +483,7 @@ class Loader:
 
     @staticmethod
     def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """The configuration with the groups that were given with that record, as they are completed."""
+        """Returns the configuration with a Load record's instance groups, completed."""
         given, made = model_config.from_bytes(record.config), model_config.empty(message.name)
         made.CopyFrom(message)
         del made.instance_group[:]

@@ -1,7 +1,7 @@
-"""What a model returns beside its function: the arrays in it are arguments of the compiled programs, all else is part of them.
+"""Splits a model's parameters: arrays become arguments of its compiled programs, all other leaves become part of them.
 
-A pytree of parameters may hold what no program can be given: activation functions, flags that decide a Python branch, names. Such
-a leaf never changes, so the function is compiled with it. ``equinox.partition(model, equinox.is_array)`` parts them by hand.
+A pytree of parameters may hold leaves that cannot be arguments: activation functions, flags that decide a Python branch, names.
+Such a leaf never changes, so the function is compiled with it. ``equinox.partition(model, equinox.is_array)`` does so by hand.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 
 _log = logging.getLogger(__name__)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
-#: A thousand numbers. Fewer are flags, sizes, rates.
+#: Bytes of a thousand numbers: fewer are flags, sizes, rates.
 _MIN_FIXED_BYTE_SIZE = 8000
-#: Where an array was.
+#: Stands for an array among the other leaves.
 _ARRAY = object()
 
 
 def warn_of_keys(model: str, parameters: Any) -> None:
-    """Says in the log which of them are random keys, as ``jax.random.key`` makes them."""
+    """Logs a warning for each parameter that is a random key, as ``jax.random.key`` makes them."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -37,7 +37,7 @@ def warn_of_keys(model: str, parameters: Any) -> None:
 
 
 def warn_of_leaves(model: str, parameters: Any) -> None:
-    """Says in the log where many of them are no arrays: a list of numbers is one constant a number in each program."""
+    """Logs a warning where many parameters are no arrays: each number of a list is a constant in each program."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     fixed = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _ARRAYS)]
     byte_size = sum(int(getattr(leaf, "nbytes", 8 * isinstance(leaf, (int, float)))) for _, leaf in fixed)
@@ -56,7 +56,7 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """The function of arrays alone, and those arrays. Where there is nothing else both are as they were."""
+    """Returns the function of arrays alone, and the arrays; both unchanged where all parameters are arrays."""
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     if len(arrays) == len(leaves):

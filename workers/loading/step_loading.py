@@ -1,4 +1,4 @@
-"""Brings a stepped model into memory: the part of ``tensord.workers.loading.loader`` that is its own.
+"""Brings a stepped model into memory, for ``tensord.workers.loading.loader``.
 
 model.py ─▶ declared ─▶ checked ─▶ create ─▶ programs: traced, checked, compiled, run once
 """
@@ -48,9 +48,10 @@ def load_stepped(
     execution: ExecutionDevice,
     limit: int,
 ) -> SteppedModel:
-    """
+    """Creates a stepped model and compiles its programs.
+
     Args:
-      described: with what insert is told of requests among the inputs.
+      described: its signature; inputs include properties of requests that insert asks for.
       limit: bytes that the carry may have.
     Raises: ServingError, or whatever the model raises.
     """

@@ -1,1 +1,1 @@
-"""What exists only where programs run on a processor: in the host's memory, some with one thread, and compiled elsewhere."""
+"""Code for programs that run on a processor only: in host memory, some with one thread, compiled in other processes."""

@@ -1,4 +1,4 @@
-"""A program that takes its arguments from the host's memory and leaves its outputs there, if it can where they are wanted."""
+"""A program on the processor: takes arguments from host memory, and leaves outputs there, if it can at their places."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _Range = tuple[tuple[int, int], int, int]
 
 
 class _Buffers:
-    """The memory that an executable gathers in: a buffer for each input, made when it is first needed."""
+    """The gather buffers of an executable: one for each input, made when it is first needed."""
 
-    #: Whether there is room for them.
+    #: Whether the inputs can be gathered here.
     fit = True
 
     def __init__(self, wanted: Wanted, signature: Signature) -> None:
@@ -45,7 +45,7 @@ class _Buffers:
         self._buffers: dict[str, GatherBuffer | RaggedBuffer] = {}
 
     def of(self, spec: TensorSpec, shape: tuple[int, ...]) -> GatherBuffer | RaggedBuffer:
-        """That of one input."""
+        """Returns the buffer of one input."""
         buffer = self._buffers.get(spec.name)
         if buffer is None:
             if spec.ragged:
@@ -57,28 +57,30 @@ class _Buffers:
 
     @functools.cached_property
     def arrays(self) -> dict[str, Array]:
-        """All of it."""
+        """The arrays of all buffers, by input."""
         return {spec.name: self.of(spec, shape).array for spec, shape in specs_of(self._signature, self._wanted)}
 
     def send(self) -> dict[str, Any]:
-        """What was gathered, as arguments."""
+        """Returns the gathered inputs as arguments."""
         return self.arrays
 
 
 class HostExecutable(Executable):
-    """One compiled program that runs on the processor."""
+    """A compiled program that runs on the processor."""
 
     def __init__(self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice) -> None:
         self._buffers = _Buffers(wanted, signature)
         super().__init__(wanted, signature, program, device, self._buffers)
-        #: Requests of several lengths are laid one behind the other.
+        #: Whether requests of several lengths are laid one behind the other.
         self._laid = signature.ragged
-        #: How its outputs are allocated, once it has run where that can be learned.
+        #: How XLA allocates its outputs, once a run has shown it.
         self.memory_of_outputs: OutputMemory | None = None
 
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
-        """As declared. A request that fills the bucket alone is used where it lies, unless that is in its record, which is never
-        aligned; small unaligned arguments are left to XLA, which copies them anyway, but large ones faster by us.
+        """Gathers the arguments of a batch. Returns them, and the bytes copied.
+
+        A single request that fills the bucket is used where it lies, unless that is in its record, which is never aligned; XLA
+        copies small unaligned arguments itself, but large ones are copied faster here.
         """
         arguments: dict[str, Any]
         if len(requests) == 1 and requests[0].rows == self.wanted.rows and not (requests[0].small or self._laid):
@@ -86,7 +88,7 @@ class HostExecutable(Executable):
             for spec, shape in self._specs:
                 array = arguments[spec.name]
                 exact = (array.shape[1:] if self._batches else array.shape) == shape
-                # What lies in a GPU's memory, for one: a program on several devices takes it from the host.
+                # Such as a tensor in a GPU's memory: a program on several devices takes it from the host.
                 late = not isinstance(array, np.ndarray)
                 if not exact or late or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
                     arguments[spec.name], byte_size = self._fill(spec, shape, requests)
@@ -112,7 +114,7 @@ class HostExecutable(Executable):
         return outputs
 
     def computed(self, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program; ``addresses``: memory for outputs, which may come to lie there."""
+        """Runs the program. ``addresses``: memory that is offered for outputs."""
         learned = self.memory_of_outputs
         if learned is None and self.placement.several is None and output_memory.attached():
             run = functools.partial(self.call, arguments)
@@ -123,7 +125,7 @@ class HostExecutable(Executable):
         return self.call(arguments)
 
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> Outputs:
-        """All of them are waited for: only then has the program read its last input."""
+        """Waits for all outputs and returns them: only then has the program read its last input."""
         return Outputs({name: np.asarray(made[name]) for name in self._signature.outputs})
 
     def uncut(self, outputs: Outputs) -> BatchOutputs | None:
@@ -132,17 +134,17 @@ class HostExecutable(Executable):
     # -------------------------------------------------------------------------------------------------------- outputs in place
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """If they are large and it is known how they are allocated."""
+        """Returns the outputs' sizes if one is large and their allocation is known; else None."""
         if self.memory_of_outputs is None or not whole:
             return None
         sizes = self.memory_of_outputs.sizes
         return sizes if max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def offer(self, request: Request, places: Places) -> None:
-        """Finds which outputs the program may write to their places by itself: large and aligned ones.
+        """Offers the program memory at the places of large and aligned outputs, to write there by itself.
 
-        A region's owner may write to it while the program runs and reads it again, so only a plain one is let there; nor may it
-        write where it reads, or two outputs to the same bytes. Regions are the same memory where their files are.
+        A region's owner may write to it while the program runs and reads it again, so only programs that leave nothing else in
+        their outputs' memory may; nor may one write where it reads, or two outputs to the same bytes.
         """
         outputs = self.memory_of_outputs
         if outputs is None:
@@ -156,27 +158,27 @@ class HostExecutable(Executable):
             if name in places.in_regions:
                 place, region = places.in_regions[name]
                 assert isinstance(region, Region)
-                # One of those used is its own.
+                # It overlaps with its own range, which is one of those used.
                 if not self.plain or _overlapping(_range(region, place.offset, size), used) > 1:
                     continue
             places.offered[name] = memory
             places.addresses[name] = address
 
     def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
-        """The outputs that lie at those addresses. Unless all do, the next run learns how they are allocated."""
+        """Returns the outputs that lie at the offered addresses. Unless all do, the next run learns their allocation anew."""
         found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
         if len(found) < len(addresses):
             self.memory_of_outputs = None
         return found
 
     def settle(self, places: Places) -> None:
-        """Others own the memory of outputs in place from now on. If somebody keeps one, later outputs are copied."""
+        """Passes the memory of outputs in place on to its next owner. If somebody keeps one, later outputs are copied."""
         for name, memory in places.offered.items():
             self.give_up(places.addresses[name], memory)
         places.offered.clear()
 
     def give_up(self, address: int, memory: memoryview) -> None:
-        """Looks whether an output that was offered that memory is gone; else the program's outputs are copied from now on."""
+        """Checks that no array lies in offered memory any more; else the program's outputs are copied from now on."""
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 
@@ -192,7 +194,7 @@ class HostExecutable(Executable):
 
 
 def _ranges(request: Request, places: Places) -> list[_Range]:
-    """What of regions that are not a GPU's the request reads, and writes."""
+    """Returns the ranges of host regions that a request reads and writes."""
     files = {region.name: region for region in request.regions if not isinstance(region, CudaRegion)}
     read = [tensor.region for tensor in request.prepared.inputs if tensor.region is not None]
     used = [(place.region, place.offset, place.byte_size) for place in read]

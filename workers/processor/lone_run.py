@@ -1,10 +1,10 @@
-"""A large request that is run by itself, told by the C part of the loop (``workers/dispatch/fast_path.py``) and nothing else.
+"""Runs a single large prepared request for the C part of the loop (``workers/dispatch/fast_path.py``).
 
     places of its tensors ─▶ arrays where they lie ─▶ a lease for its large outputs ─▶ the program, which writes them there
                                                                                      ╰─▶ the lease's key, and the small outputs
 
-It does what the ordinary way does with such a request (``Places``, ``Executable``), once everything about it is known but
-where its tensors lie. Whatever is not as it was then is left to that way.
+It does what the ordinary path does with such a request (``Places``, ``Executable``), once everything about it is known but
+the places of its tensors. A request that differs in anything else is left to that path.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from tensord.workers.processor.host_executable import HostExecutable
     from tensord.workers.requests.prepared import Preparation
 
-#: Segment and offset in the submitter's arena, or the bytes themselves.
+#: An input's segment and offset in the submitter's arena, or its bytes.
 Place = tuple[int, int] | bytes
-#: Segment (-1: no lease), offset and generation of the lease, and the outputs that are not in it.
+#: Segment (-1: no lease), offset and generation of the lease, and outputs that are not in it.
 Outcome = tuple[int, int, int, list[Array]]
-#: Instead of the place among those in the record: in the lease.
+#: Marks an output that lies in the lease, in place of its number among those in the record.
 _LEASED = -1
 
 
 class LoneAnswer(NamedTuple):
-    """An answer but for its bytes."""
+    """The plan of an answer: all but its bytes."""
 
     numbered: Numbered[PreparedAnswer]
-    #: Of the lease that large outputs lie in; 0: there are none.
+    #: Bytes of the lease that large outputs lie in; 0: there are none.
     byte_size: int
-    #: Large output -> where it begins in the lease, and how many bytes it has.
+    #: Large output -> its offset in the lease, and its bytes.
     leased: Mapping[str, tuple[int, int]]
-    #: The outputs that travel in the record.
+    #: Outputs that travel in the record.
     inside: Sequence[str]
-    #: Of each output, in the order of the answer: which of those in the record or -1, where it begins, and how many bytes it has.
+    #: For each output, in the answer's order: its number among those in the record or -1, its offset, and its bytes.
     outputs: tuple[tuple[int, int, int], ...]
 
 
 def plan_alone(execution: Execution, preparation: Preparation) -> LoneAnswer | None:
-    """Returns how a lone request of that kind was answered. None: not in a way that is planned."""
+    """Returns the plan by which a single prepared request was answered, or None where there is none."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
@@ -74,7 +74,7 @@ def plan_alone(execution: Execution, preparation: Preparation) -> LoneAnswer | N
 
 
 class LoneRun:
-    """Requests of one number of one submitter. Belongs to the worker's loop."""
+    """Runs single requests of one prepared number of one submitter. It belongs to the worker's loop."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class LoneRun:
         sizes: Sequence[int],
         answer: LoneAnswer,
     ) -> None:
-        """``sizes``: bytes of each input."""
+        """``sizes``: the bytes of each input."""
         self._executable = executable
         self._lane = lane
         self._inputs = [
@@ -94,7 +94,7 @@ class LoneRun:
         self.answer = answer
 
     def __call__(self, places: Sequence[Place]) -> Outcome | None:
-        """Runs one. None: it is another way's affair, and nothing is on loan.
+        """Runs one request. Returns None if it must take the ordinary path; no lease is held then.
 
         Raises: InvalidArgument: a place outside the arena.  LookupError: its outputs cannot be made to lie elsewhere any more.
           Or whatever the program raises.
@@ -118,7 +118,7 @@ class LoneRun:
     def _run_leased(self, arguments: dict[str, Array]) -> Outcome | None:
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
-            return None  # it is found out anew how they are allocated
+            return None  # the ordinary path learns their allocation anew
         if not memory.offerable >= self.answer.leased.keys():
             raise LookupError("outputs are copied to their places")
         lease = lane.loan(self.answer.byte_size)
@@ -134,7 +134,7 @@ class LoneRun:
         return None if inside is None else (*lease.key, inside)
 
     def _run_into(self, arguments: dict[str, Array], lease: Lease) -> list[Array] | None:
-        """Returns the outputs that are not in the lease. None: not all of the others are."""
+        """Returns the outputs that are not in the lease, or None where some output that should be is not."""
         executable, start = self._executable, address_of(lease.view)
         addresses = {name: start + at for name, (at, _) in self.answer.leased.items()}
         outputs = _waited_for(executable.computed(arguments, addresses))
@@ -150,5 +150,5 @@ class LoneRun:
 
 
 def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:
-    """All outputs of a run: only then has the program read its last input."""
+    """Waits for all outputs of a run: only then has the program read its last input."""
     return {name: np.asarray(array) for name, array in made.items()}

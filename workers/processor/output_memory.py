@@ -1,14 +1,13 @@
-"""Outputs that XLA writes where they are wanted, on a CPU: what a program allocates is learned once, and offered from then on.
+"""Has XLA on a CPU write outputs to their places: a program's allocations are learned once, and answered with places later.
 
-    first run     which allocation became which output       OutputMemory: name ─▶ byte size, the how-manyth of that size
-    later runs    those are answered with an address of ours, in a region or an arena; seen by where the output then lies
+    first run     which allocation became which output       OutputMemory: name ─▶ byte size, its number among that size
+    later runs    these are answered with an address in a region or an arena; the output's address shows that it worked
 
-XLA has no parameter for this; ``_output_memory.c`` says how it is done. Whatever does not come as learned is an ordinary
-allocation, and its output is copied like any other.
+XLA has no parameter for this; ``_output_memory.c`` says how it is done. An allocation that differs from the learned ones is
+ordinary, and its output is copied like any other.
 
-That functions were found in XLA's tables does not say that they are those which XLA takes its outputs' memory with, and gives it
-back. So a program of our own is run first, and only if its output lay where it was offered, and was given up there, is anything
-offered to programs of models.
+Functions that were found in XLA's tables need not be those that XLA allocates and frees its outputs with. So a test program runs
+first, and memory is offered to models' programs only if its output lay where it was offered, and was freed there.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ if available:
     from tensord.workers.native import _native
 
 _log = logging.getLogger(__name__)
-#: An output of fewer bytes is copied sooner than it is arranged that it need not be.
+#: Bytes from which an output is offered memory: copying a smaller one costs less.
 WORTH = 1 << 16
-#: What must stay as it is for ever, because an array that lies in it was not given up.
+#: Memory that is never unmapped, because an array that lies in it was not given up.
 _kept: list[memoryview] = []
 _attached = False
 
 
 def attach() -> bool:
-    """Leads XLA's allocations here and tries it; call when its back end is open. False: it does not work, outputs are copied."""
+    """Redirects XLA's allocations and tests that; call once its back end is open. False: outputs are copied."""
     global _attached
     if not available:
         return False  # said at the start (workers/native/extensions.py)
@@ -53,14 +52,14 @@ def attach() -> bool:
 
 
 def _led() -> str:
-    """Why XLA's allocations do not come here; "": they do."""
+    """Redirects XLA's allocations. Returns why that failed, or ""."""
     if not _native.redirect_allocations(f"{Path(jaxlib.__file__).parent}/"):
         return "XLA's library does not take its memory from the C library in the way that is known"
     return ""
 
 
 def _tried(byte_size: int = WORTH) -> str:
-    """Why an output that was offered a place was not found there, or its memory not given up; "": all is as it should be.
+    """Runs a test program with memory offered for its output. Returns why that failed, or "".
 
     The place is the C library's own memory: whoever gives it back to the C library directly, as XLA would if only its requests
     came here, does no harm.
@@ -99,28 +98,28 @@ def _tried_at(address: int, byte_size: int) -> str:
 
 
 def attached() -> bool:
-    """Whether outputs can be made to lie elsewhere."""
+    """Returns whether outputs can be offered memory."""
     return _attached
 
 
 class OutputMemory:
-    """The outputs of one program, and which of its allocations they are."""
+    """The outputs of one program, and the allocations that they are."""
 
     __slots__ = ("_skips", "sizes")
 
     def __init__(self, outputs: Mapping[str, Array], allocations: Iterable[tuple[int, int]]) -> None:
-        """``allocations``: byte size and address of each that a run made, in order; ``outputs``: what came of that run."""
+        """Learns from one run: its ``outputs``, and byte size and address of its ``allocations``, in order."""
         #: Output -> bytes, the same in every run.
         self.sizes = {name: array.nbytes for name, array in outputs.items()}
-        #: Output -> how many allocations of its size come before its own. Without those that XLA did not allocate as a whole, and
-        #: those of which there are too many.
+        #: Output -> how many allocations of its size come before its own. Outputs are missing that XLA did not allocate as a
+        #: whole, or that are too many.
         self._skips: dict[str, int] = {}
-        seen: dict[int, int] = {}
+        counts: dict[int, int] = {}
         found: dict[tuple[int, int], int] = {}
         for byte_size, address in allocations:
-            # The last one at an address is the one that was not freed.
-            found[byte_size, address] = seen.get(byte_size, 0)
-            seen[byte_size] = seen.get(byte_size, 0) + 1
+            # The last allocation at an address is the one that was not freed.
+            found[byte_size, address] = counts.get(byte_size, 0)
+            counts[byte_size] = counts.get(byte_size, 0) + 1
         for name, array in outputs.items():
             skip = found.get((array.nbytes, address_of(array))) if array.nbytes else None
             if skip is not None and len(self._skips) < _native.MAX_OFFERS:
@@ -128,15 +127,15 @@ class OutputMemory:
 
     @property
     def offerable(self) -> frozenset[str]:
-        """The outputs that can be made to lie elsewhere."""
+        """The outputs that can be offered memory."""
         return frozenset(self._skips)
 
     def refuse(self) -> None:
-        """From now on nothing is offered."""
+        """Offers no memory from now on."""
         self._skips.clear()
 
     def run(self, call: Callable[[], dict[str, Any]], addresses: Mapping[str, int]) -> dict[str, Any]:
-        """Runs the program with the memory at those addresses offered for those outputs, as many bytes as they have."""
+        """Runs the program with memory offered for outputs: name -> address."""
         try:
             for name, address in addresses.items():
                 _native.offer(self.sizes[name], self._skips[name], address)
@@ -146,7 +145,7 @@ class OutputMemory:
 
 
 def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[dict[str, Any], OutputMemory]:
-    """Runs a program and learns how its outputs of those names are allocated."""
+    """Runs a program and learns how its outputs are allocated."""
     _native.watch_allocations()
     try:
         made = call()
@@ -156,7 +155,7 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
 
 
 def given_up(address: int, view: memoryview) -> bool:
-    """Whether no array lies any more where one was made to. False: somebody keeps one, so the memory is never unmapped."""
+    """Returns whether no array lies in offered memory any more. If somebody keeps one, the memory is never unmapped."""
     if not _native.holds(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))

@@ -1,9 +1,9 @@
-"""Compilations of this process that are done in another one: where JAX would call XLA's compiler, a compile process is asked.
+"""Has compile processes compile this process's programs: where JAX would call XLA's compiler, one of them is asked.
 
-JAX traces, lowers and checks as ever; what it would give to the compiler goes to ``workers/compiling`` instead, and what comes
-back is loaded. JAX has no public place for that: where its private one has moved, every program is compiled here.
+JAX traces, lowers and checks as ever; the module for the compiler goes to ``workers/compiling`` instead, and the executable that
+comes back is loaded. JAX has no public hook for that: where its private function has moved, every program is compiled here.
 
-What is compiled here all the same: a program with callbacks into this process; one that a compile process refuses, so that the
+Compiled here all the same: a program with callbacks into this process; one that a compile process refuses, so that the
 error is JAX's own, or because it needs what only this process has, such as an FFI target of the model's. On GPUs everything: a
 second process would need memory of the same GPU, and tune its kernels beside those that run there.
 """
@@ -29,33 +29,33 @@ from tensord.workers.jax_internals.interfaces import COMPILER, CUSTOM_CALLS, PIC
 from tensord.workers.threads.cancellation import Cancellation
 
 _log = logging.getLogger(__name__)
-#: One that is larger is not sent around.
+#: Bytes of a module; a larger one is compiled here.
 _MAX_BYTE_SIZE = 1 << 30
-#: Where nobody says how many.
+#: Most processes where the configuration says "auto".
 _MOST = 4
 
 
 class OutsideCompiler:
-    """Used by several threads."""
+    """Has compile processes compile programs for several threads."""
 
     def __init__(self, compilers: Compilers) -> None:
         self._compilers = compilers
         self._hook = _hook()
-        #: This process can load what another one compiled.
+        #: Whether this process can load executables of another one.
         self._loads = True
 
     @property
     def count(self) -> int:
-        """Programs that are compiled at a time."""
+        """How many programs are compiled at a time."""
         return self._compilers.count
 
     @contextlib.contextmanager
     def compiling(self, what: str, cancellation: Cancellation) -> Iterator[list[tuple[Any, bytes]]]:
-        """What this thread compiles meanwhile is compiled outside, and listed: XLA's executable, and as it was serialised.
+        """Has programs of this thread compiled outside within the block. Yields the list of executables and their bytes.
 
-        ``what``: for errors. Raises Internal: the process that compiled it died.
+        ``what``: for errors. Raises Internal: a compile process died.
 
-        It cannot be serialised a second time: that gives one which loads, and lacks functions when it is run (jaxlib 0.10.2).
+        An executable cannot be serialised again: the result loads, and lacks functions when it is run (jaxlib 0.10.2).
         """
         made: list[tuple[Any, bytes]] = []
         if self._hook is None:
@@ -78,7 +78,7 @@ class OutsideCompiler:
         devices: Any,
         options: Any,
     ) -> Any:
-        """None: it has to be compiled here. Raises CompilerDied; Cancelled: nobody wants it any more."""
+        """Compiles one module outside. Returns None if it has to be compiled here. Raises CompilerDied, Cancelled."""
         text = io.BytesIO()
         module.operation.write_bytecode(text)
         if not self._loads or text.tell() > _MAX_BYTE_SIZE or backend.platform != "cpu":
@@ -117,9 +117,9 @@ class OutsideCompiler:
 
 
 def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0) -> OutsideCompiler | None:
-    """With so many processes; "auto": one for every two cores, up to four. None: there are to be none.
+    """Makes a compiler with ``processes`` processes; "auto": one for every two cores, up to four. Returns None for 0.
 
-    ``long_seconds``: as of ``Compilers``.
+    ``long_seconds``: as in ``Compilers``.
     """
     # XLA compiles with more than one thread itself.
     count = min(_MOST, max(1, len(os.sched_getaffinity(0)) // 2)) if processes == "auto" else processes
@@ -128,10 +128,10 @@ def outside_compiler(processes: int | Literal["auto"], long_seconds: float = 0.0
 
 @functools.cache
 def _hook() -> threading.local | None:
-    """Once for a process, in JAX's place: ``compile`` of it is who compiles for a thread."""
+    """Patches JAX's compile function, once. Returns thread-local storage, whose ``compile`` is the thread's compiler."""
     try:
         compiler = COMPILER.find()
-        # What the compile process needs, and what stores that which it makes.
+        # Interfaces that the compile process needs, and that storing its executables needs.
         for needed in (PICKLER, XLA_CLIENT, CUSTOM_CALLS):
             needed.find()
     except Missing:  # said as the worker starts

@@ -1,4 +1,4 @@
-"""The processor of this host as what programs run on: all its threads for large ones, one for small ones."""
+"""The processor as an execution device: large programs get all threads, small ones one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tensord.workers.tensors.signature import Signature
 
 
 class Processor(ExecutionDevice):
-    """Every thread may have the same one. It also stands for several devices, and for a GPU that XLA alone can reach."""
+    """Runs programs on the processor, on several devices, or on a GPU that only XLA can reach. Threads may share it."""
 
     remote = False
 
     def __init__(self, single: SingleThreadDevice | None = None) -> None:
-        """``single``: where small programs run, if not on all threads."""
+        """``single``: the device for small programs; None: they get all threads."""
         self._single = single
 
     @classmethod
     def opened(cls, device: jax.Device, single_thread_flops: int) -> Processor:
-        """As the configuration says. ``device``: as JAX has it. Call before any model is loaded."""
+        """Makes one as configured, before any model is loaded. ``device``: JAX's."""
         return cls(single_thread.choose(device, single_thread_flops))
 
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
@@ -53,10 +53,10 @@ class Processor(ExecutionDevice):
         return self
 
     def check(self) -> None:
-        """It works."""
+        """Does nothing: a processor does not fail."""
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Does nothing: it holds no memory."""
 
     def __repr__(self) -> str:
         return f"<Processor {self._single}>"

@@ -1,4 +1,4 @@
-"""The device for programs that gain nothing from several threads: a second client of XLA:CPU in this process, with one thread.
+"""A device for programs that gain nothing from several threads: a second client of XLA:CPU in this process, with one thread.
 
 XLA cuts a program into parts for the threads of the client that compiles it, and they wait for each other by spinning. A small
 program costs up to twice the processor time that way and is hardly done earlier (docs/measurements.md). No option of a single
@@ -21,12 +21,12 @@ from tensord.workers.jax_internals.interfaces import CPU_CLIENT, Missing
 from tensord.workers.programs.weight import Most, is_within
 
 _log = logging.getLogger(__name__)
-#: What the operations of a program read and write; more of it comes faster to several cores.
+#: Bytes that a program's operations read and write; more of them come faster to several cores.
 _MAX_BYTE_SIZE = 8 << 20
 
 
 class SingleThreadDevice:
-    """One per worker, open as soon as it is made. Used by the loader's and the compiler's thread."""
+    """A worker's device with one thread, for the loader's and the compiler's thread."""
 
     def __init__(self, max_flops: int) -> None:
         """Opens the device. Raises whatever a jax raises that cannot have it.
@@ -35,16 +35,16 @@ class SingleThreadDevice:
         nor a process inherit.
 
         Args:
-          max_flops: programs of more floating-point operations are not for it.
+          max_flops: floating-point operations of a program that it takes at most.
         """
         self.max_flops = max_flops
         self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
-        """Whether a program is so small that one thread is enough. One whose cost is not known is not.
+        """Returns whether a program is so small that one thread is enough, and its cost is known.
 
         Args:
-          compiled: of one whose cost only its compilation tells, such as an exported program of varying sizes.
+          compiled: for a program whose cost only its compilation shows, such as an exported one of varying sizes.
         """
         return is_within(compiled or lowered, Most(self.max_flops, _MAX_BYTE_SIZE), lowered)
 
@@ -54,7 +54,7 @@ class SingleThreadDevice:
 
 @functools.cache
 def _opened() -> jax.Device:
-    """One for a process, however many workers it has had: a client's threads end with the process (``tensord.testing``)."""
+    """Opens the device, once in a process, whatever workers it has: a client's threads end only with the process."""
     known = os.environ.get(THREADS_VARIABLE)
     os.environ[THREADS_VARIABLE] = "1"
     try:
@@ -67,7 +67,7 @@ def _opened() -> jax.Device:
 
 
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
-    """Opens one beside that device; call it as the class, before any model is loaded.
+    """Opens a single-thread device beside a worker's device; call it before any model is loaded.
 
     None: the device is no CPU or has one thread itself, none is wanted (``max_flops`` is 0), or this jax, says the log, has none.
     """
@@ -83,9 +83,9 @@ def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
 
 
 def share(parameters: Any, device: jax.Device) -> Any:
-    """The same memory as parameters of programs on that device. Keep the given ones as long.
+    """Returns parameters in the same memory for programs on another device. Keep the given ones as long.
 
-    Raises ValueError: one of them would be copied; or whatever numpy says to elements that it does not know.
+    Raises ValueError: a parameter would be copied; or whatever numpy says to elements that it does not know.
     """
 
     def shared(array: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Which programs of a model version run on the single-thread device, and its parameters there.
+"""Chooses a model version's programs for the single-thread device, and has its parameters there.
 
-A program goes there when it is small and has run there once. A version that cannot be there (a sharding, or what its function
-calls, binds it to the worker's own device; its parameters would have to be copied) stays where it is with everything, which is
-said once in the log.
+A program goes there when it is small and has run there once. A version that cannot be there (a sharding, or a function that it
+calls, binds it to the worker's own device; its parameters would have to be copied) keeps all programs on the worker's device,
+which is logged once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Signature
 
 _log = logging.getLogger(__name__)
-#: Changes nothing for a client with one thread, but it is part of the key of JAX's own cache, which knows nothing of threads. A
-#: program that was compiled for several must not come from there, nor go from here to a client with several.
+#: Changes nothing for a client with one thread, but is part of the key of JAX's own cache, which ignores threads: a program that
+#: was compiled for several threads must not be found for one, nor the reverse.
 _OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
 
 
 class SmallPrograms:
-    """Of one version. Used by the threads that make its programs."""
+    """The small programs of one version. The threads that make its programs use it."""
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, parameters: Any) -> None:
-        """``parameters``: on the worker's own device. They must live as long as this."""
+        """``parameters`` are on the worker's own device, and must live as long as this object."""
         self._signature = signature
         self._device = device
         self._given = parameters
@@ -41,7 +41,7 @@ class SmallPrograms:
         self._possible = True
 
     def open(self) -> Placement | None:
-        """Where they run; None: this version has none."""
+        """Returns the placement of small programs, or None where this version has none."""
         with self._opening:
             if self._placement is None and self._possible:
                 try:
@@ -52,12 +52,12 @@ class SmallPrograms:
             return self._placement
 
     def suits(self, lowered: jax.stages.Lowered) -> bool:
-        """Whether a program is known to be small."""
+        """Returns whether a program is known to be small."""
         return self._is_small(lowered) is True
 
     def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
-        """None: its compilation will tell, which fills in the sizes of an exported program that it calls."""
-        # Asked for the cost of one, XLA raises an error, or (from JAX 0.11 on) ends the process.
+        """Returns whether a program is small; None: only compilation shows it, which fills in sizes of an exported program."""
+        # XLA raises an error for the cost of a program with open sizes, or (from JAX 0.11 on) ends the process.
         if _has_open_sizes(lowered):
             return None
         try:
@@ -71,12 +71,12 @@ class SmallPrograms:
         lower: Callable[[Placement], jax.stages.Lowered],
         zeros: Callable[[], dict[str, Any]],
     ) -> CompiledProgram | None:
-        """Makes a program and runs it once. None: it is not small, or cannot run there.
+        """Compiles a small program and runs it once. Returns None if it is not small, or cannot run on the device.
 
         Args:
           lowered: the program for the worker's own device.
-          lower: makes that for another one.
-          zeros: inputs for it.
+          lower: lowers it for another device.
+          zeros: makes inputs for it.
         """
         try:
             small = self._is_small(lowered) if self._possible else False
@@ -95,7 +95,7 @@ class SmallPrograms:
         return CompiledProgram(made, placement)
 
     def give_up(self, error: Exception) -> None:
-        """No further program goes there; those that are there have run."""
+        """Keeps further programs on all threads; those that are on one thread have run and stay."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
         self._possible = False
@@ -105,14 +105,14 @@ class SmallPrograms:
 
 
 def placed(parameters: Any, device: jax.Device) -> Placement:
-    """That device with the same memory as parameters. Raises as ``share``."""
+    """Returns a placement on a device that shares the parameters' memory. Raises as ``share``."""
     return Placement(
         share(parameters, device), device, None, SingleDeviceSharding(device), MappingProxyType(_OPTIONS), device.client
     )
 
 
 def _has_open_sizes(lowered: jax.stages.Lowered) -> bool:
-    """Whether a function of the program has sizes that are numbers only once it is compiled."""
+    """Returns whether a function of the program has sizes that are known only once it is compiled."""
     module: Any = lowered.compiler_ir("stablehlo")
     functions = [op for op in module.body.operations if "function_type" in op.attributes]
     return any("?" in str(function.attributes["function_type"]) for function in functions)
