@@ -66,7 +66,7 @@ class ModelVersion:
         #: answers that leave in order wait for one another where there is no room.
         self.native = (
             not (loaded.instances or loaded.streams or loaded.ordered)
-            and loaded.queue_rules.plain
+            and loaded.queue_rules.single_line
             and loaded.made_inputs.asked is None
             and (loaded.repeatable or loaded.sequences is not None)
         )
