@@ -1,1 +1,1 @@
-"""Compiled programs: made, kept, stored, chosen and run."""
+"""Compiled programs: makes, stores, chooses and runs them."""

@@ -1,4 +1,4 @@
-"""Programs made several at a time, and taken in their order."""
+"""Makes programs several at a time, and yields them in their order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S = TypeVar("S")
 
 
 def ahead(make: Callable[[S], tuple[T, bool]], wanted: Iterable[S], threads: int) -> Iterator[tuple[T, bool]]:
-    """What ``make`` gives for each, in their order; up to ``threads`` are under way. Raises what one of them raised.
+    """Yields ``make``'s result for each, in order; up to ``threads`` are under way. Raises what one of them raised.
 
     The first one is made alone, in the caller's thread. If it did not have to be compiled, as ``make`` says beside it, the
     others most likely have not either, and one after the other is quickest. Then, and with one thread, nothing is begun before

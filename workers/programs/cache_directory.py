@@ -1,4 +1,4 @@
-"""A directory of files that are code, so nobody but this user may have written them.
+"""A cache directory whose files are code, so it makes sure that only this user has written them.
 
     <name>         | magic 22 | HMAC-SHA256 of name and content 32 | content |
     <name>.lock    | empty, and locked, while somebody makes that file |
@@ -34,18 +34,18 @@ _MAGIC = b"tensord-executable-4\r\n"
 _SECRET = "secret"
 _SECRET_BYTES = 32
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
-#: Files that are being written; one so old is of a process that was killed meanwhile.
+#: Prefix of files that are being written; an old one was left by a process that was killed.
 _NEW = "new-"
 _NEW_SECONDS = 3600.0
-#: What is locked while a file is made.
+#: Suffix of the lock that is held while a file is made.
 _LOCK = ".lock"
-#: Who waits for it looks as often.
+#: How often a process that waits for a lock tries it.
 _LOCK_SECONDS = 0.02
-#: What files of ours end with; nothing else is ever touched.
+#: Suffixes of the cache's files; no others are ever touched.
 SUFFIXES = (".executable", ".program")
 #: Others may list and enter it, but whoever can write here could run code as us.
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
-#: How a link, a socket and a file that we may not read answer.
+#: Errors of opening a link, a socket, and a file that this user may not read.
 _NOT_OURS = (errno.ELOOP, errno.ENXIO, errno.EACCES)
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -54,7 +54,7 @@ class CacheDirectory:
     """Reads, writes and removes files by their names. Used by several threads and processes; the file system orders them."""
 
     def __init__(self, path: Path) -> None:
-        """Makes it where it is not there. Raises OSError: there can be none, or others could change it."""
+        """Makes the directory where it is missing. Raises OSError: it cannot be made, or others could change it."""
         self.path = Path(os.path.realpath(path))
         self._seldom = Seldom()
         if self.path.parent == self.path:
@@ -74,7 +74,7 @@ class CacheDirectory:
             _remove_old(place)
 
     def read(self, name: str) -> bytes | None:
-        """The content of that file; None where there is none, or none of ours."""
+        """Returns the content of a file; None where there is none, or it fails a check."""
         try:
             with self._alone() as place:
                 secret = self._secret(place)
@@ -90,7 +90,7 @@ class CacheDirectory:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Replaces that file, at once and whole. Raises OSError: no room, or others could change the directory."""
+        """Replaces a file atomically. Raises OSError: no room, or others could change the directory."""
         with self._alone() as place:
             head = _MAGIC + _seal(self._secret(place), name, content)
             with _written(place, head, content) as new:
@@ -98,9 +98,9 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def sole(self, name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Whoever makes that file makes it alone: others, in this process and in others, wait. The lock ends with its holder.
+        """Locks a file while it is made: other makers, also in other processes, wait. The lock ends with its holder.
 
-        Where there can be no lock, two may make the same. ``check``: called while it waits; what it raises ends that.
+        Where there can be no lock, two may make the same file. ``check`` is called while it waits; its error ends the wait.
         """
         try:
             lock = self._locked(f"{name}{_LOCK}", check)
@@ -112,17 +112,17 @@ class CacheDirectory:
         finally:
             with contextlib.suppress(OSError), self._alone() as place:
                 os.unlink(f"{name}{_LOCK}", dir_fd=place)
-            # Said, because a process that a model forked has the descriptor too.
+            # Closing is not enough: a process that a model forked has the descriptor too.
             fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
     def _locked(self, name: str, check: Callable[[], None]) -> int:
-        """A locked file of that name, which is there."""
+        """Waits for the lock file ``name``, and returns its descriptor."""
         while True:
             with self._alone() as place:
                 lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
             try:
-                # Not in one call, which nothing could end: others may make it for a very long time.
+                # A blocking call could not be cancelled, and others may make the file for a very long time.
                 while not _locks(lock):
                     check()
                     time.sleep(_LOCK_SECONDS)
@@ -131,18 +131,18 @@ class CacheDirectory:
             except BaseException:
                 os.close(lock)
                 raise
-            # Who had it has removed it, and a later one may hold another.
+            # Its former holder has removed it, and a later one may hold a new file.
             os.close(lock)
 
     def say_unusable(self, error: OSError) -> None:
-        """Once a minute: a full disk would be named with every program."""
+        """Logs that the cache cannot be used, once a minute at most: a full disk would be named with every program."""
         if self._seldom.is_due():
             # An error of ours names what is wrong with which directory.
             reason = f"directory {self.path}: {error.strerror}" if error.errno else error.strerror or error
             _log.warning("executables are not cached: %s", reason)
 
     def remove(self, name: str, reason: Exception) -> None:
-        """Takes a file away that cannot be used, and says so."""
+        """Removes a file that cannot be used, and logs why."""
         with contextlib.suppress(OSError), self._alone() as place:
             self._remove(place, name, reason)
 
@@ -155,7 +155,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[int]:
-        """A descriptor of the directory. Raises OSError: others can write to it."""
+        """Opens the directory. Raises OSError: others can write to it."""
         with self._opened() as (place, mode):
             if mode & _WRITABLE:
                 raise PermissionError(f"directory {self.path} is open to others (mode {mode:04o})")
@@ -163,7 +163,7 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, int]]:
-        """A descriptor and the mode. Raises OSError: it is not ours, or one above it is not safe.
+        """Opens the directory; yields descriptor and mode. Raises OSError: it is another user's, or a parent is not safe.
 
         Links on the way were resolved once. Whoever can bend one leads us to another directory, which is judged like this one.
         """
@@ -182,13 +182,13 @@ class CacheDirectory:
             yield place, stat.S_IMODE(found.st_mode)
 
     def _secret(self, place: int) -> bytes:
-        """Ours, made where there is none. Two who make one at the same time agree on the first."""
+        """Returns the secret, which is made where there is none. Two who make one at the same time agree on the first."""
         try:
             return _read_secret(place)
         except FileNotFoundError:
             pass
         except ValueError as error:
-            # Everything that was sealed with it is removed as it is met.
+            # Files that were sealed with it are removed when they are read.
             self._remove(place, _SECRET, error)
         with _written(place, secrets.token_bytes(_SECRET_BYTES)) as new, contextlib.suppress(FileExistsError):
             os.link(new, _SECRET, src_dir_fd=place, dst_dir_fd=place, follow_symlinks=False)
@@ -196,7 +196,7 @@ class CacheDirectory:
 
 
 def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int:
-    """A directory, made for this user alone where it is not there; its descriptor lives as long as ``stack``."""
+    """Opens a directory, made for this user alone where it is missing; its descriptor lives as long as ``stack``."""
     try:
         place = os.open(name, flags, dir_fd=above)
     except FileNotFoundError:
@@ -208,7 +208,7 @@ def _open(stack: contextlib.ExitStack, name: str, above: int, flags: int) -> int
 
 
 def _check_above(place: int, path: Path) -> None:
-    """Raises PermissionError: somebody else could rename what is in that directory."""
+    """Raises PermissionError if another user could rename entries of a directory."""
     found = os.fstat(place)
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or (mode & _WRITABLE and not mode & stat.S_ISVTX):
@@ -221,7 +221,7 @@ def _check_above(place: int, path: Path) -> None:
 
 
 def _content(place: int, name: str, secret: bytes) -> bytes:
-    """Raises OSError: there is no such file.  ValueError: it is not ours, or not as we wrote it."""
+    """Returns a file's content. Raises OSError: there is none.  ValueError: it is another user's, or its HMAC is wrong."""
     whole = _bytes(place, name)
     content = whole[_HEAD:]
     if whole[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(
@@ -245,9 +245,9 @@ def _read_secret(place: int) -> bytes:
 
 
 def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
-    """Of a regular file of ours of which others have none of those permissions. Raises OSError, ValueError."""
+    """Reads a regular file of this user of which others have no permission in ``others``. Raises OSError, ValueError."""
     try:
-        # Without O_NONBLOCK a pipe would be waited for.
+        # O_NONBLOCK, because opening a pipe would wait.
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
     except OSError as error:
         if error.errno in _NOT_OURS:
@@ -269,7 +269,7 @@ def _bytes(place: int, name: str, others: int = _WRITABLE) -> bytes:
 
 @contextlib.contextmanager
 def _written(place: int, *parts: bytes) -> Iterator[str]:
-    """The name of a new file with that content; it is gone after the block unless it was renamed."""
+    """Writes a new file and yields its name; it is removed after the block unless it was renamed."""
     name = _NEW + secrets.token_hex(16)
     try:
         with open(
@@ -284,7 +284,7 @@ def _written(place: int, *parts: bytes) -> Iterator[str]:
 
 
 def _locks(fd: int) -> bool:
-    """Returns whether it is locked for the caller now. Raises OSError: there are no locks."""
+    """Tries to lock a file. Returns whether the caller holds the lock. Raises OSError: there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -293,7 +293,7 @@ def _locks(fd: int) -> bool:
 
 
 def _remove_all(place: int) -> None:
-    """Every name that we give; files that are none of ours lie there for some other reason."""
+    """Removes all files with the cache's names; others lie there for some other reason."""
     for name in os.listdir(place):
         if name == _SECRET or name.startswith(_NEW) or name.endswith((*SUFFIXES, _LOCK)):
             with contextlib.suppress(OSError):
@@ -301,7 +301,7 @@ def _remove_all(place: int) -> None:
 
 
 def _remove_old(place: int) -> None:
-    """What killed processes left half written."""
+    """Removes files that killed processes have left half written."""
     for name in os.listdir(place):
         if name.startswith(_NEW) or name.endswith(_LOCK):
             with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""The state of all sequences of one instance: on the device, handed from one run of a program to the next.
+"""The carry: state of all sequences of one instance, on the device, which each run passes on to the next.
 
     run n ── carry ──▶ run n+1 ── carry ──▶ run n+2        a run may be given to the device before the one before it has ended
 
 A run that fails before the device has the carry leaves every sequence as it was. After that the carry is gone, and every sequence
-of the instance with it: they are told so, and a new carry is made. Nothing is ever run again.
+of the instance with it: their clients get an error, and a new carry is made. Nothing is ever run again.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature, StateSpec
 from tensord.workers.tensors.state import InitialState
 
-#: A program with its parameters: of inputs, rows and carry, it gives outputs and carry.
+#: A program with its parameters: (inputs, rows, carry) -> (outputs, carry).
 Step = Callable[..., Any]
 
 
 class StateLost(Exception):
-    """A run has failed and taken the state of all sequences with it. Its cause says why."""
+    """Raised where a failed run has lost the state of all sequences; its cause says why."""
 
 
 class Carry:
-    """Of one instance; belongs to its thread."""
+    """The state of one instance's sequences; belongs to its thread."""
 
     def __init__(self, signature: Signature, initial: InitialState, device: jax.Device | None = None) -> None:
-        """``device``: where the programs run; None: JAX's usual one."""
+        """Makes no arrays yet. ``device``: where the programs run; None: JAX's usual one."""
         self._signature = signature
         self._initial = initial
         self._device = device
-        #: None: it is made by the next run.
+        #: The carry; None: the next run makes it.
         self._arrays: dict[str, jax.Array] | None = None
         #: How often the state of all sequences was lost.
         self.losses = 0
@@ -55,21 +55,21 @@ class Carry:
         return self.run_rows(step, inputs, rows_argument(self._signature, rows, used))
 
     def run_rows(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
-        """As ``run``; ``argument``: what says of which sequences the rows are (``state_program.rows_argument``)."""
+        """Runs a batch whose rows' sequences are given (``argument``: ``state_program.rows_argument``). Else as ``run``."""
         with precision(self._signature):
             carry = self._open()
             try:
                 made: dict[str, Any]
                 made, self._arrays = step(inputs, argument, carry)
             except BaseException as error:
-                # A buffer that was donated says that it is deleted. Where the device took none, all is as it was.
+                # A donated buffer is deleted. Where the device took none, all state is as it was.
                 if any(array.is_deleted() for array in carry.values()):
                     raise self.failed() from error
                 raise
         return made
 
     def failed(self) -> StateLost:
-        """To be raised from what became of a run that had the carry."""
+        """Drops the carry after a failed run. Returns the error to raise."""
         self._arrays = None
         self.losses += 1
         return StateLost()
@@ -80,7 +80,7 @@ class Carry:
         return self._arrays
 
     def _begun(self, spec: StateSpec) -> jax.Array:
-        """One array of it: sequences begin with the last row, and what is in the others nobody reads before."""
+        """Returns one array of a new carry: its last row is the initial state, the others are written before they are read."""
         array = np.zeros((self._signature.slots + 1, *spec.dims), spec.dtype)
         array[-1] = self._initial.row(spec)
         made: jax.Array = jax.device_put(array, self._device)
@@ -91,7 +91,7 @@ class Carry:
 
 
 def check_state_size(signature: Signature, instances: int, limit: int) -> None:
-    """Raises InvalidArgument: the state of all instances would take more bytes than ``limit``."""
+    """Raises InvalidArgument if the state of all instances would take more bytes than ``limit``."""
     needed = instances * carry_byte_size(signature)
     if signature.states and needed > limit:
         raise InvalidArgument(
@@ -101,5 +101,5 @@ def check_state_size(signature: Signature, instances: int, limit: int) -> None:
 
 
 def carry_byte_size(signature: Signature) -> int:
-    """What the state of one instance takes on the device."""
+    """Returns the bytes of one instance's state on the device."""
     return (signature.slots + 1) * sum(spec.dtype.itemsize * math.prod(spec.dims) for spec in signature.states)

@@ -1,8 +1,8 @@
-"""Programs of several models that run one after the other over one batch, as if they were one.
+"""Runs programs of several models one after the other over one batch, as if they were one: a pipeline.
 
     requests ─▶ gathered once ─▶ program ─▶ program ─▶ program ─▶ cut once       what lies between is XLA's, whole batches of it
 
-Rows of the bucket that no request fills are zeros for the first program, and what that made of them for the next.
+Rows of the bucket that no request fills are zeros for the first program, and its outputs of these for the next.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from tensord.workers.requests.request import Request
 from tensord.workers.tensors.batch_outputs import OutputLayout
 from tensord.workers.tensors.signature import Signature
 
-#: What has more to do is worth more than what a chain spares: others shall have their turn between the programs, and join them.
-#: Floating-point operations and bytes of all programs together; a core takes some ten milliseconds for as much.
+#: Bound of floating-point operations and bytes of all programs together, which take a core some ten milliseconds. Larger
+#: pipelines run one program at a time, so that other requests run in between, and join them.
 _MOST_WORK = 1 << 28
 
 
 class Link(NamedTuple):
-    """One of the programs."""
+    """One program of a pipeline."""
 
     executable: Executable
-    #: Input of the model, tensor of the chain, and whether that was made on another device.
+    #: (input of the model, tensor of the pipeline, whether that was made on another device).
     inputs: tuple[tuple[str, str, bool], ...]
-    #: Output of the model, tensor of the chain.
+    #: (output of the model, tensor of the pipeline).
     outputs: tuple[tuple[str, str], ...]
 
 
 class ChainProgram:
-    """Of one chain and one bucket; belongs to the worker's loop. It can be run wherever an ``Executable`` is gathered and run."""
+    """A pipeline's programs for one bucket; belongs to the worker's loop. It can stand for an ``Executable``."""
 
     #: Rows that no request fills are zero.
     clears = True
@@ -59,10 +59,10 @@ class ChainProgram:
     ) -> None:
         """
         Args:
-          signature: of the chain as a model.
-          outputs: those of its tensors that are wanted.
+          signature: the pipeline's as a model.
+          outputs: tensors of the pipeline that are wanted.
           wide: whether any of the programs speaks of 64-bit elements.
-          device: what all of them run on.
+          device: the device of all programs.
         """
         self.rows = rows
         self._outputs = tuple(outputs)
@@ -76,18 +76,18 @@ class ChainProgram:
         self._device = device
         self._inputs = device.inputs([(spec.name, spec.dtype, (*lead, *spec.model_dims)) for spec in self._specs])
         self._wide = wide
-        #: As ``weight.share_of``.
+        #: Sum of the programs' ``weight.share_of``.
         self.share = sum([link.executable.share for link in links])
-        #: How its outputs lie, once it has run.
+        #: The layout of its outputs, once it has run.
         self.layout: OutputLayout | None = None
-        #: How long each program was called for so far.
+        #: How long calls of each program have taken so far.
         self.call_ns = [0] * len(links)
         #: Whether a run has so much to do that the programs should rather be run one at a time.
         self.long = sum([max(work_of(link.executable.program)) for link in links]) > _MOST_WORK
 
     @property
     def gathers(self) -> bool:
-        """Whether there is room for its inputs where the host gathers them."""
+        """True where the host's gather memory has room for its inputs."""
         return self._inputs.fit
 
     @functools.cached_property
@@ -99,24 +99,24 @@ class ChainProgram:
         }
 
     def takes(self, requests: Sequence[Request]) -> bool:
-        """Whether these are best gathered by the host: on a GPU, where they came in their records, and their outputs leave it."""
+        """Returns whether the host should gather these requests: on a GPU, if they are small and their outputs leave it."""
         return not self._device.remote or all(request.small and not self._device.keeps(request) for request in requests)
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """Where each input of the first row is gathered: name, address, and how far behind it the next row is."""
+        """Name, address of the first row, and distance of rows, for each input's gather buffer."""
         return [
             (name, address_of(buffer.array), buffer.array.nbytes // self.rows) for name, buffer in self._buffers.items()
         ]
 
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
-        """The arguments for a batch, and how many bytes were copied for them."""
+        """Gathers a batch. Returns the arguments, and how many bytes were copied."""
         lying: dict[str, Any] = {}
         copied = 0
         alone = len(requests) == 1 and requests[0].rows == self.rows and not requests[0].small
         for name, buffer in self._buffers.items():
             array: Any = requests[0].arrays[name] if alone else None
-            # What is not in memory yet is fetched by gathering it.
+            # A tensor that is not in host memory is fetched by gathering it.
             if isinstance(array, np.ndarray) and not address_of(array) % ALIGNMENT:
                 lying[name] = array
             else:
@@ -128,11 +128,11 @@ class ChainProgram:
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Computes what was gathered into ``memory``; returns the outputs, readable, when nobody reads it any more."""
+        """Computes the inputs in ``memory``. Returns the outputs in host memory, once ``memory`` may be written again."""
         return self.contents_of(self.compute(self._sent()))
 
     def contents_of(self, made: Sequence[Any]) -> list[Content]:
-        """The outputs in the host's memory. Raises what a run raised."""
+        """Returns outputs in host memory. Raises what a run raised."""
         return self._device.contents_of(made)
 
     def compute(self, arguments: Mapping[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Arrays that a model's function closes over: XLA has them in each of its programs, where parameters are there once.
+"""Finds arrays that a model's function closes over: each of its programs has them as constants, where parameters exist once.
 
 They make compiling slow and executables large, in memory and in the cache.
 """
@@ -10,17 +10,17 @@ import logging
 import jax
 
 _log = logging.getLogger(__name__)
-#: Less is not worth a word: masks, tables, positions.
+#: Fewer bytes are not worth a warning: masks, tables, positions.
 _MIN_BYTE_SIZE = 1 << 20
 
 
 def constant_byte_size(traced: jax.stages.Traced) -> int:
-    """Bytes of the arrays in a program that are none of its arguments."""
+    """Returns the bytes of arrays in a program that are none of its arguments."""
     return sum(int(getattr(array, "nbytes", 0)) for array in traced.jaxpr.consts)
 
 
 def warn_of_constants(model: str, byte_size: int, programs: int) -> None:
-    """Says in the log what they cost and what to do, where they are worth it."""
+    """Logs what large constants cost, and what to do."""
     if byte_size < _MIN_BYTE_SIZE:
         return
     _log.warning(

@@ -1,6 +1,6 @@
-"""One compiled program of a model version, and the memory in which its batches are gathered.
+"""A compiled program of a model version, and the memory in which its batches are gathered.
 
-Where that is, and how outputs leave it, depends on what the program runs on: ``workers/processor/host_executable.py``,
+Where that is, and how outputs leave it, depends on the device: ``workers/processor/host_executable.py``,
 ``workers/gpu/gpu_executable.py``.
 """
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from tensord.workers.processor.lone_run import LoneRun
     from tensord.workers.requests.prepared import Preparation
 
-#: Outputs, one or several, in memory of the host.
+#: One output, or several, in host memory.
 Content = Array | bytes
 
 
 class Outputs(NamedTuple):
-    """What a run made."""
+    """The outputs of a run."""
 
     arrays: dict[str, Array]
-    #: What they lie in where they were fetched from a GPU together.
+    #: The bytes that they lie in, where they were fetched from a GPU together.
     contents: list[bytes] | None = None
 
 
@@ -58,21 +58,21 @@ class Wanted(NamedTuple):
 
 
 class Executable(ABC):
-    """One compiled program with the buffers its batches are gathered in. Used by one execution thread only."""
+    """A compiled program with the buffers that its batches are gathered in; one execution thread uses it."""
 
-    #: Whether a thread beside the loop may bring its outputs to their places.
+    #: Whether a thread beside the loop may copy its outputs to their places.
     delivers = False
-    #: Rows that no request fills are zero.
+    #: Whether rows that no request fills have to be zero.
     clears = True
 
     def __init__(
         self, wanted: Wanted, signature: Signature, program: CompiledProgram, device: ExecutionDevice, inputs: Inputs
     ) -> None:
-        """``device``: as the thread has it that runs this. ``inputs``: the memory that the host gathers in for it."""
+        """``device``: the running thread's. ``inputs``: memory in which the host gathers its inputs."""
         self.wanted = wanted
         self._program = program
         self._device = device
-        #: Takes the inputs; the parameters are those where the program runs.
+        #: The program with its parameters, which takes inputs.
         several, call = program.placement.several, functools.partial(program.call, program.placement.parameters)
         self.call: Callable[..., dict[str, Any]] = call if several is None else several.alone(call)
         self._signature = signature
@@ -82,13 +82,13 @@ class Executable(ABC):
         self._plain: bool | None = None
         self._share: float | None = None
         self._specs = specs_of(signature, wanted)
-        #: Of all inputs together.
+        #: Elements of all inputs together.
         self.elements = sum(
             math.prod(shape) * (wanted.rows if self._batches and not spec.whole else 1) for spec, shape in self._specs
         )
 
     def twin(self, device: ExecutionDevice) -> Executable:
-        """The same program for another thread: with buffers of its own, on the device as that thread has it."""
+        """Returns the program for another thread, with buffers of its own. ``device``: that thread's."""
         return device.executable(self.wanted, self._signature, self._program)
 
     @property
@@ -98,36 +98,36 @@ class Executable(ABC):
 
     @property
     def program(self) -> jax.stages.Compiled:
-        """As it was compiled: of parameters and inputs."""
+        """The compiled program, which takes parameters and inputs."""
         return self._program.call
 
     @property
     def placement(self) -> Placement:
-        """Where it runs."""
+        """The device and parameters that the program runs with."""
         return self._program.placement
 
     @property
     def device(self) -> ExecutionDevice:
-        """What it runs on, as its thread has it."""
+        """The device, as its thread uses it."""
         return self._device
 
     @property
     def share(self) -> float:
-        """As ``weight.share_of``."""
+        """The program's ``weight.share_of``."""
         if self._share is None:
             self._share = share_of(self._program.call)
         return self._share
 
     @property
     def memory_needed(self) -> int | None:
-        """As ``run_errors.memory_needed``."""
+        """The program's ``run_errors.memory_needed``."""
         return memory_needed(self._program.call)
 
     # -------------------------------------------------------------------------------- gathered by whoever likes, in the host
 
     @property
     def gathers(self) -> bool:
-        """Whether anybody may gather its inputs in host memory: on a GPU, where they are small."""
+        """True where its inputs may be gathered in host memory: on a GPU, if they are small."""
         return self._inputs.fit
 
     @functools.cached_property
@@ -137,32 +137,32 @@ class Executable(ABC):
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """Where each input of the first row is gathered: name, address, and how far behind it the next row is."""
+        """Name, address of the first row, and distance of rows, for each input's gather buffer."""
         return [(name, address_of(array), array.nbytes // self.wanted.rows) for name, array in self.gathered.items()]
 
     def arguments(self) -> dict[str, Any]:
-        """What was gathered into ``memory``, as the program takes it."""
+        """Returns the inputs in ``memory`` as arguments of the program."""
         with precision(self._signature):
             return self._inputs.send()
 
     def run(self) -> list[Content]:
-        """Computes what was gathered into ``memory``; returns the contents of its layout when nobody reads it any more."""
+        """Computes the inputs in ``memory``. Returns the contents of its layout, once ``memory`` may be written again."""
         with precision(self._signature):
             made = self.call(self._inputs.send())
         return self.read(made)
 
     def read(self, made: Mapping[str, Any]) -> list[Content]:
-        """The contents of its layout when nobody reads the inputs any more. Raises what the run raised."""
+        """Waits for a run. Returns the contents of its layout. Raises what the run raised."""
         return self._device.contents_of([made[name] for name in self._signature.outputs])
 
     # ---------------------------------------------------------------------------------------------------- batches of requests
 
     @abstractmethod
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
-        """The arguments for a batch, and how many bytes were copied for them."""
+        """Gathers a batch. Returns the arguments, and how many bytes were copied."""
 
     def compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> Outputs:
-        """Runs the program; ``places``: of a lone request's outputs, which it may bring there. Raises what the run raises."""
+        """Runs the program. ``places``: of a single request's outputs, which it may write there. Raises what the run raises."""
         if self._signature.wide:
             with precision(self._signature):
                 return self._compute(arguments, requests, places)
@@ -170,48 +170,48 @@ class Executable(ABC):
 
     @abstractmethod
     def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> Outputs:
-        """As ``compute``."""
+        """Implements ``compute`` in the right precision."""
 
     @abstractmethod
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> Outputs:
-        """What a run made, where it is wanted, once nobody reads the inputs any more. Raises what the run raised."""
+        """Waits for a run. Returns its outputs, on the side where they are wanted. Raises what the run raised."""
 
     def uncut(self, outputs: Outputs) -> BatchOutputs | None:
-        """For answers that are cut from the outputs as bytes. None: they are too large for this, or not in the host's memory."""
+        """Returns outputs as bytes that answers are cut from, or None where they are too large, or not in host memory."""
         return None if outputs.contents is None else BatchOutputs(self.layout_of(outputs.arrays), outputs.contents)
 
     @abstractmethod
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Output -> bytes, where places for them are worth finding before the run. ``whole``: they are one request's, uncut."""
+        """Returns output -> bytes, if places are worth finding before the run. ``whole``: one request gets them uncut."""
 
     @abstractmethod
     def offer(self, request: Request, places: Places) -> None:
-        """Prepares that the next run brings outputs to their places by itself."""
+        """Prepares the next run to write outputs to their places by itself."""
 
     @abstractmethod
     def settle(self, places: Places) -> None:
-        """The answer is announced, or there is none, and nobody here has the outputs any more."""
+        """Ends ``offer``: the answer is announced, or there is none, and no code here has the outputs any more."""
 
     @abstractmethod
     def lone_run(self, execution: Execution, preparation: Preparation) -> LoneRun | None:
-        """What runs requests like that lone one where their tensors lie, without looking at them again. None: nothing does."""
+        """Returns an object that runs further single requests of a prepared one's kind directly, or None."""
 
     @property
     def output_sizes(self) -> dict[str, int]:
-        """Bytes of each output, as compiled."""
+        """Output -> its bytes in the compiled program."""
         info: Any = self._program.call.out_info
         made = info[0] if self._signature.states else info
         return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}
 
     def layout_of(self, outputs: Mapping[str, Array]) -> OutputLayout:
-        """How the rows of its outputs lie in their contents, the same in every run."""
+        """Returns the layout of its outputs, which is the same in every run."""
         if self._layout is None:
             self._layout = layout_of(self._signature, outputs, self._batches)
         return self._layout
 
     @property
     def plain(self) -> bool:
-        """Whether its program only computes (``workers/programs/plain_program.py``)."""
+        """True where its program only computes (``workers/programs/plain_program.py``)."""
         if self._plain is None:
             self._plain = is_plain(self._program.call)
         return self._plain
@@ -222,14 +222,14 @@ class Executable(ABC):
 
 
 def specs_of(signature: Signature, wanted: Wanted) -> list[tuple[TensorSpec, tuple[int, ...]]]:
-    """The inputs of a program of those shapes, without those that are left out."""
+    """Returns specification and shape of each input of a program, without optional ones that are left out."""
     return [
         (spec, shape) for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True) if shape is not None
     ]
 
 
 def arguments_of(signature: Signature, wanted: Wanted) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Name, dtype and shape of each argument of such a program."""
+    """Returns name, dtype and shape of each argument of a program."""
     lead = (wanted.rows,) if signature.batches else ()
     return [
         (spec.name, spec.dtype, shape if spec.whole else (*lead, *shape)) for spec, shape in specs_of(signature, wanted)

@@ -1,10 +1,10 @@
-"""Compiled executables on disk, so that a second start neither traces nor compiles.
+"""Caches compiled executables on disk, so that a second start neither traces nor compiles.
 
     <key>.executable    whole executables as JAX serialises them: pickle of (where, payload, input tree, output tree)
                         where: whether on the single-thread device; or the ids of several devices, in the program's order
-    <digest>.program    what JAX's own persistent cache keeps, which spares XLA's work but not the tracing (``jax_cache``)
+    <digest>.program    an entry of JAX's own persistent cache, which saves XLA's work but not the tracing (``jax_cache``)
 
-On which of a worker's devices a program runs stands in its entry, because it is decided by what only its compilation tells.
+An entry says on which of a worker's devices its program runs, because only compilation decides that.
 
 A pickle is code, and so is a compiled program: both are only ever read from a directory and from files that nobody else can have
 written (``cache_directory``).
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from tensord.workers.processor.small_programs import SmallPrograms
 
 _log = logging.getLogger(__name__)
-#: Before JAX 0.7 a program is loaded for the devices that it was compiled for, and nobody is asked.
+#: Whether devices can be chosen; before JAX 0.7 a program is loaded for those that it was compiled for.
 _LOADS_FOR_DEVICES = "execution_devices" in inspect.signature(serialize_executable.deserialize_and_load).parameters
 
 
 def cache_directory(configured: str) -> CacheDirectory | None:
-    """The directory for executables, this user's alone; None, with a warning, where there can be none.
+    """Opens the directory for executables, this user's alone; returns None, with a warning, where there can be none.
 
     Args:
       configured: ``executables.cache_directory``; "" means systemd's cache directory, else the user's.
@@ -65,7 +65,7 @@ def cache_directory(configured: str) -> CacheDirectory | None:
 
 @functools.cache
 def _platform() -> str:
-    """What an executable depends on besides its program."""
+    """Returns a text of all that an executable depends on besides its program."""
     device = jax.devices()[0]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -79,7 +79,7 @@ def _platform() -> str:
 
 
 class ExecutableCache:
-    """Executables by the digest of everything they depend on. Used by several threads; the file system orders them."""
+    """Finds executables by the digest of all that they depend on. Threads may share it; the file system orders them."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class ExecutableCache:
         programs: JaxCache | None = None,
         outside: OutsideCompiler | None = None,
     ) -> None:
-        """``programs``: JAX's own cache, where there is one. ``outside``: compiles what is made here, in other processes."""
+        """``programs``: JAX's own cache, where there is one. ``outside``: has other processes compile."""
         self._directory = directory
         self._programs = programs
         self._outside = outside
-        #: How many programs are worth being made at a time. One is made ready while others are compiled elsewhere.
+        #: How many programs are made at a time: one is prepared here while others are compiled outside.
         self.threads = 1 if outside is None else outside.count + 1
         #: For tests and operators.
         self.hits = 0
@@ -106,7 +106,7 @@ class ExecutableCache:
         make: Callable[[], CompiledProgram],
         cancellation: Cancellation,
     ) -> tuple[CompiledProgram, bool]:
-        """The executable of that key, and whether it had to be made, as ``make`` does it.
+        """Returns the executable of a key, and whether ``make`` had to make it.
 
         Workers that share the directory make each program once: one does, the others wait and find it.
 
@@ -125,10 +125,10 @@ class ExecutableCache:
     def make(
         self, key: str, what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
     ) -> CompiledProgram:
-        """Runs a compilation, keeps what came of it, and says how large that is.
+        """Runs a compilation and stores the executable. Returns it with its size.
 
-        JAX's own cache must not answer it: what it answered loads, once it was serialised a second time, and then lacks functions
-        when it is run (measured with jaxlib 0.10.2 on CPU).
+        JAX's own cache is bypassed: an executable from there can be serialised again and loaded, but then lacks functions when it
+        is run (measured with jaxlib 0.10.2 on CPU).
 
         Raises: Internal: the process that compiled it died.  Cancelled: the load was given up.  Whatever ``make`` raises.
         """
@@ -141,7 +141,7 @@ class ExecutableCache:
 
     @staticmethod
     def key(parts: Iterable[str | bytes]) -> str:
-        """A file name for the executable that those parts, and this platform, determine."""
+        """Returns a file name for the executable that these parts, and this platform, determine."""
         digest = hashlib.sha256(_platform().encode())
         for part in parts:
             content = part.encode() if isinstance(part, str) else part
@@ -150,7 +150,7 @@ class ExecutableCache:
         return digest.hexdigest()
 
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
-        """The executable of that key, or None: also where it is for the single-thread device, and ``small`` has none."""
+        """Returns the executable of a key, or None; also where it is for the single-thread device, and ``small`` has none."""
         found = self._found(key, usual, small)
         if found is None:
             self.misses += 1
@@ -181,11 +181,11 @@ class ExecutableCache:
         known: Sequence[tuple[object, bytes]] = (),
         what: str = "a program",
     ) -> CompiledProgram:
-        """Keeps an executable, and says how large it is. What cannot be serialised, or a full disk, only costs the next start.
+        """Stores an executable. Returns it with its size. Failures are logged, and only cost the next start.
 
         Args:
-          known: executables of XLA as they were serialised elsewhere.
-          what: whose it is, for the log.
+          known: XLA's executables and their bytes, of which compile processes have made them.
+          what: names the program in the log.
         """
         if self._directory is None:
             return program
@@ -201,7 +201,7 @@ class ExecutableCache:
             self._directory.say_unusable(error)
             return program
         except Exception as error:
-            # A function of this process is no part of a file. Python's pickle says so in words of its own.
+            # A program that calls a Python function of this process cannot be stored.
             why = "it calls Python" if "callback" in str(error) else f"{type(error).__name__}: {error}"
             _log.info("%s is not cached, and is compiled at every start: %s", what, why)
             return program
@@ -213,7 +213,7 @@ def _name(key: str) -> str:
 
 
 def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, ...]) -> jax.stages.Compiled:
-    # Said in any case: else it is loaded for all devices of its worker.
+    # Devices are always given: else the program is loaded for all devices of its worker.
     on: dict[str, Any] = {"execution_devices": jax.local_devices()[:1]}
     if placement.is_single_thread:
         on = {"backend": placement.client, "execution_devices": [placement.device]}

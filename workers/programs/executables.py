@@ -1,4 +1,4 @@
-"""The compiled executables of one model version: ahead of time for its buckets, on demand for a bounded number of other shapes.
+"""The executables of one model version: compiled ahead of time for its buckets, on demand for a few other shapes.
 
     executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile()
                   on the worker's device; a small program on the single-thread device, which shares the parameters' memory
@@ -60,9 +60,9 @@ class Executables:
     ) -> None:
         """
         Args:
-          device: what they run on, as the thread has it that runs them.
-          initial: of a model with state, where that begins.
-          several: the devices it runs on, where that is not its worker's own.
+          device: the device, as the running thread uses it.
+          initial: the initial state, of a model with state.
+          several: the devices that programs run on, where that is not the worker's own.
         Raises: Internal: there is no memory for the parameters.
         """
         self._initial = initial
@@ -70,7 +70,7 @@ class Executables:
         self._signature = signature
         self._buckets = buckets
         self._cache = cache
-        #: Of its code, as far as it is known.
+        #: The model's source code, as far as it is known.
         self.source = source
         self._max_unexpected = max_unexpected
         self.apply = apply
@@ -82,15 +82,15 @@ class Executables:
                 parameters = jax.device_put(parameters)
         self._usual = Placement(parameters, None, several)
         self._small = device.small_programs(signature, self._usual.parameters)
-        #: What determines its programs, as far as that is the same for all of them.
+        #: Parts of the cache's keys that all programs of the version share.
         self._identity: tuple[str | bytes, ...] = ()
         self._planned: dict[Wanted, Executable] = {}
-        #: Those compiled because a request asked, least recently used first.
+        #: Executables that were compiled for a request, least recently used first.
         self._unexpected: OrderedDict[Wanted, Executable] = OrderedDict()
 
     @property
     def several(self) -> SeveralDevices | None:
-        """The devices it runs on, where that is not its worker's own."""
+        """The devices that programs run on, where that is not the worker's own."""
         return self._usual.several
 
     def warm(self, progress: LoadProgress) -> None:
@@ -100,7 +100,7 @@ class Executables:
             self._place(planned)
         progress.parameters(self._usual.parameters)
         # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over or calls,
-        # which the source of model.py does not tell.
+        # which the source of model.py does not show.
         first = self._lowering.lower(*planned[0], self._usual) if planned else None
         warn_of_constants(self._signature.model, self._lowering.constant_byte_size, len(planned))
         program = b"" if first is None else first.as_text().encode()
@@ -112,12 +112,12 @@ class Executables:
             compiling = functools.partial(self._compile, wanted, lowered)
             return self._kept((repr(wanted),), f"program for {wanted}", compiling, progress.cancellation)
 
-        # Of several devices the first program says where the parameters are, for which the others are compiled.
+        # On several devices the first program decides where the parameters are, and the others are compiled for that.
         made = ahead(make, planned, self._cache.threads if self._usual.several is None else 1)
         for wanted in progress.through(planned):
             compiled, is_new = next(made)
             if not self._planned and self._usual.several is not None:
-                # Where the first program wants them, and all others are compiled for that.
+                # Puts the parameters where the first program wants them.
                 compiled = compiled._replace(placement=self._placed(self._usual.several, compiled.call))
                 progress.parameters(self._usual.parameters)
             progress.made(wanted, compiled, is_new)
@@ -131,7 +131,7 @@ class Executables:
     def _kept(
         self, parts: tuple[str, ...], what: str, make: Callable[[], CompiledProgram], cancellation: Cancellation
     ) -> tuple[CompiledProgram, bool]:
-        """A program out of the cache, or one that is made; and whether it was. ``parts``: which of this version's it is."""
+        """Returns a program, from the cache or made, and whether it was made. ``parts``: tell it from the version's others."""
         key = self._cache.key((*self._identity, *parts, f"{self._small} {self._usual.several}"))
         what = f"model '{self._signature.model}', {what}"
         return self._cache.found_or_made(key, self._usual, self._small, what, make, cancellation)
@@ -139,7 +139,7 @@ class Executables:
     def kept_series(
         self, cancellation: Cancellation
     ) -> Callable[[Shapes, Callable[[], CompiledProgram]], CompiledProgram]:
-        """Makes programs for several requests of planned shapes, or finds them in the cache."""
+        """Returns a function that makes programs for grouped calls, or finds them in the cache."""
 
         def make(shapes: Shapes, compile_it: Callable[[], CompiledProgram]) -> CompiledProgram:
             parts = ("series", repr(shapes))
@@ -154,9 +154,9 @@ class Executables:
         return self._usual
 
     def _place(self, planned: Sequence[Wanted]) -> None:
-        """One place for all programs, because they share the carry: where the largest one belongs."""
+        """Chooses one placement for all programs, because they share the carry: that of the largest one."""
         small, self._small = self._small, None
-        # Kept, because the parameters here are those of the worker's own device.
+        # Kept alive, because its parameters share the memory of those on the worker's own device.
         self._shared = small
         if small is None or not planned or not small.suits(self._lowering.lower(*planned[-1], self._usual)):
             return
@@ -170,11 +170,11 @@ class Executables:
 
     @property
     def parameters(self) -> Any:
-        """On the worker's own device."""
+        """The parameters where programs usually run."""
         return self._usual.parameters
 
     def carry(self) -> Carry | None:
-        """The state of an instance's sequences as they begin. None: the model keeps none."""
+        """Returns a new carry for an instance, or None where the model keeps no state."""
         if self._initial is None:
             return None
         return Carry(self._signature, self._initial, self._usual.device)
@@ -197,22 +197,22 @@ class Executables:
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:
-        """Makes an executable nobody planned. Raises Internal: wrong outputs; or whatever tracing raises."""
+        """Makes an executable that was not planned. Raises Internal: wrong outputs; or whatever tracing raises."""
         return self.device.executable(wanted, self._signature, self._compile(wanted, None))
 
     def find(self, wanted: Wanted) -> Executable | None:
-        """A ready executable, or None."""
+        """Returns a ready executable, or None."""
         found = self._planned.get(wanted)
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)
         return found
 
     def planned(self, wanted: Wanted) -> Executable | None:
-        """One that was made before the version was ready, and stays."""
+        """Returns an executable that was made before the version was ready and stays, or None."""
         return self._planned.get(wanted)
 
     def add(self, executable: Executable) -> list[Wanted]:
-        """Adopts an unplanned executable; returns those that made room for it."""
+        """Adds an unplanned executable. Returns those that were evicted for it."""
         self._unexpected[executable.wanted] = executable
         gone = []
         while len(self._unexpected) > self._max_unexpected:
@@ -221,11 +221,11 @@ class Executables:
 
     @property
     def unexpected(self) -> set[Shapes]:
-        """Shapes that were compiled because a request asked."""
+        """Shapes that were compiled for a request."""
         return {wanted.shapes for wanted in self._unexpected}
 
     def limit(self, shapes: Shapes) -> int:
-        """The most rows of those shapes that a ready executable takes; 0: none is ready."""
+        """Returns the most rows of some shapes that a ready executable takes; 0: none is ready."""
         ready = (
             wanted.rows for made in (self._planned, self._unexpected) for wanted in made if wanted.shapes == shapes
         )

@@ -1,4 +1,4 @@
-"""What programs run on, as one thread uses it: the host's processor or a GPU. All that differs between the two is asked here.
+"""The interface of the device that programs run on, processor or GPU, for one thread: all in which the two differ.
 
     Processor    workers/processor/    arguments and outputs lie in the host's memory, large outputs where they are wanted
     Gpu          workers/gpu/          arguments are sent, outputs fetched, or delivered to a client's memory
@@ -32,50 +32,50 @@ class Inputs(Protocol):
 
     @property
     def fit(self) -> bool:
-        """Whether there is room for them."""
+        """True where the gather memory has room for them."""
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """The memory they are gathered in."""
+        """The memory that arguments are gathered in, by name."""
 
     def send(self) -> dict[str, Any]:
-        """What was gathered, as the program takes it. Raises: Unavailable: no memory on the device.  DeviceLost."""
+        """Returns the gathered inputs as arguments. Raises Unavailable: no memory on the device.  DeviceLost."""
 
 
 class ExecutionDevice(ABC):
-    """Belongs to one thread."""
+    """A device that programs run on; belongs to one thread."""
 
-    #: Whether arguments have to be sent to it, and outputs to be fetched.
+    #: Whether arguments have to be sent to the device, and outputs to be fetched.
     remote: bool
 
     @abstractmethod
     def executable(self, wanted: Wanted, signature: Signature, program: CompiledProgram) -> Executable:
-        """A compiled program, to be run by this thread."""
+        """Makes an executable of a compiled program, to be run by this thread."""
 
     @abstractmethod
     def inputs(self, arguments: Sequence[Argument]) -> Inputs:
-        """Memory for the host to gather such arguments in."""
+        """Makes memory for the host to gather arguments in."""
 
     @abstractmethod
     def contents_of(self, made: Sequence[Any]) -> list[Content]:
-        """Brings arrays that a program made to the host. Raises what the run raised."""
+        """Copies outputs of a program to host memory. Raises what the run raised."""
 
     @abstractmethod
     def small_programs(self, signature: Signature, parameters: Any) -> SmallPrograms | None:
-        """Where small programs of a version run; None: where all of them do."""
+        """Returns the placement of a version's small programs; None: that of all programs."""
 
     @abstractmethod
     def keeps(self, request: Request) -> bool:
-        """Whether outputs of that request may be wanted on it, so that they are better not brought to the host."""
+        """Returns whether a request's outputs may be wanted on the device, so that they should not be copied to the host."""
 
     @abstractmethod
     def beside(self) -> ExecutionDevice:
-        """The same for another thread."""
+        """Returns the device for another thread."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises DeviceLost: what just failed has taken the device along."""
+        """Raises DeviceLost if an error has made the device unusable."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what this thread took of it. Idempotent."""
+        """Frees this thread's memory of the device. Idempotent."""

@@ -1,4 +1,4 @@
-"""Where the inputs of several requests are laid side by side for one run of a program.
+"""Buffers in which inputs of several requests are laid side by side for one run of a program.
 
 slots    | request 0: its rows | request 1: its rows | ... | zeros |     one aligned buffer an input
 ragged   | request 0: its elements | request 1 | ... | zeros |
@@ -19,7 +19,7 @@ from tensord.workers.tensors.ragged import flat
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array that starts at a multiple of ``ALIGNMENT``."""
+    """Returns an uninitialised array that starts at a multiple of ``ALIGNMENT``."""
     byte_size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.empty(byte_size + ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
@@ -27,17 +27,17 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 class HostInputs:
-    """The arguments of a program, in memory that only it gathers in. Used by the execution thread only."""
+    """The arguments of a program in host memory of its own; the execution thread alone uses it."""
 
-    #: Whether there is room for them.
+    #: Whether the memory has room for them.
     fit = True
 
     def __init__(self, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """``inputs``: name, dtype, and the shape that the program takes."""
+        """Allocates inputs: name, dtype, and shape in the program."""
         self.arrays = {name: aligned(shape, dtype) for name, dtype, shape in inputs}
 
     def send(self) -> dict[str, Any]:
-        """What was gathered, as arguments."""
+        """Returns the gathered inputs as arguments."""
         return self.arrays
 
     def __repr__(self) -> str:
@@ -45,7 +45,7 @@ class HostInputs:
 
 
 class GatherBuffer:
-    """One input of one program. Used by the execution thread only."""
+    """The buffer for one input of one program; the execution thread alone uses it."""
 
     __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
 
@@ -58,9 +58,9 @@ class GatherBuffer:
         lead: bool,
         memory: Array | None = None,
     ) -> None:
-        """``slots`` of that shape; ``lead``: whether the program sees them as a first dimension (else there is one).
+        """Makes ``slots`` slots of a shape. ``lead``: whether they are the program's first dimension (else there is one slot).
 
-        ``memory``: of just these, where they are to lie; None: memory of its own.
+        ``memory``: where they are to lie; None: memory of its own.
         """
         self._name = name
         self._slots = aligned((slots, *shape), dtype) if memory is None else memory.reshape((slots, *shape))
@@ -70,13 +70,13 @@ class GatherBuffer:
         self._bytes = self._slots.reshape(-1).view(np.uint8).data
 
     def fill(self, requests: Sequence[Request]) -> int:
-        """Lays out the requests' tensors, a slot for each row; what they leave is zero. Returns the bytes copied."""
+        """Lays out the requests' tensors, a slot for each row, and zeros the rest. Returns the bytes copied."""
         name, size, flat = self._name, self._slot_byte_size, self._bytes
         row = at = copied = 0
         for request in requests:
             end = at + request.rows * size
             content = None if request.contents is None else request.contents[name]
-            # The very bytes, unless the shape is padded: then there are fewer.
+            # The bytes are copied as they are, unless the shape is padded: then there are fewer.
             if isinstance(content, (bytes, memoryview)) and len(content) == end - at:
                 flat[at:end] = content
                 copied += end - at
@@ -95,7 +95,7 @@ class GatherBuffer:
 
 
 class RaggedBuffer:
-    """One ragged input of one program: the elements of the requests, one behind the other. Used by the execution thread only."""
+    """The buffer for one ragged input: elements of requests, one behind the other; the execution thread alone uses it."""
 
     __slots__ = ("_name", "array")
 
@@ -105,7 +105,7 @@ class RaggedBuffer:
         self.array = aligned(shape, dtype)
 
     def fill(self, requests: Sequence[Request]) -> int:
-        """Lays out the requests' elements; what they leave is zero. Returns the bytes copied."""
+        """Lays out the requests' elements, and zeros the rest. Returns the bytes copied."""
         at = 0
         for request in requests:
             array = flat(request.arrays[self._name])
@@ -119,7 +119,7 @@ class RaggedBuffer:
 
 
 def copy_into(part: Array, array: Array) -> None:
-    """One copy; what the array does not cover becomes zero. Without a batch dimension the array is the part's one slot."""
+    """Copies an array into a part of a buffer, and zeros the rest of it. Without a batch dimension the part is one slot."""
     if len(array.shape) < part.ndim:
         part = part[0, ...]  # a view, also of a single number
     if array.shape != part.shape:

@@ -1,4 +1,4 @@
-"""A run of a program with state over requests that lie in its memory already, with arguments that are made once.
+"""Runs a program with state over requests that are gathered already, with arguments that are made once.
 
 For ``tensord.workers.dispatch.sequence_runs``, which runs one batch after the other and reads what each has made before the
 next begins.
@@ -16,7 +16,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class GatheredRun:
-    """Of one program and one carry; belongs to their thread."""
+    """Runs one program on one carry; belongs to their thread."""
 
     def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:
         self._executable = executable
@@ -24,11 +24,11 @@ class GatheredRun:
         self._nobody = rows_argument(signature, executable.rows, ())
         self._rows = aligned(self._nobody.shape, self._nobody.dtype)
         self._rows[...] = self._nobody
-        #: How many of its rows belong to somebody.
+        #: How many rows belonged to sequences in the last run.
         self._used = 0
 
     def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Content]:
-        """As ``Executable.run``. Raises as ``Carry.run``; StateLost also where they cannot be read."""
+        """Runs the gathered batch as ``Executable.run``. Raises as ``Carry.run``; StateLost also where reading fails."""
         rows, used = self._rows, len(slots)
         rows[0, :used] = slots
         rows[1, :used] = starts

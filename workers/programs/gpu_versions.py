@@ -1,4 +1,4 @@
-"""The versions of what compiles and runs programs on a GPU besides jax and jaxlib: an executable is good for these only."""
+"""Versions of the software that compiles and runs programs on a GPU: a stored executable is good for these only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 @functools.cache
 def gpu_versions() -> tuple[str, ...]:
-    """Plugin, driver, cuDNN and NVIDIA's other libraries, each with its version; none in a process that computes on no GPU."""
+    """Returns the versions of plugin, driver, cuDNN and NVIDIA's other libraries; none in a process without a GPU."""
     if "cuda" not in backends():
         return ()
     found = {f"{name}=={one.version}" for one in metadata.distributions() if _PACKAGE.match(name := one.name or "")}

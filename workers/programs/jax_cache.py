@@ -1,8 +1,8 @@
-"""JAX's persistent compilation cache, kept in our directory: for programs that are not stored as whole executables.
+"""Keeps JAX's persistent compilation cache in our directory, for programs that are not stored as whole executables.
 
-Those are the shapes nobody planned, and what a model computes while it is made. JAX reads its own files without asking who wrote
-them, and a program is code; so its cache is given our files to read and write. JAX has no public place for another cache: where
-its private one has moved there is none (``PERSISTENT_CACHE``), and such programs are compiled at every start.
+These are programs of unplanned shapes, and those that a model runs while it is made. JAX reads its own files without checking who
+wrote them, and a program is code; so its cache is given our files to read and write. JAX has no public hook for that: where its
+private attribute has moved (``PERSISTENT_CACHE``), such programs are compiled at every start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class JaxCache:
-    """What JAX asks, by its own keys (``jax._src.compilation_cache_interface``). Used by several threads."""
+    """Answers JAX by its own keys (``jax._src.compilation_cache_interface``). Several threads may use it."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory
@@ -34,7 +34,7 @@ class JaxCache:
 
     @contextlib.contextmanager
     def passed_over(self) -> Iterator[None]:
-        """What this thread compiles meanwhile is neither looked for nor kept."""
+        """Bypasses the cache for programs that this thread compiles within the block."""
         self._thread.passed_over = True
         try:
             yield
@@ -57,12 +57,12 @@ class JaxCache:
         return getattr(self._thread, "passed_over", False)
 
     def _name(self, key: str) -> str:
-        """Keys begin with the name of a function, of any length."""
+        """Returns the file for a key, which is hashed because it begins with a function's name, of any length."""
         return hashlib.sha256(f"{self._variant}\n{key}".encode()).hexdigest() + ".program"
 
 
 def use_persistent_cache(directory: CacheDirectory | None) -> JaxCache | None:
-    """Makes JAX keep every compilation there, however short; None: it keeps none."""
+    """Has JAX keep every compilation in a directory, however short. Returns None where it cannot."""
     if directory is None:
         return None
     try:

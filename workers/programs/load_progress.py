@@ -1,4 +1,4 @@
-"""How far a load is: told to the supervisor while it goes on, said in the log of what had to be compiled, and summed up."""
+"""The progress of a load: reported to the supervisor while it goes on, logged for compilations, and summed up."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Tell = Callable[[int, int, int], None]
 
 
 def nobody(number: int, total: int, compiled: int) -> None:
-    """Nobody is told."""
+    """Reports to nobody."""
 
 
 class LoadProgress:
-    """Of one load; belongs to the thread that loads."""
+    """The progress of one load; belongs to the thread that loads."""
 
     def __init__(self, name: str, version: int, tell: Tell = nobody, cancellation: Cancellation | None = None) -> None:
-        """``cancellation``: None: nobody gives the load up."""
+        """``cancellation``: None: the load cannot be cancelled."""
         self.cancellation = cancellation or Cancellation()
         #: Called when the next executable is begun.
         self.renew: Callable[[], None] = lambda: None
@@ -40,14 +40,14 @@ class LoadProgress:
         self._began_ns = 0
         self._compiled = 0
         self._parameter_byte_size = 0
-        #: Of them on each device, where there are several.
+        #: Bytes of the parameters on each device.
         self._part_byte_size = 0
         self._program_byte_size = 0
-        #: Of the program that takes most: bytes, operations, and what it is for.
+        #: Bytes, operations and name of the program that takes most.
         self._largest: tuple[int, float, str] = (0, -1.0, "")
 
     def through(self, wanted: Sequence[T]) -> Iterator[T]:
-        """The executables that are to be made, one by one; says in the end what came of them.
+        """Iterates over executables that are to be made, reports each, and logs a summary in the end.
 
         Raises Cancelled: the load was given up.
         """
@@ -65,13 +65,13 @@ class LoadProgress:
         )
 
     def parameters(self, parameters: Any) -> None:
-        """They are on the device."""
+        """Counts parameters that are on the device."""
         leaves = jax.tree.leaves(parameters)
         self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
         self._part_byte_size = sum(_part(leaf) for leaf in leaves)
 
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
-        """The present one. ``compiled``: it was not in the cache."""
+        """Counts the program that was begun last. ``compiled``: it was not in the cache."""
         if compiled:
             self._compiled += 1
             seconds = (time.monotonic_ns() - self._began_ns) / 1e9
@@ -81,7 +81,7 @@ class LoadProgress:
         self._largest = max(self._largest, (byte_size, flops, str(what)))
 
     def footprint(self) -> Footprint:
-        """What came of it."""
+        """Returns the sums: time, programs, bytes."""
         byte_size, flops, what = self._largest
         return Footprint(
             (time.monotonic_ns() - self._started_ns) / 1e9,
@@ -96,14 +96,14 @@ class LoadProgress:
 
 
 def _part(leaf: Any) -> int:
-    """Bytes of an array on one of its devices."""
+    """Returns the bytes of an array on one of its devices."""
     if not isinstance(leaf, jax.Array):
         return int(leaf.nbytes)
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _takes(program: Any, parameter_byte_size: int) -> tuple[int, float]:
-    """Bytes on a device besides the parameters, and floating-point operations, of one run; 0 and -1: the back end does not say.
+    """Returns one run's bytes on a device besides the parameters, and floating-point operations; 0 and -1 if not known.
 
     Args:
       parameter_byte_size: on one device.

@@ -1,9 +1,9 @@
-"""What is compiled of a model version: its function for certain shapes, and whether it computes what is declared.
+"""Lowers a model version's function for given shapes, and checks that its outputs are as declared.
 
 program    (parameters, inputs)                  -> outputs
            (parameters, inputs, rows, carry)     -> outputs, carry        with state: ``state_program.py``
 
-On a GPU small outputs are there once more, packed: ``packed_outputs.py``.
+On a GPU the program also returns small outputs packed: ``packed_outputs.py``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Lowering:
-    """Of one model version. Used in any thread."""
+    """Lowers the function of one model version; any thread may use it."""
 
     def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
-        """``pack``: whether small outputs are to leave its device together (``packed_outputs.py``)."""
+        """``pack``: whether small outputs leave the device together (``packed_outputs.py``)."""
         self._signature = signature
         if signature.states:
             apply = stepping(apply, signature)
@@ -41,11 +41,11 @@ class Lowering:
         self._apply = apply
         #: Functions of models are traced by one thread at a time.
         self._tracing = threading.Lock()
-        #: What the last one that was traced has of arrays that are no parameters.
+        #: Bytes of constants in the last program that was traced.
         self.constant_byte_size = 0
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
-        """The program for those shapes, to be compiled for that place. Raises whatever tracing raises."""
+        """Lowers the program of some shapes for a placement. Raises whatever tracing raises."""
         arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
         if self._signature.states:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
@@ -63,7 +63,7 @@ class Lowering:
             raise LookupError(f"apply failed with {error!r}; the inputs of the model are: {names}") from error
 
     def _jitted(self) -> Any:
-        """For one program. JAX keeps what it traced and lowered for as long as the function lives, megabytes of it (measured)."""
+        """Returns a new jitted function, for one program: JAX keeps megabytes for as long as the function lives (measured)."""
 
         @functools.wraps(self._apply)
         def apply(*arguments: Any) -> Any:
@@ -73,7 +73,7 @@ class Lowering:
         return jax.jit(apply, donate_argnums=1 + CARRY if self._signature.states else ())
 
     def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
-        """Inputs on which a program may be run for its own sake."""
+        """Returns zeros as inputs for a test run."""
         lead = (rows,) if self._signature.batches else ()
         return {
             spec.name: np.zeros(shape if spec.whole else (*lead, *shape), spec.dtype)
@@ -82,7 +82,7 @@ class Lowering:
         }
 
     def check(self, rows: int, shapes: Shapes, lowered: jax.stages.Lowered) -> None:
-        """A jitted model is found out before it serves: its program says what it computes. Raises Internal."""
+        """Checks a program's outputs, before the model serves. Raises Internal: they are not as declared."""
         made = lowered.out_info[0] if self._signature.states else lowered.out_info
         name = self._signature.model
         if not isinstance(made, dict):
@@ -109,14 +109,14 @@ class Lowering:
 
 
 def _kind(made: Any) -> str:
-    """What a function has returned, in words; JAX's stand-in for an array is an array to whoever wrote the function."""
+    """Returns a returned value's kind in words; JAX's tracers are arrays to the function's author."""
     return "an array" if hasattr(made, "shape") and hasattr(made, "dtype") else f"a {type(made).__name__}"
 
 
 def check_output(
     model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> None:
-    """Raises Internal: datatype or shape are not the declared ones; it names both."""
+    """Raises Internal, naming both, if datatype or shape are not the declared ones."""
     inner = shape[1:] if batches else shape
     fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))
     if dtype == spec.dtype and fits:
@@ -132,7 +132,7 @@ def check_output(
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Of an output that is cut like an input with so many elements. Raises Internal: it has others, or another datatype."""
+    """Raises Internal if an output that is cut like an input has another number of elements, or another datatype."""
     if dtype == spec.dtype and math.prod(shape) == elements:
         return
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"
@@ -143,5 +143,5 @@ def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...
 
 
 def is_numeric(spec: TensorSpec) -> bool:
-    """Whether a jitted function can take or give it."""
+    """Returns whether a jitted function can take or return a tensor."""
     return DTYPES[spec.datatype].kind != "O"

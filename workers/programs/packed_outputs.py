@@ -1,4 +1,4 @@
-"""The outputs of a program side by side, as one further output of it: so they leave a GPU in one transfer, however many they are.
+"""Packs a program's outputs into one further output, so that they leave a GPU in one transfer.
 
     packed    | output 0: row 0 | row 1 | ... | zeros | output 1: row 0 | row 1 | ...        each begins at a multiple of 64
 
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from tensord.workers.devices.host_staging import TOGETHER
 from tensord.workers.tensors.signature import Signature
 
-#: Its name among the outputs, which no tensor can have.
+#: Name of the packed output, which no tensor can have.
 PACKED = ""
 _LINE = 64
 
 
 def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
-    """The function to be traced, of whose outputs ``PACKED`` is one where that pays. What is not as declared is left as it is."""
+    """Wraps a function such that it also returns ``PACKED`` where that pays. Undeclared outputs are left as they are."""
 
     @functools.wraps(apply, updated=())
     def packed(*arguments: Any) -> Any:
@@ -38,7 +38,7 @@ def packing(apply: Callable[..., Any], signature: Signature) -> Callable[..., An
 
 
 def starts(arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Where each output begins."""
+    """Returns the offset of each output among the packed ones."""
     found, at = dict[str, int](), 0
     for name, array in arrays.items():
         found[name] = at
@@ -54,7 +54,7 @@ def _with_packed(made: Any, signature: Signature) -> Any:
     byte_size = sum([_room(array) for array in arrays])
     if not 0 < byte_size <= TOGETHER or [array.dtype for array in arrays] != declared:
         return made
-    # As they are: what follows must not be computed together with them, or they would be rounded otherwise.
+    # The barrier keeps XLA from fusing the packing with the outputs' computation, which would round them differently.
     arrays = jax.lax.optimization_barrier(arrays)
     return made | {PACKED: jnp.concatenate([_bytes(array) for array in arrays])}
 

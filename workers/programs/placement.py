@@ -1,4 +1,4 @@
-"""Where programs of a model version run: on the worker's device, or the small ones on the single-thread device."""
+"""Placements of a model version's programs: the worker's device, or for small ones the single-thread device."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from tensord.workers.devices.several_devices import SeveralDevices
 
 
 class Placement(NamedTuple):
-    """A device with the version's parameters on it."""
+    """A device with a version's parameters on it."""
 
     parameters: Any
-    #: Where arrays are put for its programs, as JAX is told; None: the worker's own device.
+    #: Device for ``jax.device_put``; None: the worker's own.
     device: jax.Device | None = None
-    #: Of a model that runs on several devices. Its parameters lie there once a program has said where.
+    #: The devices of a model that runs on several; a program decides where its parameters lie.
     several: SeveralDevices | None = None
-    #: As a program is lowered for that device; None: as JAX does it without being told.
+    #: Sharding with which programs are lowered; None: JAX's default.
     sharding: SingleDeviceSharding | None = None
-    #: Options of XLA with which its programs are compiled.
+    #: XLA's options with which programs are compiled.
     options: Mapping[str, str | bool] = MappingProxyType({})
-    #: Whose executables are loaded for it; None: JAX's usual back end.
+    #: XLA's client that loads executables; None: JAX's usual back end.
     client: Any = None
 
     def spec(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
-        """An argument, as a program is lowered for it."""
+        """Returns an argument's shape and dtype, for lowering."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
     @property
     def is_single_thread(self) -> bool:
-        """Whether it is the one for small programs, beside the worker's own device."""
+        """True for the placement on the single-thread device."""
         return bool(self.options)
 
     @property
     def parameter_specs(self) -> Any:
-        """The parameters, as a program is lowered for them."""
+        """The parameters' shapes and dtypes, for lowering."""
         several = self.several
         if several is None:
             return jax.tree.map(lambda leaf: self.spec(leaf.shape, leaf.dtype), self.parameters)
@@ -52,15 +52,15 @@ class Placement(NamedTuple):
     def compile(
         self, lowered: jax.stages.Lowered, options: Mapping[str, str | bool] = MappingProxyType({})
     ) -> jax.stages.Compiled:
-        """Compiles what was lowered for it. ``options``: of XLA, besides those of the device."""
+        """Compiles a program that was lowered for this placement. ``options``: XLA's, besides those of the placement."""
         return lowered.compile({**self.options, **options} or None)
 
 
 class CompiledProgram(NamedTuple):
-    """What a compilation, or the cache, gave."""
+    """A program from a compilation or from the cache."""
 
-    #: Of parameters and inputs.
+    #: Takes parameters and inputs.
     call: jax.stages.Compiled
     placement: Placement
-    #: As it is kept; 0: it is not.
+    #: Bytes in the cache; 0: it is not stored.
     byte_size: int = 0

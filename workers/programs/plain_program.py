@@ -1,4 +1,4 @@
-"""Programs that may write to a client's memory by themselves: all they do is compute, and outputs are all they leave there.
+"""Recognises programs that may write to a client's memory: they only compute, and leave nothing there but outputs.
 
 The memory that an output is written to may be a client's, who can change it at any moment, and read it. In a plain program what
 that changes are numbers, the client's own: no value decides what is read, written or run, so there is no index to be made wrong,
@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf import empty_pb2, unknown_fields
 
-#: XLA's names. None of them takes an index, a count or a condition from a tensor; what they call is part of the program's text.
+#: XLA's operations that take no index, count or condition from a tensor; computations that they call are in the program's text.
 _PLAIN = frozenset(
     re.findall(
         r"\S+",
@@ -28,14 +28,14 @@ _PLAIN = frozenset(
         """,
     )
 )
-#: A name, the type of its result, what it does. Every indented line is one.
+#: An instruction: a name, the type of its result, the operation. Every indented line is one.
 _INSTRUCTION = re.compile(r" +(?:ROOT )?%?[\w.\-]+ = .*? ([a-z][a-z0-9\-]*)\(")
 #: Fields of XLA's BufferAssignmentProto and BufferAllocationProto (xla/service/hlo.proto).
 _ALLOCATIONS, _LIVE_OUT, _ASSIGNED = 3, 7, 9
 
 
 def is_plain(compiled: Any) -> bool:
-    """Of a ``jax.stages.Compiled``. One of which not everything is known that has to be is not."""
+    """Returns whether a ``jax.stages.Compiled`` is known to only compute, and to leave only outputs in their memory."""
     try:
         text = compiled.as_text()
         assignment = compiled.runtime_executable().get_compiled_memory_stats().serialized_buffer_assignment_proto
@@ -50,7 +50,7 @@ def _only_computes(text: str) -> bool:
 
 
 def _leaves_only_outputs(assignment: bytes) -> bool:
-    """Whether no memory of an output holds another value before."""
+    """Returns whether the memory of outputs never holds other values."""
     outputs = 0
     for number, allocation in _fields(assignment):
         if number == _ALLOCATIONS:
@@ -62,7 +62,7 @@ def _leaves_only_outputs(assignment: bytes) -> bool:
 
 
 def _fields(message: Any) -> Iterator[tuple[int, Any]]:
-    """Number and content of each field of a message in the wire format, of which no declaration is at hand."""
+    """Iterates over number and content of the fields of a serialised message whose declaration is not at hand."""
     fields: Any = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message))
     for field in fields:
         yield field.field_number, field.data

@@ -1,4 +1,4 @@
-"""64-bit mode, which JAX has for whole threads, for the models that want it."""
+"""Sets JAX's 64-bit mode, which holds for a thread, for models that want it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tensord.workers.tensors.signature import Signature
 
 
 def precision(signature: Signature) -> contextlib.AbstractContextManager[object]:
-    """64-bit mode for a model that speaks of 64-bit elements; everything else is traced and called without."""
+    """Returns a context in 64-bit mode for a model with 64-bit elements; others are traced and called without."""
     return enable_x64(True) if signature.wide else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""What is said of a run that failed, beyond that it did: the device is lost, or had no memory left for it.
+"""Explains a failed run: the device is lost, or had no memory left for it.
 
-Whatever a model raises may come of its device, at the call as well as when its outputs are waited for, and in a thread of its own
-as well as on the loop: so the device is asked after every failure.
+The cause of any error may be the device, at the call as well as when outputs are waited for, in a model's thread as well as on
+the loop: so the device is checked after every failure.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from tensord.workers.requests.request import Request
 
 _log = logging.getLogger(__name__)
 
-#: Asks whether the device works. Raises DeviceLost: it does not, and will not again in this process.
+#: Checks the device. Raises DeviceLost: it is of no use to this process any more.
 CheckDevice = Callable[[], None]
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
-#: Of what XLA says; the rest are tables of its allocations.
+#: Characters of XLA's message that are passed on; the rest are tables of its allocations.
 _SHOWN = 300
 
 
 def works() -> None:
-    """``CheckDevice`` of a device that cannot be lost."""
+    """Does nothing: ``CheckDevice`` for a device that cannot be lost."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether XLA found no memory on the device, for a program's run or for what compiles it."""
+    """Returns whether an error of XLA says that the device has no memory, for a run or for compiling."""
     return isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED in str(error)
 
 
 def memory_needed(program: Any) -> int | None:
-    """Bytes that a ``jax.stages.Compiled`` takes for its outputs and while it runs; None: its back end does not say."""
+    """Returns the bytes that a ``jax.stages.Compiled`` takes for outputs and while it runs; None: not known."""
     try:
         found: Any = program.memory_analysis()
         return int(found.temp_size_in_bytes + found.output_size_in_bytes)
@@ -43,7 +43,7 @@ def memory_needed(program: Any) -> int | None:
 
 
 def out_of_memory(error: BaseException, requests: Sequence[Request], program: int | None) -> Unavailable:
-    """The sentence for those requests: what they needed, and what XLA says. ``program``: its bytes, if they are known."""
+    """Returns the error for requests: what they needed, and what XLA says. ``program``: its bytes, if they are known."""
     byte_size = sum([array.nbytes for request in requests for array in request.arrays.values()])
     rows = sum([request.rows for request in requests])
     needed = "" if program is None else f", a program that needs {program} bytes besides its parameters"
@@ -55,7 +55,7 @@ def out_of_memory(error: BaseException, requests: Sequence[Request], program: in
 
 
 def compile_error(error: Exception, requests: Sequence[Request], version: int) -> ServingError:
-    """The sentence for requests whose program could not be compiled."""
+    """Returns the error for requests whose program could not be compiled."""
     if isinstance(error, ServingError):
         return error
     if is_out_of_memory(error):

@@ -1,4 +1,4 @@
-"""A compiled program as bytes, and back: the pickle of JAX's own, with XLA's executable as it was once serialised.
+"""Serialises compiled programs: with JAX's own pickler, and the bytes of XLA's executable as they were made once.
 
 The second is no public part of JAX (``PICKLER``, ``UNLOADED_EXECUTABLE``). Where the first of these has moved nothing is
 compiled in other processes (``outside_compiler``), because what they give could not be kept.
@@ -18,14 +18,14 @@ from tensord.workers.jax_internals.interfaces import PICKLER
 
 
 def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) -> tuple[Any, ...]:
-    """What ``jax.experimental.serialize_executable`` gives. Raises whatever that raises.
+    """Serialises a program as ``jax.experimental.serialize_executable`` does. Raises whatever that raises.
 
     Args:
-      executable: XLA's, of a program that another process compiled: it cannot be serialised a second time. None: it can.
+      executable: XLA's bytes, of a program that another process compiled, which cannot be serialised again; else None.
     """
     if executable is None:
         return tuple(serialize_executable.serialize(compiled))
-    # As JAX does it, whose own function has no room for that.
+    # Follows JAX's function, which takes no such bytes.
     inner: Any = compiled
     unloaded = inner._executable._unloaded_executable
     if inner._params.const_args or (unloaded.mut is not None and unloaded.mut.in_mut):
@@ -38,8 +38,8 @@ def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) ->
 
 @functools.cache
 def _pickler() -> Callable[[io.BytesIO, Any, bytes], Any]:
-    # JAX's own, which knows what of a compiled program is no ordinary object. Looked for when it is needed: without it a worker
-    # does all the rest.
+    # JAX's own pickler knows the parts of a compiled program that are no ordinary objects. It is looked up when needed: a worker
+    # can do without.
     usual: Any = PICKLER.find()
 
     class Pickler(usual):  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""When several requests of a model without a batch dimension share one call, and which programs are made for that.
+"""Grouped calls: several requests of a model without a batch dimension share one call of a program.
 
 Nothing is batched inside the model: every request is computed by itself, as if it had come alone. What is saved is the cost of
-a call, which for small models is most of the work. So a series is only run of programs that have little to do (``weight.py``)
+a call, which for small models is most of the work. So calls are grouped only for programs that have little to do (``weight.py``)
 with small inputs, and only of requests that wait anyhow. One program is compiled for each shape: at load where the shape is
 known then, else beside the serving, once the program for one request is made.
 """
@@ -19,18 +19,18 @@ from tensord.workers.programs.weight import Weight, weight_of
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature
 
-#: So many requests share a call, the most first. One of a single request saves nothing but arguments and results.
+#: Numbers of requests that share a call, the most first. A call for one request saves nothing but arguments and results.
 LENGTHS = (MOST, 4, 2, 1)
-#: By the number of requests that wait: the longest series of them.
+#: By the number of requests that wait: the most of them that share a call.
 _LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(MOST + 1)]
 #: Requests with larger inputs gain nothing worth their neighbours' waiting.
 _SMALL_BYTE_SIZE = 16 << 10
-#: Makes the program of a shape, or finds it where it was kept. Raises as ``SeriesMaker.compile``.
+#: Makes the program of a shape, or finds it in the cache. Raises as ``SeriesMaker.compile``.
 Make = Callable[[Shapes, Callable[[], CompiledProgram]], CompiledProgram]
 
 
 class _Shape:
-    """The series programs for requests of one shape."""
+    """The programs for grouped calls of requests of one shape."""
 
     __slots__ = ("fitting", "weight")
 
@@ -46,7 +46,7 @@ class _Shape:
 
 
 class Series:
-    """The series programs of one model version. Everything but ``compile`` and ``prepare`` belongs to the execution thread."""
+    """The programs for one model version's grouped calls. All but ``compile`` and ``prepare`` is for the execution thread."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
         self._signature = signature
@@ -54,16 +54,16 @@ class Series:
         self._shapes: dict[Hashable, _Shape] = {}
 
     def prepare(self, singles: Sequence[Executable], make: Make) -> None:
-        """Makes the programs of shapes that are known as the model is loaded, before anybody else has it.
+        """Makes the programs of shapes that are known while the model is loaded, before others use it.
 
-        ``singles``: what runs one request of each. Raises whatever tracing raises.
+        ``singles``: the executable for one request of each shape. Raises whatever tracing raises.
         """
         for single in singles:
             if self.wants(single):
                 self.add(single, self.compile(single, make))
 
     def find(self, key: Hashable, waiting: int) -> SeriesProgram | None:
-        """What to run so many waiting requests of that shape with, or the first of them; None: the first as it is.
+        """Returns the program for waiting requests of a shape, or for the first of them; None: the first runs by itself.
 
         It may be for more than there are.
         """
@@ -71,9 +71,9 @@ class Series:
         return None if shape is None else shape.fitting[min(waiting, MOST)]
 
     def wants(self, single: Executable) -> bool:
-        """Whether requests like those that it runs one by one are to share calls, and a program for that is still to be made.
+        """Returns whether an executable's requests should share calls, and the program for that is still to be made.
 
-        Says so once: whoever asks has it made.
+        It returns True once for a shape: the caller has the program made.
         """
         shapes = single.wanted.shapes
         if shapes in self._shapes:
@@ -83,14 +83,14 @@ class Series:
         return self._shapes[shapes].weight > Weight.HEAVY
 
     def _byte_size(self, shapes: Shapes) -> int:
-        """The bytes of a request's inputs."""
+        """Returns the bytes of a request's inputs."""
         given = zip(self._signature.inputs.values(), shapes, strict=True)
         return sum([math.prod(shape) * spec.dtype.itemsize for spec, shape in given if shape is not None])
 
     def compile(
         self, single: Executable, make: Make = lambda _, compile_it: compile_it(), lengths: Sequence[int] = LENGTHS
     ) -> list[SeriesProgram]:
-        """Makes the programs for requests like those that it runs one by one; in any thread. Empty: the model has no series.
+        """Makes the programs for an executable's requests, in any thread. Empty: the model's calls cannot be grouped.
 
         Raises whatever tracing raises.
         """
@@ -102,13 +102,13 @@ class Series:
         return maker.programs(compiled, lengths)
 
     def add(self, single: Executable, programs: Sequence[SeriesProgram]) -> None:
-        """The programs of its shape are ready."""
+        """Adds the programs for an executable's shape."""
         shape = self._shapes.get(single.wanted.shapes)
         if shape is not None and programs:
             shape.add(programs)
 
     def forget(self, shapes: Shapes) -> None:
-        """Nothing is compiled for requests of that shape any more."""
+        """Removes the programs of a shape."""
         self._shapes.pop(shapes, None)
 
     def __repr__(self) -> str:
@@ -116,7 +116,7 @@ class Series:
 
 
 def _padded(waiting: int, weight: Weight) -> int:
-    """For how many requests a program is looked for when so many wait."""
+    """Returns for how many requests a program is looked up when ``waiting`` ones wait."""
     if waiting > MOST // 2 and (waiting >= MOST or weight is Weight.TINY):
         return MOST
     return waiting

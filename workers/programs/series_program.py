@@ -1,4 +1,4 @@
-"""A program that applies a model to several requests, one after the other, and to each as if it had come alone.
+"""The program of grouped calls: applies a model to several requests, to each as if it had come alone.
 
     argument   | request 0: its inputs | request 1: its inputs | ... |      one for each dtype among the inputs (``Packing``)
                | how many requests there are |
@@ -40,9 +40,9 @@ from tensord.workers.requests.result import Result
 from tensord.workers.tensors.batch_outputs import BatchOutputs, Packing, layout_of_rows, uncut
 from tensord.workers.tensors.signature import Signature
 
-#: The requests that a program has room for. More do not share a call.
+#: Requests that a program has room for.
 MOST = 8
-#: The name of the argument that says how many there are; those of the stacks are numbers.
+#: Name of the argument with the number of requests; names of stacks are numbers.
 _COUNT = "count"
 #: A value of such a type, as JAX prints what it traced.
 _NARROW_FLOAT = re.compile(r"\b(bf16|f16|f8_\w+|f4_\w+)\[")
@@ -53,11 +53,11 @@ _OPTIONS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if _JOINS_SMA
 
 
 class NoSeries(Exception):
-    """A program for several requests might not give what each of them gets alone."""
+    """Raised where a program for several requests might not compute what each of them gets alone."""
 
 
 class _Place(NamedTuple):
-    """Where one input of one request goes."""
+    """The place of one input of one request."""
 
     name: str
     array: Array
@@ -74,13 +74,13 @@ class SeriesMemory:
 
     @functools.cached_property
     def stacks(self) -> list[Array]:
-        """A row of each for each request."""
+        """The stacks of requests: arrays with a row for each request."""
         arrays = self._inputs.arrays
         return [arrays[str(number)] for number in range(len(self._packing.rows))]
 
     @functools.cached_property
     def places(self) -> list[list[_Place]]:
-        """Those of each request in turn."""
+        """The places of inputs, for each request in turn."""
         return [
             [
                 _Place(name, array, array.reshape(-1).view(np.uint8).data)
@@ -94,13 +94,13 @@ class SeriesMemory:
         return self._inputs.arrays[_COUNT]
 
     def send(self, count: int) -> dict[str, Any]:
-        """The arguments for the first ``count`` requests in it."""
+        """Returns the arguments for the first ``count`` stacked requests."""
         self._count[...] = count
         return self._inputs.send()
 
 
 class SeriesProgram:
-    """A compiled program for so many requests at a time; all of one shape share its memory. Used by the execution thread only."""
+    """A compiled program for ``rows`` requests; those of one shape share its memory. The execution thread alone uses it."""
 
     __slots__ = ("_call", "_layout", "_memory", "_outputs", "_read", "_signature", "rows")
 
@@ -115,9 +115,9 @@ class SeriesProgram:
     ) -> None:
         """
         Args:
-          rows: how many requests it is for.
+          rows: the number of requests that it is for.
           call: the compiled program with its parameters.
-          read: brings its results to the host.
+          read: copies its results to host memory.
         """
         self.rows = rows
         self._signature = signature
@@ -129,20 +129,20 @@ class SeriesProgram:
 
     @property
     def memory_needed(self) -> int | None:
-        """As ``run_errors.memory_needed``."""
+        """The program's ``run_errors.memory_needed``."""
         return memory_needed(self._call.func)
 
-    #: What earlier requests left behind them is not looked at.
+    #: Rows of earlier requests behind the present ones are not read.
     clears = False
 
     @property
     def share(self) -> float:
-        """As ``weight.share_of``. XLA does not count its loop; only programs with little to do are repeated in one."""
+        """Its share of an iteration (``weight.share_of``), which is bounded here because XLA does not count its loop."""
         return self.rows / 64
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """Where each input of the first request goes: name, address, and how far behind it that of the next request is."""
+        """Name, address in the first request, and distance of requests, for each input."""
         stacks = self._memory.stacks
         steps = [stack.strides[0] for stack in stacks]
         starts = [address_of(stack) for stack in stacks]
@@ -173,18 +173,18 @@ class SeriesProgram:
         return copied
 
     def run(self) -> list[Content]:
-        """Computes what was gathered; returns when nobody reads it any more. The results' first dimension counts the requests."""
+        """Computes the gathered requests, and waits for it. The results' first dimension counts the requests."""
         if self._signature.wide:
             with precision(self._signature):
                 return self._read(self._call(self._memory.send(self.rows))[0])
         return self._read(self._call(self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
-        """What ``run`` gave, for answers that are cut from it as bytes. None: it is too large for this."""
+        """Returns ``run``'s results as bytes that answers are cut from, or None where they are too large."""
         return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Content]) -> list[Result]:
-        """What ``run`` gave, for each request by itself, and for each that there was room for."""
+        """Splits ``run``'s results into one for each request that there was room for."""
         arrays = [
             np.frombuffer(stack, dtype).reshape(MOST, size) if isinstance(stack, bytes) else stack
             for stack, (dtype, size) in zip(stacks, self._outputs.rows, strict=True)
@@ -196,10 +196,10 @@ class SeriesProgram:
 
 
 class SeriesMaker:
-    """Makes the programs for requests of one shape; in any thread."""
+    """Makes the programs for grouped calls of one shape; any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
-        """``single``: what runs one of them, and where they run, because several threads may add in another order than one."""
+        """``single``: the executable for one request, whose placement is used: another one might round differently."""
         self._single = single
         self._signature = signature
         self._apply = apply
@@ -213,12 +213,12 @@ class SeriesMaker:
 
     @property
     def arguments(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-        """Name, dtype and shape of each that the program takes."""
+        """Name, dtype and shape of each argument of the program."""
         stacks = [(str(number), dtype, (MOST, size)) for number, (dtype, size) in enumerate(self._inputs.rows)]
         return [*stacks, (_COUNT, np.dtype(np.uint32), ())]
 
     def compile(self) -> CompiledProgram:
-        """Makes the program. Raises NoSeries; or whatever tracing raises."""
+        """Compiles the program. Raises NoSeries; or whatever tracing raises."""
         signature, placement, inputs = self._signature, self._placement, self._inputs
 
         def inner(parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class SeriesMaker:
             def apply(number: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 tensors = inputs.unpack([jax.lax.dynamic_index_in_dim(stack, number, 0, False) for stack in stacks])
                 made = _apart(alone, parameters, tensors)
-                # Nobody asks for what is not declared, but without it another program would be compiled.
+                # Undeclared outputs are kept in the loop: without them XLA would compile another program.
                 undeclared = {name: result for name, result in made.items() if name not in signature.outputs}
                 return _packing(signature, made).pack(made), undeclared
 
@@ -244,7 +244,7 @@ class SeriesMaker:
 
                 return jax.tree.map(put, made, apply(number))
 
-            # Not signed, or each would be looked at whether it is negative.
+            # Unsigned, which spares a check of each index for negative values.
             first = jnp.uint32(0)
             rows = jax.eval_shape(apply, first)
             room = jax.tree.map(lambda row: jnp.zeros((MOST, *row.shape), row.dtype), rows)
@@ -255,13 +255,13 @@ class SeriesMaker:
         with precision(signature):
             traced = jax.jit(series).trace(placement.parameter_specs, specs)
             text = str(traced.jaxpr)
-            # One of the loops is that of the series.
+            # One of the loops is that over the requests.
             if _NARROW_FLOAT.search(text) or (_JOINS_SMALL_LOOPS and len(_LOOP.findall(text)) > 1):
                 raise NoSeries
             return CompiledProgram(placement.compile(traced.lower(), _OPTIONS), placement)
 
     def programs(self, compiled: CompiledProgram, lengths: Sequence[int]) -> list[SeriesProgram]:
-        """That program, for so many requests at a time."""
+        """Returns the program for each number of requests."""
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []
@@ -276,7 +276,7 @@ class SeriesMaker:
 
 
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """What a model makes of those tensors, by operations of which none is joined with others of the program."""
+    """Applies the model to tensors such that XLA fuses none of its operations with others of the program."""
     if jax.default_backend() == "cpu":
         with set_xla_metadata(inlineable="false"):
             made: dict[str, Any] = alone(parameters, tensors)
@@ -287,5 +287,5 @@ def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) 
 
 
 def _packing(signature: Signature, made: Any) -> Packing:
-    """How outputs of those shapes lie side by side."""
+    """Returns the layout of outputs side by side."""
     return Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])

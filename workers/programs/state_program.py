@@ -1,4 +1,4 @@
-"""The program of a JAX model with state: it takes the rows of some sequences out of the carry, and puts the new ones back.
+"""The program of a JAX model with state: it takes rows of sequences out of the carry, and puts the new ones back.
 
     carry    | slot 0 | slot 1 | ... | slot S-1 | where sequences begin |     one array for each state, one row for each slot
                  └──────────┬──────┘                      │ start
@@ -7,8 +7,8 @@
                  ┌──────────┴──────┐
     carry    | slot 0 | slot 1 | ...     the same memory: the carry is donated
 
-Slots and starts are data, so one program serves whichever sequences come. Rows of a batch that no request fills begin, and what
-becomes of them is dropped: their slot lies outside.
+Slots and starts are data, so one program serves whichever sequences come. Rows of a batch that no request fills begin with the
+initial state, and their new state is dropped: their slot lies outside.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import Internal
 from tensord.workers.tensors.signature import Signature
 
-#: Which of a program's arguments, after the parameters, is the carry.
+#: Number of the carry among a program's arguments after the parameters.
 CARRY = 2
 
 
 def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
-    """The slots of a batch, and whether each sequence starts, as the program takes them: (slot, start) of its first rows."""
+    """Returns a batch's slots and starts as a program takes them. ``used``: (slot, start) of the first rows."""
     nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
     return np.array(
         [[*(slot for slot, _ in used), *nobody], [*(start for _, start in used), *(True for _ in nobody)]], np.int32
@@ -37,12 +37,12 @@ def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, boo
 
 
 def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
-    """The carry, as a program takes and gives it."""
+    """Returns shapes and dtypes of the carry."""
     return {spec.name: jax.ShapeDtypeStruct((signature.slots + 1, *spec.dims), spec.dtype) for spec in signature.states}
 
 
 def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """The program to be traced, of (parameters, inputs, rows, carry); it gives the outputs and the new carry."""
+    """Wraps a function as the program to trace: (parameters, inputs, rows, carry) -> (outputs, carry)."""
 
     def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         slots, starts = rows[0], rows[1]
@@ -62,7 +62,7 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
 
 
 def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Outputs and new state. Raises Internal: they are not what is declared; this shows when the program is traced."""
+    """Returns outputs and new state, while the program is traced. Raises Internal: they are not as declared."""
     what = f"model '{signature.model}'"
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise Internal(f"{what}: apply returned {type(returned).__name__}, a pair (outputs, state) is expected")

@@ -1,4 +1,4 @@
-"""The compiled programs of one version of a stepped model: made before it is ready, from the cache or by compiling.
+"""The programs of one version of a stepped model: made before it is ready, from the cache or by compiling.
 
     init      one
     insert    one for each combination of buckets
@@ -36,12 +36,12 @@ Call = Callable[..., Any]
 
 
 class _Wanted(NamedTuple):
-    """One of the programs."""
+    """Names one of a stepped model's programs."""
 
     name: str
-    #: Of a step: those that it is for.
+    #: Number of slots that a step is for.
     slots: int = 0
-    #: Of an insertion: those of one request's inputs.
+    #: Shapes of one request's inputs, of an insertion.
     shapes: Shapes = ()
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class _Wanted(NamedTuple):
 
 
 class StepExecutables:
-    """Of one model version; ``warm`` makes them."""
+    """The programs of one stepped model version; ``warm`` makes them."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class StepExecutables:
         source: bytes,
         device: ExecutionDevice,
     ) -> None:
-        """``step_slots``: ascending, the last one is ``slots``. ``insert_rows``: as of ``StepPrograms``."""
+        """``step_slots``: ascending, the last one is ``slots``. ``insert_rows``: as in ``StepPrograms``."""
         self._step_slots = step_slots
         self._signature = signature
         self._slots = slots
         self._insert_rows = insert_rows
         self._cache = cache
         self._tracing = threading.Lock()
-        #: Bytes of arrays that are no parameters.
+        #: Program -> bytes of its constants.
         self._constants: dict[_Wanted, int] = {}
         self._source = source
         self._shapes = [shapes for _, shapes in buckets.planned()]
@@ -84,20 +84,20 @@ class StepExecutables:
         with precision(signature):
             self._place = Placement(jax.device_put(parameters))
         self._small = device.small_programs(signature, self._place.parameters)
-        #: Of (): the carry.
+        #: () -> carry.
         self.init: Call
-        #: Of (inputs, slots, carry), by the shapes of one request's inputs: rows and carry.
+        #: Shapes of one request's inputs -> program: (inputs, slots, carry) -> (rows, carry).
         self.inserts: dict[Shapes, Call] = {}
-        #: Of (unmasked, carry), by the number of slots: rows and carry.
+        #: Number of slots -> program: (unmasked, carry) -> (rows, carry).
         self.steps: dict[int, Call] = {}
 
     @property
     def device(self) -> jax.Device | None:
-        """Where they run; None: JAX's usual one."""
+        """The programs' device; None: JAX's usual one."""
         return self._place.device
 
     def check_size(self, limit: int) -> None:
-        """Traces ``init``. Raises InvalidArgument: the carry would take more bytes than ``limit``; or what is wrong with it."""
+        """Traces ``init``. Raises InvalidArgument: the carry would take more bytes than ``limit``; or whatever it raises."""
         with precision(self._signature):
             made = jax.eval_shape(self._init, self._place.parameter_specs)
         byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
@@ -108,7 +108,7 @@ class StepExecutables:
             )
 
     def warm(self, progress: LoadProgress) -> None:
-        """Makes all of them and runs each once. Raises Internal: a function returns something else than is declared."""
+        """Makes all programs and runs each once. Raises Internal: a function does not return what is declared."""
         step = self._lower(_Wanted("step", self._slots), self._place)
         if self._small is not None and self._small.suits(step) and (placement := self._small.open()) is not None:
             try:
@@ -123,7 +123,7 @@ class StepExecutables:
         for what in (wanted[0], wanted[-len(self._shapes)]):
             known[what] = self._lower(what, self._place)
         warn_of_constants(self._signature.model, max(self._constants.values()), len(wanted))
-        # One of each is part of every key: they change with anything that the functions close over or call.
+        # A program of each kind is part of every key: they change with anything that the functions close over or call.
         text = [lowered.as_text() for lowered in known.values()]
         progress.parameters(self._place.parameters)
 
@@ -162,7 +162,7 @@ class StepExecutables:
             self.inserts[what.shapes] = call
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
-        """Raises whatever tracing raises. The model's functions are traced by one thread at a time."""
+        """Lowers one program, in one thread at a time. Raises whatever tracing raises."""
         with self._tracing:
             return self._traced(what, place)
 
@@ -186,7 +186,7 @@ class StepExecutables:
         return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
-        """Inputs of that shape for ``insert``, with the sizes of their named axes, and slots: outside of all that there are."""
+        """Returns zeros as inputs for ``insert``, with sizes of named axes, and slots that lie outside of the carry."""
         lead = (self._insert_rows,) if self._insert_rows else ()
         arrays: dict[str, Array] = {}
         for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True):
@@ -196,7 +196,7 @@ class StepExecutables:
         return arrays, np.full(lead, self._slots, np.int32)
 
     def _run_once(self) -> None:
-        """A model that cannot run at all is found out before it serves, and no request pays for what a first run costs."""
+        """Runs each program once: a model that fails does not serve, and no request pays for a first run."""
         with precision(self._signature):
             carry = self.init()
             for shapes, insert in self.inserts.items():

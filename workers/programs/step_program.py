@@ -1,13 +1,13 @@
-"""The programs of a stepped model: the author's three functions, with what the worker keeps and asks besides.
+"""The programs of a stepped model: wraps the author's three functions with the worker's bookkeeping.
 
     init     (parameters)                         ->        carry     one row for each slot in every array of it
-    insert   (parameters, inputs, slots, carry)   -> rows,  carry     requests begin: each in its slot
-    step     (parameters, unmasked, carry)        -> rows,  carry     all of them go on, or those in the first slots
+    insert   (parameters, inputs, slots, carry)   -> rows,  carry     requests begin, each in its slot
+    step     (parameters, unmasked, carry)        -> rows,  carry     all requests go on, or those in the first slots
     carry    (the author's, live)                 live: a request is in the slot and has not finished
     rows     UINT8[n, size]                       the outputs of each row side by side, then ``EMITS`` and ``FINISHED``
 
-The carry is donated, so it stays in the same memory. That a request has finished is known on the device at once, and so the step
-that is on its way already leaves its slot alone. A step costs one transfer to the host, whatever the model's outputs are.
+The carry is donated, so it stays in the same memory. The device knows at once that a request has finished, and so a step that is
+on its way already leaves its slot alone. A step costs one transfer to the host, whatever the model's outputs are.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tensord.shm.errors import Internal
 from tensord.workers.scheduling.step_batcher import EMITS, FINISHED
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
-#: Which argument of the programs that take the carry it is.
+#: Number of the carry among the arguments of insert and step.
 INSERT_CARRY, STEP_CARRY = 3, 2
 
 
 class StepFunctions(NamedTuple):
-    """What ``create`` of a stepped model returns beside its parameters."""
+    """The functions that ``create`` of a stepped model returns."""
 
     init: Callable[..., Any]
     insert: Callable[..., Any]
@@ -38,7 +38,7 @@ class StepFunctions(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Where an output is in a row."""
+    """The place of an output in a row."""
 
     spec: TensorSpec
     start: int
@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 class Rows:
-    """How the outputs of a row lie side by side."""
+    """The layout of a row, in which outputs lie side by side."""
 
     def __init__(self, signature: Signature) -> None:
         self._parts: list[_Part] = []
@@ -54,20 +54,20 @@ class Rows:
         for spec in signature.outputs.values():
             start, at = at, at + spec.dtype.itemsize * math.prod(spec.model_dims)
             self._parts.append(_Part(spec, start, at))
-        #: Name, datatype and shape of each, and the bytes that are its.
+        #: Name, datatype and shape of each output.
         self.described = tuple([(part.spec.name, part.spec.datatype, part.spec.dims) for part in self._parts])
         self.slices = [slice(part.start, part.stop) for part in self._parts]
-        #: Where it says what there is of it; the last byte.
+        #: Offset of the flags, which are the last byte.
         self.says = at
         self.byte_size = at + 1
 
     def pack(self, outputs: dict[str, Any], emits: Any, finished: Any) -> Any:
-        """To be traced: arrays with a first axis for the rows, as UINT8[rows, size]."""
+        """Packs outputs, whose first axis is rows, as UINT8[rows, size]; to be traced."""
         says = (emits * jnp.uint8(EMITS) | finished * jnp.uint8(FINISHED)).astype(jnp.uint8)
         return jnp.concatenate([*(_bytes(outputs[part.spec.name]) for part in self._parts), says[:, None]], axis=1)
 
     def cut(self, row: Array) -> dict[str, Array]:
-        """The outputs of one row, in the client's shapes; views of it."""
+        """Returns the outputs of one row, in the client's shapes, as views of it."""
         return {spec.name: row[start:stop].view(spec.dtype).reshape(spec.dims) for spec, start, stop in self._parts}
 
 
@@ -78,12 +78,12 @@ def _bytes(array: Any) -> Any:
 
 
 class StepPrograms:
-    """The functions to be compiled, and what is wrong with them. Everything raised names the model."""
+    """The functions to compile, with checks of what the author's functions return. Errors name the model."""
 
     def __init__(
         self, functions: StepFunctions, signature: Signature, slots: int, rows: Rows, insert_rows: int
     ) -> None:
-        """``insert_rows``: 0: the author's ``insert`` takes one request, without an axis for it."""
+        """Wraps the functions. ``insert_rows``: 0: the author's ``insert`` takes one request, without an axis for it."""
         self._functions = functions
         self._signature = signature
         self._slots = slots
@@ -91,7 +91,7 @@ class StepPrograms:
         self._insert_rows = insert_rows
 
     def init(self, parameters: Any) -> Any:
-        """Raises Internal: an array has no row for each slot."""
+        """Makes the carry. Raises Internal: an array has no row for each slot."""
         own = self._functions.init(parameters, self._slots)
         for path, leaf in jax.tree_util.tree_leaves_with_path(own):
             shape = jnp.shape(leaf)
@@ -100,10 +100,10 @@ class StepPrograms:
                     f"model '{self._signature.model}': init made {_named(path)} as {_kind(leaf)}, its first dimension must be "
                     f"the {self._slots} slots"
                 )
-        return jax.tree.map(_plain, own), jnp.zeros(self._slots, jnp.bool_)
+        return jax.tree.map(_strong, own), jnp.zeros(self._slots, jnp.bool_)
 
     def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
-        """Raises Internal: it returned something else than is declared."""
+        """Inserts requests. Raises Internal: the author's function did not return what is declared."""
         own, live = carry
         returned = self._functions.insert(parameters, own, slots, inputs)
         if not isinstance(returned, tuple) or len(returned) not in (2, 4):
@@ -119,10 +119,10 @@ class StepPrograms:
         live = live.at[slots].set(~finished, mode="drop")
         if not lead:
             outputs, emits, finished = jax.tree.map(lambda array: array[None], (outputs, emits, finished))
-        return self._rows.pack(outputs, emits, finished), (jax.tree.map(_plain, kept), live)
+        return self._rows.pack(outputs, emits, finished), (jax.tree.map(_strong, kept), live)
 
     def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
-        """Raises Internal: it returned something else than is declared."""
+        """Steps the requests. Raises Internal: the author's function did not return what is declared."""
         own, live = carry
         count = unmasked.shape[0]
         first = live[:count]
@@ -138,7 +138,7 @@ class StepPrograms:
             self._flags("step", *each, lead) & active for each in (("emit", emits), ("finished", finished))
         )
         return self._rows.pack(outputs, emits, finished), (
-            jax.tree.map(_plain, kept),
+            jax.tree.map(_strong, kept),
             live.at[:count].set(first & ~finished),
         )
 
@@ -151,7 +151,7 @@ class StepPrograms:
         return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
 
     def _check_carry(self, which: str, given: Any, made: Any) -> None:
-        """Raises Internal: it is not like the one that was given."""
+        """Raises Internal if a returned carry is not like the given one."""
         what = f"model '{self._signature.model}': {which} returned"
         before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
         structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(made)]
@@ -165,7 +165,7 @@ class StepPrograms:
                 raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
 
     def _checked(self, which: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
-        """The declared outputs. Raises Internal: they are others."""
+        """Returns the outputs. Raises Internal: they are not as declared."""
         what = f"model '{self._signature.model}': {which} returned"
         if not isinstance(outputs, dict):
             raise Internal(f"{what} {type(outputs).__name__} as its outputs, a dict of arrays is expected")
@@ -183,7 +183,7 @@ class StepPrograms:
         return made
 
     def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
-        """Raises Internal: they are no truth values of those rows."""
+        """Returns flags as an array. Raises Internal: they are not one BOOL for each row."""
         array = jnp.asarray(flags)
         if array.shape != lead or array.dtype != jnp.bool_:
             raise Internal(
@@ -192,8 +192,8 @@ class StepPrograms:
         return array
 
 
-def _plain(leaf: Any) -> Any:
-    """The array, of a type that says nothing of where it came from."""
+def _strong(leaf: Any) -> Any:
+    """Returns a leaf as an array without JAX's weak type."""
     array = jnp.asarray(leaf)
     return jax.lax.convert_element_type(array, array.dtype) if isinstance(array.dtype, np.dtype) else array
 

@@ -1,8 +1,8 @@
-"""The work of a compiled program beside the cost of calling it, read from the program before it ever runs.
+"""Estimates a compiled program's work, compared with the cost of a call, before it ever runs.
 
-XLA tells of a program its floating-point operations and the bytes that its operations read and write. It counts one iteration of
-a loop, and nothing of what is called outside of XLA: a program with either may take any time. No clock is asked, so a program
-weighs the same on every host, on a busy one too.
+XLA knows a program's floating-point operations and the bytes that they read and write. It counts one iteration of a loop, and
+nothing of calls outside of XLA: a program with either may take any time. No time is measured, so a program weighs the same on
+every host, on a busy one too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Weight(enum.IntEnum):
 
 
 class Most(NamedTuple):
-    """A bound of the work of a program."""
+    """A bound on a program's work."""
 
     flops: int
     byte_size: int
@@ -43,12 +43,12 @@ _TRANSCENDENTAL = 16
 _LIGHT = Most(1 << 18, 512 << 10)
 _TINY = Most(1 << 14, 64 << 10)
 
-#: Operations, or bytes, that the loop has programs do before it looks at anything else: about a millisecond of one core.
+#: Operations or bytes that programs may do in one iteration of the loop: about a millisecond of one core.
 _ITERATION = 1 << 22
 
 
 def work_of(program: Program) -> tuple[float, float]:
-    """Returns the floating-point operations of a program and the bytes they read and write; -1: XLA does not tell."""
+    """Returns the floating-point operations of a program and the bytes they read and write; -1: not known."""
     cost = program.cost_analysis() or {}
     flops = cost.get("flops", -1.0)
     if flops >= 0:
@@ -57,9 +57,9 @@ def work_of(program: Program) -> tuple[float, float]:
 
 
 def is_within(program: Program, most: Most, text: Program | None = None) -> bool:
-    """Whether a program has no more to do than that. One whose cost is not known, or not wholly, has more.
+    """Returns whether a program's work is known and within a bound.
 
-    ``text``: where it is looked for what is not counted, if not in the program.
+    ``text``: the program to search for operations that are not counted, if not ``program``.
     """
     flops, byte_size = work_of(program)
     if not (0 <= flops <= most.flops and 0 <= byte_size <= most.byte_size):
@@ -68,13 +68,13 @@ def is_within(program: Program, most: Most, text: Program | None = None) -> bool
 
 
 def share_of(program: Program) -> float:
-    """Returns what a program has to do as a part of one iteration of the loop; infinite: more than that, or not known."""
+    """Returns a program's work as a fraction of one loop iteration's; infinite: more than that, or not known."""
     share = sum(work_of(program)) / _ITERATION
     return share if share <= 1 and is_within(program, Most(_ITERATION, _ITERATION)) else math.inf
 
 
 def weight_of(program: Program) -> Weight:
-    """Returns the weight of a program. One whose cost XLA does not tell is heavy."""
+    """Returns the weight of a program; heavy where XLA does not know its cost."""
     if not is_within(program, _LIGHT):
         return Weight.HEAVY
     flops, byte_size = work_of(program)
