@@ -1,1 +1,1 @@
-"""Models in memory: versions and their instances, how each kind runs, and what is counted of it."""
+"""Models in memory: versions and their instances, how each kind runs, and their statistics."""

@@ -1,4 +1,4 @@
-"""A model's own exception as its author is told of it: type, message, and the line of the model's files that it comes from."""
+"""Describes a model's own exception for its author: type, message, and the line of the model's files that it comes from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINK_OR_PATH = re.compile(
 
 
 def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> str:
-    """Type and message of a model's own exception, on one line and without the paths in it.
+    """Describes a model's own exception: type and message, on one line and without the paths in it.
 
     ``folders``: of the model, the version's first. Its files are named as they are called there, and the line that failed.
     """
@@ -35,7 +35,7 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 
 
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
-    """As ``describe_exception``, of what failed while a version was loaded, and what to do where that is known.
+    """Describes a failure of loading a version, and says what to do where that is known.
 
     ``folders``: the version's and the model's.
     """
@@ -47,7 +47,7 @@ def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _line(error: BaseException, folders: Sequence[Path]) -> str:
-    """`` (model.py, line 7, in apply)``: the last of the model's own; "": it comes from elsewhere."""
+    """Returns the last line of the model's own, as `` (model.py, line 7, in apply)``; "": the error comes from elsewhere."""
     if isinstance(error, SyntaxError):
         frames = [(error.filename or "", error.lineno, "")]
     else:
@@ -61,13 +61,13 @@ def _line(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def bounded(text: str, limit: int) -> str:
-    """The beginning of a text that may be of any length, and how much is missing."""
+    """Returns the first ``limit`` characters of a text, and how many more there are."""
     more = len(text) - limit
     return text if more <= 0 else f"{text[:limit]}... ({more} more characters)"
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The error by itself: the arrays that its frames held are given back, also those in circles."""
+    """Drops an error's frames, and frees arrays that they held, also those in reference cycles."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     gc.collect()
     return error

@@ -1,4 +1,4 @@
-"""The outputs of a Triton Python model beside what its configuration says of them.
+"""Compares the outputs of a Triton Python model with its configuration.
 
 Triton sends what such a model answers as it is, whatever the configuration says. So does this, and warns of it once a version;
 with the model's parameter ``strict_outputs`` an output of another datatype or shape is the model's error.
@@ -25,14 +25,14 @@ class DeclaredOutputs:
     """Compares a version's outputs with what its configuration declares. Its instances share one."""
 
     def __init__(self, message: ModelConfig, signature: Signature) -> None:
-        """Raises InvalidArgument: the parameter ``strict_outputs`` says neither yes nor no."""
+        """Reads the model's parameter ``strict_outputs``. Raises InvalidArgument: it is neither yes nor no."""
         self._signature = signature
         self._strict = wants(message, STRICT_OUTPUTS)
         self._lock = threading.Lock()
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """The array in the client's shape. Raises Internal: not as declared, and the model is to be strict."""
+        """Returns an output in the client's shape. Raises Internal: it is not as declared, and the model is strict."""
         spec = self._signature.outputs[name]
         if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
             array = array.astype(np.object_, copy=False)

@@ -1,4 +1,4 @@
-"""The steps of an ensemble one after the other, for requests that found nobody waiting for any of them.
+"""Runs the steps of an ensemble as a pipeline, for requests that find no others waiting for any of its models.
 
 It does what the steps would do as requests of their own, where all of them are compiled programs of fixed shapes on the
 worker's device: they would be run at once, and alone, because nobody waits there (``workers/programs/chain_program.py``). Chains
@@ -27,7 +27,7 @@ from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
 from tensord.workers.tensors.batch_outputs import layout_of, uncut
 from tensord.workers.tensors.buckets import Shapes
 
-#: Sets of outputs that are remembered, of all ensembles together.
+#: Sets of outputs whose pipelines are cached, of all ensembles together.
 _LIMIT = 256
 
 
@@ -38,14 +38,14 @@ class _Step(NamedTuple):
 
 
 class EnsembleChain:
-    """Of one ensemble version and one set of outputs. Belongs to the worker's loop."""
+    """The pipeline of one ensemble version for one set of outputs. Belongs to the worker's loop."""
 
     #: Requests share batches, and no calls besides.
     series = None
 
     def __init__(self, version: ModelVersion, graph: EnsembleGraph, needed: NeededSteps, models: ModelTable) -> None:
         self._signature = version.signature
-        #: What it makes.
+        #: Outputs that it makes.
         self._outputs = needed.outputs
         steps = [graph.steps[number] for number in graph.in_order() if number in needed.numbers]
         self._steps = [_Step(models.find(step.model, step.version), step.inputs, step.outputs) for step in steps]
@@ -56,26 +56,26 @@ class EnsembleChain:
 
     @property
     def free(self) -> bool:
-        """Whether nobody waits for any of its models."""
+        """True while no request waits for any of its models."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:
-        """Whether it makes just what that request asks for."""
+        """Returns whether it makes exactly the outputs that a request asks for."""
         return len(request.outputs or self._signature.outputs) == len(self._outputs)
 
     def program(self, rows: int) -> ChainProgram | None:
-        """What runs so many rows. None: the steps are to be requests."""
+        """Returns the program for so many rows, or None where the steps have to be requests."""
         if rows not in self._by_rows:
             self._by_rows[rows] = self._build(rows)
         found = self._by_rows[rows]
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[ChainProgram | None]:
-        """As ``JaxModel.programs``: by the rows that wait, up to ``most``."""
+        """Returns the program for each number of rows that wait, up to ``most``, as ``JaxModel.programs``."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: ChainProgram) -> None:
-        """Fills in the results. Raises whatever a program raises."""
+        """Runs a batch and fills in its results. Raises whatever a program raises."""
         requests = execution.requests
         arguments, execution.copied_byte_size = program.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
@@ -121,7 +121,7 @@ class EnsembleChain:
             step.version.statistics.add(turns.part(share, whole))
 
     def _build(self, rows: int) -> ChainProgram | None:
-        """The program of the least bucket that has room for them and that all of the models have."""
+        """Builds the program of the smallest bucket that has room for the rows and that all models have."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
         bucket, found = rows, list[Executable]()
@@ -158,7 +158,7 @@ class EnsembleChain:
 
 
 class EnsembleChains:
-    """Those of a worker's ensembles."""
+    """Finds and caches the pipelines of a worker's ensembles."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
@@ -169,7 +169,7 @@ class EnsembleChains:
     def find(
         self, version: ModelVersion, graph: EnsembleGraph, requests: Sequence[Request]
     ) -> tuple[EnsembleChain, ChainProgram] | None:
-        """What runs a batch. None: the steps are to be requests."""
+        """Returns the pipeline for a batch, or None where the steps have to be requests."""
         if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
             return None
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:
@@ -193,7 +193,7 @@ class EnsembleChains:
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """What such a step runs, if it is a plain program and nothing else."""
+    """Returns the program that a step runs, or None where it needs more than that program."""
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs
     if model is None or loaded.instances or loaded.made_inputs or member.sequences is not None or loaded.streams:

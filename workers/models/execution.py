@@ -1,4 +1,4 @@
-"""One run of a model over a batch, and the rule that a bad request costs only its own answer.
+"""Runs a model over a batch, such that a bad request costs only its own answer.
 
 ``run`` catches twice: an error of our family keeps its code, anything else is a defect of the model and becomes one calm
 sentence, with the traceback in the worker's log. A batch that fails as a whole is run again request by request; of a model that
@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 
 
 class Responder(Protocol):
-    """Who takes what models answer by senders."""
+    """Makes senders, by which models answer requests."""
 
     def sender(self, request: Request) -> ResponseSender[Request]:
-        """Whoever has it answers that request."""
+        """Returns the sender that answers a request."""
 
 
 class Execution:
-    """A batch on its way through a model. The three moments are what statistics are made of."""
+    """A batch on its way through a model, with the moments that statistics are made of."""
 
     __slots__ = (
         "_cut",
@@ -108,12 +108,12 @@ class Execution:
 
     @property
     def moments(self) -> tuple[int, int, int]:
-        """When it began, had its inputs, had computed; in ns."""
+        """When it began, had gathered its inputs, and had computed; in ns."""
         return self.began_ns, self.gathered_ns, self.computed_ns
 
     @property
     def results(self) -> list[Result]:
-        """One for each request, in the same order."""
+        """The result for each request, in the same order."""
         if self._cut is not None:
             self.results = self._cut()
         return self._results
@@ -124,7 +124,7 @@ class Execution:
         self._cut = None
 
     def sender(self, request: Request) -> ResponseSender[Request]:
-        """For a model that answers that request by it; its result is ``STREAMED``."""
+        """Returns the sender by which a model answers a request, whose result is ``STREAMED`` then."""
         self.by_senders = True
         if self.responder is None:
             return ResponseSender(request, Nobody(), self.began_ns)
@@ -134,13 +134,13 @@ class Execution:
         return sender
 
     def caller(self, port: ModelPort) -> Caller:
-        """Whoever runs it; of a sample, which nobody waits for, it works on no request."""
+        """Makes the caller for the model's code; a sample, which nobody waits for, has no requests."""
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)
 
     def finish(self, results: list[Result | None]) -> None:
-        """Fills in the results; of a request that is to be run once more, None."""
+        """Fills in the results; None for a request that is to be run once more."""
         pairs = list(zip(self.requests, results, strict=True))
         self.again = [request for request, result in pairs if result is None]
         if self.again:
@@ -149,23 +149,23 @@ class Execution:
         self.results = [result for result in results if result is not None]
 
     def computed(self, outputs: BatchOutputs | None, cut: Callable[[], list[Result]]) -> None:
-        """Fills in the results, which are cut only if somebody asks for them."""
+        """Fills in the outputs; results are cut from them only if they are asked for."""
         self.outputs = outputs
         self._cut = cut
 
 
 class Describing(Protocol):
-    """What may fail."""
+    """A model that can describe its failures."""
 
     def describe(self, error: BaseException) -> str:
-        """The sentence for a client when the model failed: no path, no traceback."""
+        """Returns the sentence for a client when the model failed: no path, no traceback."""
 
 
 class Model(Describing, Protocol):
-    """What runs: a jitted function, a host-side function, or an instance of a Triton Python model."""
+    """A runnable model: a jitted function, a host-side function, or an instance of a Triton Python model."""
 
     def execute(self, execution: Execution) -> None:
-        """Fills in the results and the moments. Raises whatever the model raises; then nothing is filled in."""
+        """Runs a batch, fills in results and moments. Raises whatever the model raises; then nothing is filled in."""
 
 
 def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
@@ -210,7 +210,7 @@ def _lost(model: Model, error: StateLost, execution: Execution, check: CheckDevi
 def own_failure(
     model: Describing, error: BaseException, execution: Execution, check: CheckDevice = works
 ) -> ServingError:
-    """What the requests are answered that a model has failed for; the rest is in the log."""
+    """Returns the error for requests that a model has failed for; details are in the log."""
     if isinstance(error, ServingError):
         # Without the frames: they hold the requests, and the result they become holds them.
         return error.with_traceback(None)
@@ -233,5 +233,5 @@ def own_failure(
 
 
 def describe_failure(model: str, version: int, error: BaseException) -> str:
-    """The sentence for a client: what kind of error it was, and nothing of what that says."""
+    """Returns the sentence for a client: the kind of error, and nothing of its message."""
     return f"model '{model}' version {version} failed with {type(error).__name__}"

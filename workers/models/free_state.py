@@ -1,4 +1,4 @@
-"""State with dims that vary: each sequence has arrays of its own, of whatever size its last step has made them.
+"""State with dims that vary: each sequence has arrays of its own, of the size that its last step made.
 
     a step may run ─▶ attach: what the step before it left, or where sequences begin ─▶ batched with steps of equal shapes
                                               run: the state goes in as further inputs, and comes out as further outputs
@@ -32,12 +32,12 @@ class Unfit:
     """The key of a request that cannot run, and so shares a batch with no other one."""
 
     def __init__(self, error: InvalidArgument) -> None:
-        #: Why.
+        #: Why the request cannot run.
         self.error = error
 
 
 def program_signature(described: Signature) -> Signature:
-    """What a program takes and gives where the state of its sequences travels with their requests. Raises Unsupported."""
+    """Returns a program's signature with state among inputs and outputs. Raises Unsupported."""
     if described.ragged:
         name = described.states[0].name
         raise Unsupported(
@@ -55,7 +55,7 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """The function of such a program, of parameters and inputs."""
+    """Wraps a model's function such that state is among inputs and outputs."""
     names = [spec.name for spec in described.states]
 
     def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any
 
 
 class FreeState:
-    """That of one model version."""
+    """The varying state of one model version's sequences."""
 
     def __init__(self, described: Signature, buckets: Buckets, initial: InitialState, limit: int) -> None:
         """
@@ -85,7 +85,7 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: Request) -> None:
-        """The step is the next one of its sequence: from now on it says with which others it can share a batch."""
+        """Gives the next step of a sequence its state, and the key of steps that it can share a batch with."""
         kept = None if request.controls.start else request.live.kept
         try:
             states = self.begun(request.arrays, request.rows) if kept is None else self._fitting(request, kept)
@@ -97,7 +97,7 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: Request, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """What is kept. Raises InvalidArgument: the step has another size."""
+        """Returns the kept state. Raises InvalidArgument: the step has another size."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
@@ -109,11 +109,11 @@ class FreeState:
         return kept
 
     def _lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Of the axes of a client's own inputs. Raises InvalidArgument: these contradict each other."""
+        """Returns axis name -> size in a client's inputs. Raises InvalidArgument: these contradict each other."""
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """The state of a sequence that begins with those inputs. Raises InvalidArgument: these contradict each other."""
+        """Returns the initial state for a sequence's first inputs. Raises InvalidArgument: these contradict each other."""
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}

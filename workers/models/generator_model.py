@@ -29,7 +29,7 @@ _END: Any = object()
 
 
 class GeneratorModel:
-    """One version; its instances share the function and its parameters."""
+    """One version of a generator model; its instances share the function and its parameters."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GeneratorModel:
         execution.results = [STREAMED]
 
     def response(self, request: Request, made: Any) -> Result:
-        """What it yielded, in the client's shapes; it may leave outputs out. Raises Internal: it is no response of this model."""
+        """Returns a yielded value as a response, in the client's shapes. Raises Internal: it is no response of this model."""
         parameters: Any = {}
         if isinstance(made, tuple) and len(made) == 2:
             made, parameters = made
@@ -91,10 +91,10 @@ class GeneratorModel:
         return describe_failure(self._signature.model, self._version, error)
 
     def initialize(self) -> None:
-        """Nothing to start."""
+        """Does nothing: there is nothing to start."""
 
     def close(self) -> None:
-        """Nothing to finish."""
+        """Does nothing: there is nothing to finish."""
 
 
 class _Run:
@@ -116,7 +116,7 @@ class _Run:
         self._resume = execution.resume
 
     def go_on(self, alone: bool) -> None:
-        """Drives it to its end, or until its client has too much to take. Raises what the model raises.
+        """Runs the generator to its end, or until its client is too far behind. Raises what the model raises.
 
         ``alone``: nothing else tells the loop that it is at its end.
         """
@@ -131,7 +131,7 @@ class _Run:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """On the loop."""
+        """Goes on with a throttled generator, once its client has caught up; called on the loop."""
         assert self._resume is not None
         self._resume(self._rested)
 

@@ -1,4 +1,4 @@
-"""A host-side model: a plain function of numpy arrays, for strings, tokenizers and whatever is not to be jitted.
+"""A host-side model: a Python function of numpy arrays, for strings, tokenizers and whatever is not to be jitted.
 
 It runs in a thread of its own, so one that sleeps or parses stalls nobody. BYTES are object arrays of ``bytes``.
 """
@@ -79,7 +79,7 @@ class HostModel:
         execution.results = results
 
     def _laid_out(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """The inputs of a batch whose lengths differ, and what is told of them; nothing is padded."""
+        """Lays out inputs of a batch whose lengths differ, with its batch inputs; nothing is padded."""
         inputs: dict[str, Array] = {}
         rows = sum(request.rows for request in requests)
         for spec in self._signature.inputs.values():
@@ -115,14 +115,14 @@ class HostModel:
         return describe_failure(self._signature.model, self._version, error)
 
     def initialize(self) -> None:
-        """Nothing to start."""
+        """Does nothing: there is nothing to start."""
 
     def close(self) -> None:
-        """Nothing to finish."""
+        """Does nothing: there is nothing to finish."""
 
 
 def shapes_key(arrays: Mapping[str, Array], signature: Signature) -> Hashable:
-    """What requests to a model that is not jitted must have in common to run together."""
+    """Returns the key of requests to a model that is not jitted: those of equal keys may run together."""
     batches, inputs = signature.batches, signature.inputs
     return tuple(
         (name, None if name in inputs and inputs[name].ragged else array.shape[1:] if batches else array.shape)

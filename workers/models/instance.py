@@ -1,4 +1,4 @@
-"""A thread that runs one instance of a model: one that is not jitted, so that it stalls nobody when it sleeps, or one of several.
+"""Runs one instance of a model in a thread: one that is not jitted, so that it may sleep, or one of several.
 
     loop ── Execution ──▶ thread: status page, run, status page ──▶ inbox: ``done(execution)`` on the loop
 
@@ -28,7 +28,7 @@ class Instantiated(Model, Protocol):
     """A model that lives in an instance's thread."""
 
     def initialize(self) -> None:
-        """Raises whatever the model raises."""
+        """Initialises the model. Raises whatever the model raises."""
 
     def close(self) -> None:
         """Ends the model; raises nothing."""
@@ -36,13 +36,13 @@ class Instantiated(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Closing:
-    """The last job."""
+    """The last job of an instance's thread."""
 
     closed: Callable[[], None]
 
 
 class Instance:
-    """One execution thread. ``given``, ``depth`` and ``desk`` belong to the worker's loop."""
+    """A thread that runs one instance. ``given``, ``depth`` and ``desk`` belong to the worker's loop."""
 
     def __init__(
         self,
@@ -72,22 +72,22 @@ class Instance:
         #: wait for the loop.
         self.given: deque[Execution] = deque()
         self.depth = 1
-        #: Those of them that the thread has not begun with.
+        #: Given executions that the thread has not begun.
         self._ahead: deque[Execution] = deque()
-        #: It only holds the model.
+        #: Whether it only holds the model, and gets no requests.
         self.passive = False
-        #: The group that it is of, and its number there.
+        #: The number of its group, and its number there.
         self.place = (0, 0)
         #: What it needs of the rate limiter, and how much its turns count.
         self.needs: Mapping[str, int] = {}
         self.priority = 0
-        #: Where on the status page it notes what it runs, and as which model's.
+        #: Its slot on the status page, where it notes what it runs, and as which model's.
         self.desk = 0
         self.page_key = 0
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begins to initialise and warm the model; ``wait_started`` says what came of it."""
+        """Begins to initialise and warm the model; ``wait_started`` waits for that."""
         self._thread.start()
 
     def wait_started(self, cancellation: Cancellation) -> None:
@@ -102,32 +102,32 @@ class Instance:
 
     @property
     def failed(self) -> bool:
-        """Whether the model could not be started; then the thread has ended, or is about to."""
+        """True where the model could not be started; then the thread has ended, or is about to."""
         return self._failure is not None
 
     @property
     def busy(self) -> bool:
-        """Whether it was given as much as it takes, and that is not done."""
+        """True while it has as many executions as it takes."""
         return len(self.given) >= self.depth
 
     @property
     def running(self) -> Execution | None:
-        """What its thread is at, as far as the loop knows."""
+        """The execution that its thread runs, as far as the loop knows, or None."""
         return self.given[0] if self.given else None
 
     @property
     def thread(self) -> int:
-        """As ``threading.get_ident`` says within it."""
+        """The identifier of its thread (``threading.get_ident``)."""
         return self._thread.ident or -1
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Runs a batch there; ``done`` is called on the loop."""
+        """Runs a batch in its thread; ``done`` is called on the loop."""
         self.given.append(execution)
         self._ahead.append(execution)
         self._jobs.put((execution, done))
 
     def take_back(self, execution: Execution) -> bool:
-        """Takes back what was given to ``run``; nothing more is heard of it. False: the thread has begun with it."""
+        """Takes an execution back, for which ``done`` is not called then. Returns False if the thread has begun it."""
         # One of the two removes it: that is one step, which no other thread can come between.
         with contextlib.suppress(ValueError):
             self._ahead.remove(execution)
@@ -145,7 +145,7 @@ class Instance:
             self._say_closed()
 
     def _say_closed(self) -> None:
-        """It has failed, and runs nothing of what it was given."""
+        """Reports a failed instance as closed, which runs no further jobs."""
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()
@@ -198,7 +198,7 @@ class Instance:
             del job, execution, done
 
     def _done(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """On the loop."""
+        """Passes a finished execution on, on the loop."""
         self.given.popleft()
         done(execution)
 

@@ -1,4 +1,4 @@
-"""How instances of a loaded version are made: when it is loaded, and when its configuration asks for another number of them."""
+"""Makes the instances of a version: when it is loaded, and when its configuration asks for another number of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tensord.workers.models.warmup import Sample
 
 @dataclass(frozen=True, slots=True)
 class InstanceMaker:
-    """Belongs to one load, and to those that took its instances over."""
+    """Makes a load's instances; also for later loads that took its instances over."""
 
-    #: Gives what makes an instance by its name; of a model that is compiled, one that runs it.
+    #: Returns a function from an instance's name to the instance; the second argument is the compiled model, if it is one.
     create: Callable[[ModelConfig, JaxModel | None], Callable[[str], Instantiated]]
-    #: What each runs before it counts as started.
+    #: Samples that each instance runs before it counts as started.
     prepared: Sequence[Sample]
-    #: As of ``Instance``.
+    #: Makes a context for the model's code, as in ``Instance``.
     code: Callable[[], AbstractContextManager[None]]
     imports: ModelImports
     #: The numbers of the GPUs that it runs on; none on the processor.

@@ -1,4 +1,4 @@
-"""What a Triton Python model says of its own readiness: ``TritonPythonModel.is_ready()``, where it has one.
+"""Asks Triton Python models for their own readiness: ``TritonPythonModel.is_ready()``, where they have one.
 
     the supervisor asks ─▶ ask (loop) ─▶ a thread beside the instances' ─▶ each model's is_ready ─▶ answered (loop)
                                         ╰─ nothing after five seconds: it is not ready
@@ -43,12 +43,12 @@ class IsReadyCalls:
         self._models.append(is_ready)
 
     def leave(self, is_ready: Callable[[], object]) -> None:
-        """Asks that instance no more."""
+        """Removes an instance, which is not asked any more."""
         with contextlib.suppress(ValueError):
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Calls that, on the loop, with whether every instance said ``True``."""
+        """Asks every instance, and calls ``answered``, on the loop, with whether all said ``True``."""
         if self._thread is not None and not self._waiting:
             answered(False)
             return

@@ -83,11 +83,11 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """The same model and programs, executed by so many threads; for one without sequences. ``alone``: as it was made."""
+        """Returns a model without sequences, with the same programs, for so many threads. ``alone``: as it was made."""
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
-        """The executable for a batch of compatible requests."""
+        """Returns the shapes of the executable for a batch of compatible requests."""
         first = requests[0]
         # A request that must run alone has a key of its own, which says more than its shapes.
         shapes: Shapes = self.key(first.arrays) if first.own.strikes else first.key  # type: ignore[assignment]
@@ -97,15 +97,15 @@ class JaxModel:
         return Wanted(self._buckets.rows(rows), shapes)
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """How many of them, from the first one, its largest program has room for."""
+        """Returns how many requests, from the first one on, the largest program has room for."""
         return self._buckets.fitting(requests) if self.ragged else len(requests)
 
     def find(self, requests: Sequence[Request]) -> Executable | None:
-        """Their executable, if it is compiled."""
+        """Returns the executable for a batch, or None while it is not compiled."""
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | SeriesProgram | None]:
-        """By the rows of requests of that key that wait, up to ``most``: what runs them, or the first of them. None: not settled.
+        """Returns the program for each number of waiting rows of a key, up to ``most``; None: not decided yet.
 
         Asking changes nothing.
         """
@@ -119,14 +119,14 @@ class JaxModel:
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_series(self, cancellation: Cancellation) -> None:
-        """Makes the programs for requests that share calls, when those that run one are made. Raises whatever tracing raises."""
+        """Makes the programs for grouped calls, after those for one request. Raises whatever tracing raises."""
         if self.series is not None:
             planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
             singles = [single for single in planned if single is not None]
             self.series.prepare(singles, self.executables.kept_series(cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """What runs requests of sequences that are gathered into the memory of that program.
+        """Returns a function that runs requests of sequences that are gathered in an executable's memory.
 
         It takes the slots of the first rows, and whether each starts. Raises as ``execute``.
         """
@@ -135,20 +135,20 @@ class JaxModel:
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """What runs so many rows of inputs of those shapes, if it takes and gives them as they are."""
+        """Returns the executable for rows of some shapes, if tensors need no padding or cutting; else None."""
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | SeriesProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Output -> bytes, where it pays to find places for what a lone request is answered with before the run."""
+        """Returns output -> bytes, where it pays to find places for a single request's outputs before the run."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
 
     def is_whole(self, execution: Execution) -> bool:
-        """Whether a run was of one request, its inputs as the program takes them, and its outputs as they were made."""
+        """Returns whether a run was of one request, whose inputs and outputs are the program's as they are."""
         executable, requests = execution.executable, execution.requests
         if (
             not isinstance(executable, Executable)
@@ -163,11 +163,11 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Whether a program's outputs are one request's, with nothing to be cut off."""
+        """Returns whether a program's outputs are one request's, with nothing to be cut off."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """``carry``: the state of its sequences, where an instance of its own runs it.
+        """Runs a batch. ``carry``: the state of sequences, where an instance of its own runs it.
 
         Raises: LookupError: its executable is not compiled; ask ``find`` first.  StateLost: it failed, and that state is gone.
         """
@@ -202,7 +202,7 @@ class JaxModel:
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
-        """The batch sizes of which nothing is computed for nobody. None: nothing ever is."""
+        """Batch sizes that need no padding; None: all of them."""
         if self._pads:
             return frozenset()
         return frozenset(self._buckets.batch) if self._signature.batches else None
@@ -215,7 +215,7 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, turns: Turns) -> tuple[int, int]:
-        """The same of runs outside of Python, which copy every byte of their requests and of their answers."""
+        """Returns padded rows and elements of runs outside of Python, which copy all bytes of requests and answers."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])
@@ -280,5 +280,5 @@ class JaxModel:
 
 
 def _leave(requests: Sequence[Request]) -> bool:
-    """Whether any answer leaves the worker, and not all of them go to other models."""
+    """Returns whether any answer leaves the worker, and not all of them go to other models."""
     return requests[0].sink is None or any(request.sink is None for request in requests)

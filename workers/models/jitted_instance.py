@@ -1,4 +1,4 @@
-"""A jitted model in a thread that is not the worker's loop: the model's programs with memory of that thread's to gather in.
+"""Runs a jitted model in a thread that is not the worker's loop, with gather memory of that thread.
 
 XLA runs programs without holding Python back, so the instances of a model run side by side. Code and parameters are shared, the
 state of sequences is not: each sequence belongs to one instance. On a GPU each instance copies on a stream of its own, so that
@@ -19,22 +19,22 @@ from tensord.workers.programs.execution_device import ExecutionDevice
 
 
 class JittedInstance:
-    """Everything is called from the one thread."""
+    """An instance of a jitted model; its thread alone uses it."""
 
     def __init__(self, model: JaxModel, device: ExecutionDevice) -> None:
-        """``device``: as that thread has it."""
+        """``device``: the instance's thread's."""
         self._model = model
         self._device = device
         #: The state of the sequences that run here, if the model keeps any.
         self._carry = model.executables.carry()
-        #: The model's executable -> ours; an entry goes with the model's.
+        #: The model's executable -> this thread's; an entry goes with the model's.
         self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
 
     def initialize(self) -> None:
-        """Nothing to start."""
+        """Does nothing: there is nothing to start."""
 
     def execute(self, execution: Execution) -> None:
-        """Raises as ``JaxModel.execute``."""
+        """Runs a batch. Raises as ``JaxModel.execute``."""
         shared = execution.executable or self._model.find(execution.requests)
         if isinstance(shared, Executable):
             twin = self._twins.get(shared)
@@ -47,6 +47,6 @@ class JittedInstance:
         return self._model.describe(error)
 
     def close(self) -> None:
-        """Gives its memory to gather in back."""
+        """Frees its gather memory."""
         self._twins.clear()
         self._device.close()

@@ -1,4 +1,4 @@
-"""What a load brings: one model version as the loader hands it to the worker's loop."""
+"""A loaded model version, as the loader passes it to the worker's loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tensord.workers.tensors.signature import Signature
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What the loader hands to the worker's loop."""
+    """A model version that the loader has loaded, for the worker's loop."""
 
     name: str
     version: int
@@ -68,7 +68,7 @@ class LoadedModel:
     taken_over: bool = False
 
     def join(self, request: Request) -> None:
-        """Gives a request what its model takes besides what clients send. Raises InvalidArgument: that cannot be made of it."""
+        """Adds inputs that the worker makes to a request. Raises InvalidArgument: they cannot be made of it."""
         if self.sequences is not None:
             self.sequences.join(request)
         if self.made_inputs:

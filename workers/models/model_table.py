@@ -1,4 +1,4 @@
-"""The model versions of this worker by name and number. Belongs to the worker's loop.
+"""The model versions of a worker by name and number. Belongs to the worker's loop.
 
 A version that is loaded again replaces the one before it in one step: requests that came before finish on the old one.
 """
@@ -29,12 +29,12 @@ class ModelTable:
         yield from self._serving.values()
 
     def everyone(self) -> Iterator[ModelVersion]:
-        """Also those that only finish their requests."""
+        """Iterates over all versions, those included that only finish their requests."""
         yield from self._serving.values()
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """From now on requests find it; a version it replaces drains."""
+        """Adds a version, which requests find from now on; a version that it replaces drains."""
         old = self._serving.pop((version.name, version.version), None)
         if old is not None and version.loaded.taken_over:
             old.hand_over(version.loaded)
@@ -47,7 +47,7 @@ class ModelTable:
             self._drain(old, version.statistics.inherit)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
-        """No request finds it any more; ``done`` is called when its last one is answered and it is gone."""
+        """Removes a version, which no request finds any more; ``done`` is called once it has finished and is gone."""
         version = self._serving.pop((name, number), None)
         for gone in (version, *self.draining):
             if gone is not None and (gone.name, gone.version) == (name, number):
@@ -59,7 +59,7 @@ class ModelTable:
         self._drain(version, done)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """The version, if it serves, or only holds its model."""
+        """Returns a version, if it serves, or only holds its model; else None."""
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
@@ -67,7 +67,7 @@ class ModelTable:
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Raises NotFound; InvalidArgument: it takes no requests. ``number`` 0 is the newest."""
+        """Returns a version; ``number`` 0: the newest. Raises NotFound; InvalidArgument: it takes no requests."""
         version = self._found.get((name, number))
         if version is not None:
             return version
@@ -78,11 +78,11 @@ class ModelTable:
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def serves(self, name: str, number: int) -> bool:
-        """Whether it takes requests here; for any thread."""
+        """Returns whether a version takes requests here; for any thread."""
         return (name, number) in self._found
 
     def vouches(self, name: str, number: int) -> bool:
-        """Whether it takes requests here, and nobody else need be asked; for any thread."""
+        """Returns whether a version takes requests here, and the model itself need not be asked; for any thread."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 
@@ -95,7 +95,7 @@ class ModelTable:
         self.draining.append(version)
 
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
-        """Where a request of a sequence goes: a sequence that began before the version was loaded again ends where it began.
+        """Returns the load that a sequence's request goes to: one that began before a reload ends where it began.
 
         A START goes to the new load, and ends the old run of its sequence.
         """

@@ -36,21 +36,21 @@ Part: TypeAlias = "ModelVersion | Callable[[int], object]"
 
 
 class VersionState(enum.Enum):
-    """Where a version is in its life."""
+    """The state of a version's life."""
 
-    #: Takes requests.
+    #: It takes requests.
     SERVING = enum.auto()
-    #: Unloaded or replaced: finishes what it has.
+    #: It was unloaded or replaced, and finishes its requests.
     DRAINING = enum.auto()
-    #: Ending its instances, or ended.
+    #: Its instances are ending, or have ended.
     CLOSED = enum.auto()
 
 
 class ModelVersion:
-    """Queue, batcher, statistics and the requests that wait for a shape to be compiled."""
+    """A version's queue, planner, statistics, and requests that wait for a shape to be compiled."""
 
     def __init__(self, loaded: LoadedModel, register: SequenceRegister | None = None) -> None:
-        """``register``: of the worker's sequences; for a model that has such."""
+        """``register``: the worker's sequences, for a model that has such."""
         self.loaded = loaded
         self.name = loaded.name
         self.version = loaded.version
@@ -137,14 +137,14 @@ class ModelVersion:
             instance.depth = _AHEAD if self.runs_ahead else 1
 
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
-        """What requests must have in common to run together."""
+        """Returns the key of a request: those of equal keys may run together."""
         compiled = self.jitted or self.loaded.stepped
         if compiled is not None:
             return compiled.key({**arrays, **self.loaded.made_inputs.nobody})
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """As much of it as the largest program has room for."""
+        """Takes as much of the next batch as the largest program has room for."""
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.
@@ -153,26 +153,26 @@ class ModelVersion:
         return batch
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
-        """The state of an instance's sequences is gone. Returns the answers of what waits of them."""
+        """Ends an instance's sequences, whose state is gone. Returns the answers of their waiting requests."""
         if self.sequences is None:
             return []
         self.statistics.lost_sequences += len(self.sequences.table.begun(instance))
         return self.sequences.lose(instance, now_ns)
 
     def use(self, cache: ResponseCache) -> None:
-        """Its answers may be given again."""
+        """Lets the response cache answer its requests."""
         self.cache = cache
         self.native = False
         self.when_closed(lambda: cache.forget(self))
 
     @property
     def pending(self) -> int:
-        """Requests that wait to run, some of them with an instance already, or for their shape to be compiled."""
+        """How many requests wait to run, also at an instance, or for their shape to be compiled."""
         ahead = sum([max(0, len(instance.given) - 1) for instance in self.loaded.instances])
         return len(self.planner) + ahead + sum(map(len, self.compiling.values()))
 
     def figures(self, now_ns: int) -> VersionFigures:
-        """For metrics."""
+        """Returns the version's figures for metrics."""
         statistics, table = self.statistics, None if self.sequences is None else self.sequences.table
         sequences = None if table is None else (table.seated(now_ns), table.backlog)
         cached = self.cache is not None
@@ -183,35 +183,35 @@ class ModelVersion:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs, or may still come for a sequence."""
+        """True while any request waits or runs, or may still come for a sequence."""
         if self.sequences is not None and self.sequences.table.live:
             return True
         return bool(len(self.planner) or self.executing or self.senders or self.compiling or self.planner.lives)
 
     @property
     def own_instances(self) -> list[Instance]:
-        """Those that are no other version's by now."""
+        """Its instances that no other version has taken over."""
         kept = () if self._heir is None else (*self._heir.instances, *self._heir.passive)
         return [each for each in (*self.loaded.instances, *self.loaded.passive) if each not in kept]
 
     def hand_over(self, heir: LoadedModel) -> None:
-        """Its code, and the instances that both have, are that one's from now on."""
+        """Gives its code, and instances that both have, to another version."""
         self._heir = heir
 
     def join_programs(self) -> None:
-        """Batches of shapes that were compiled for a request grow as far as there are programs for them."""
+        """Lets batches of shapes that were compiled for a request grow as far as there are programs for them."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Requests find it from now on."""
+        """Begins to serve: new sequences join this version."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
     def drain(self, on_closed: Callable[[], None]) -> None:
-        """No new requests but those of live sequences; ``on_closed`` is called once all is done and the instances have ended."""
+        """Takes only requests of live sequences from now on; ``on_closed`` is called once the version is closed."""
         self.when_closed(on_closed)
         if self.state is VersionState.SERVING:
             self.state = VersionState.DRAINING
@@ -222,16 +222,16 @@ class ModelVersion:
                 self._registered.retire()
 
     def end_sequences(self) -> None:
-        """Nobody finds this version any more: its sequences end when what waits has run."""
+        """Ends its sequences once their waiting requests have run, because no request finds the version any more."""
         if self.sequences is not None:
             self.sequences.close_all()
 
     def when_closed(self, call: Callable[[], object]) -> None:
-        """Calls it at the end of this version's life."""
+        """Calls a function at the end of this version's life."""
         self._on_closed.append(call)
 
     def settle(self) -> bool:
-        """Closes a drained version. True: nothing is left to do for it."""
+        """Closes a drained version. Returns True once nothing is left to do for it."""
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
             instances = self.own_instances
@@ -247,7 +247,7 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _lets_go(self) -> bool:
-        """Ends what its model has left running. Returns whether that is done."""
+        """Ends processes that its model has left running. Returns whether that is done."""
         processes = None if self._heir is not None else self.loaded.imports.processes
         if processes is None:
             return True
@@ -266,7 +266,7 @@ class ModelVersion:
 
 
 def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
-    """Requests by what they are for, in the order in which their submitters sent them."""
+    """Groups requests by their version, in the order in which their submitters sent them."""
     found: dict[ModelVersion, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.sequence):
         version = request.version

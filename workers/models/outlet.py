@@ -1,4 +1,4 @@
-"""What stands between a Triton Python model's response sender and the worker's."""
+"""Connects a Triton Python model's response sender with the worker's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensord.workers.requests.result import Result
 
 
 class PythonOutlet:
-    """One request's. ``answer``: what a response comes to."""
+    """Writes the responses to one request. ``answer`` converts a response to a result."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class PythonOutlet:
         sender.hold()
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """In order. Waits where the client has not taken what was sent."""
+        """Sends a response, in order. Waits where the client has not acknowledged earlier ones."""
         # One that was ended for the model sends to nobody.
         with contextlib.suppress(SenderClosed):
             self._sender.send(None if response is None else self._answer(self._request, response), final)
@@ -37,5 +37,5 @@ class PythonOutlet:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Nothing more will be sent by this one."""
+        """Releases the worker's sender: the model sends nothing more."""
         self._sender.let_go()

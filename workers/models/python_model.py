@@ -66,7 +66,7 @@ def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> 
 
 
 class PythonModel:
-    """One instance. ``initialize``, ``execute`` and ``close`` are called from its thread."""
+    """One instance of a Triton Python model. Its thread calls ``initialize``, ``execute`` and ``close``."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class PythonModel:
         sequences: SequencePlan | None = None,
         readiness: IsReadyCalls | None = None,
     ) -> None:
-        """``sequences``: of a model that has some. ``readiness``: of one that says itself whether it is ready."""
+        """``sequences``: None without sequences. ``readiness``: None where the model does not say itself whether it is ready."""
         self._readiness = readiness
         self._port = port
         self._sequences = sequences
@@ -114,14 +114,14 @@ class PythonModel:
         readiness: IsReadyCalls | None,
         message: ModelConfig,
     ) -> Callable[[str], PythonModel]:
-        """What makes each of a version's instances, by its name. Raises InvalidArgument: a parameter says what it cannot."""
+        """Returns a function that makes a version's instances by name. Raises InvalidArgument: a parameter is invalid."""
         outputs, of = DeclaredOutputs(message, signature), (record.version, record.model_path)
         return lambda instance: cls(
             module, message, signature, outputs, *of, instance, kind, port, sequences, readiness
         )
 
     def initialize(self) -> None:
-        """Raises whatever the model raises."""
+        """Calls the model's ``initialize``. Raises whatever the model raises."""
         if hasattr(self._model, "initialize"):
             with calling(Caller(self._port, phase=Phase.LOADING)):
                 self._model.initialize(self._arguments)
@@ -173,7 +173,7 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Which of the requests each row of a batch is, None: nobody's. None: the rows are the requests."""
+        """Returns the number of each row's request (None: it has none), or None where rows are the requests."""
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)
@@ -182,7 +182,7 @@ class PythonModel:
         return rows
 
     def _nobody(self, request: Request) -> interface.InferenceRequest:
-        """A request for a slot with nothing to do: of the same shapes as that one, and neither START, END nor READY."""
+        """Makes a request for an empty slot: of the shapes of another one, and neither START, END nor READY."""
         assert self._sequences is not None
         arrays = {name: np.zeros(array.shape, array.dtype) for name, array in request.arrays.items()}
         for array in arrays.values():
@@ -214,7 +214,7 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """What becomes of a request that is answered by its sender alone. None: it goes round again."""
+        """Returns the result of a request that its sender answers. None: it goes round again."""
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
         if self._sequences is not None and request.version is not None:
@@ -232,7 +232,7 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """A coroutine of ``execute`` has ended; in its thread."""
+        """Ends the execution of a coroutine, in its thread."""
         caller.close()
         if self._port.ran is not None:
             self._port.ran()
@@ -246,7 +246,7 @@ class PythonModel:
                     sender.fail(failed)
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
-        """None: it goes round again."""
+        """Returns the result of a request. None: it goes round again."""
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
             return self._rescheduled(response)
         if asked.sender is not None:
@@ -274,7 +274,7 @@ class PythonModel:
             return error
 
     def _rescheduled(self, response: Any) -> Result | None:
-        """What is answered for a request that its model has rescheduled. None: nothing, it goes round again."""
+        """Returns the error for a request that may not be rescheduled. None: it goes round again."""
         if self._sequences is None or self._sequences.iterative is None:
             return Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "
@@ -292,7 +292,7 @@ class PythonModel:
         return f"Failed to process the request(s) for model '{self._instance}', message: {reason}"
 
     def close(self) -> None:
-        """``finalize``; what it raises is only logged."""
+        """Calls the model's ``finalize``, and logs what it raises."""
         if self._readiness is not None:
             self._readiness.leave(self._is_ready)
         self._coroutines.close()

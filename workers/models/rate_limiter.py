@@ -1,4 +1,4 @@
-"""Triton's rate limiter on this worker: an instance runs only while the resources that it needs are free.
+"""Triton's rate limiter on a worker: an instance runs only while the resources that it needs are free.
 
 How much there is of a resource the operator says; of others there is as much as the instance needs that needs most of it.
 Belongs to the worker's loop.
@@ -13,19 +13,19 @@ from tensord.workers.scheduling.resources import Resources
 
 
 class RateLimiter:
-    """One per worker. Only instances that need something come here."""
+    """The resources of one worker, and the instances that need some."""
 
     def __init__(self, given: Mapping[str, int]) -> None:
-        """``given``: the operator's limits."""
+        """``given``: resource -> the operator's limit."""
         self._given = given
         self._limits: dict[str, int] = dict(given)
         self._resources: Resources[Instance] = Resources(self._limits)
         self._known: dict[Instance, None] = {}
-        #: Somebody who waited may run now; cleared by who asks them.
+        #: Whether an instance that waited may run now; cleared by the dispatcher.
         self.moved = False
 
     def add(self, instances: Iterable[Instance]) -> None:
-        """They come, if they are not there. None of them needs more than the operator gives."""
+        """Adds instances that are not there yet. None of them needs more than the operator gives."""
         for instance in instances:
             if instance.needs and instance not in self._known:
                 self._known[instance] = None
@@ -33,7 +33,7 @@ class RateLimiter:
                 self._resources.add(instance, instance.needs, instance.priority)
 
     def remove(self, instances: Iterable[Instance]) -> None:
-        """They are gone."""
+        """Removes instances."""
         for instance in instances:
             if instance in self._known:
                 del self._known[instance]
@@ -48,11 +48,11 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Whether it has what it needs; if so, until ``done``. If not, it is in the row for it."""
+        """Returns whether an instance has its resources, until ``done``. If not, it waits for them."""
         return self._resources.runs(instance) or self._resources.ask(instance)
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """It has run, or has nothing to run after all. ``again``: it has run, and there is more to run."""
+        """Frees an instance's resources, or ends its wait. ``again``: it has run, and there is more to run."""
         self.moved |= bool(
             self._resources.give_back(instance, again)
             if self._resources.runs(instance)
@@ -61,7 +61,7 @@ class RateLimiter:
 
     @property
     def running(self) -> list[Instance]:
-        """Those that have what they need, and run."""
+        """Instances that run now."""
         return [instance for instance in self._known if instance.busy]
 
     def __repr__(self) -> str:

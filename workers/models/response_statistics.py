@@ -1,4 +1,4 @@
-"""Responses of a model version, counted by their number in their request, as Triton's statistics tell them."""
+"""Counts a model version's responses by their number in their request, for Triton's statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_RESPONSES = 1024
 
 
 class Duration:
-    """How often and how long."""
+    """Counts how often something happened, and how long it took."""
 
     __slots__ = ("count", "ns")
 
@@ -26,12 +26,12 @@ class Duration:
         self.ns += ns
 
     def to_dict(self) -> dict[str, int]:
-        """As Triton's protocol has it."""
+        """Returns the entry in Triton's protocol."""
         return {"count": self.count, "ns": self.ns}
 
 
 class ResponseStatistics:
-    """Responses of one number in their request: 0 is the first of each."""
+    """Statistics of the responses of one number in their requests: 0 is each request's first."""
 
     __slots__ = ("cancel", "compute_infer", "compute_output", "empty_response", "fail", "success")
 
@@ -48,14 +48,14 @@ class ResponseStatistics:
         self.cancel = Duration()
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """In the order of Triton's protocol."""
+        """Returns the entry, in the order of Triton's protocol."""
         names = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
         found: dict[str, Duration] = {name: getattr(self, name) for name in names}
         return {name: duration.to_dict() for name, duration in found.items()}
 
 
 class ResponsesByNumber:
-    """Of a model version; of what is beyond ``MAX_RESPONSES`` nothing is counted."""
+    """Response statistics of a model version by number; numbers from ``MAX_RESPONSES`` on are not counted."""
 
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}
@@ -63,20 +63,20 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Where those of that number are counted; None: nowhere."""
+        """Returns the statistics of a number, or None where it is not counted."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
     def add(self, first: int, waited_ns: Array) -> None:
-        """Counts good responses of one request, from that number on, which took no time to place. ``waited_ns``: INT64[count]."""
+        """Counts good responses of one request, from ``first`` on, placed in no time. ``waited_ns``: INT64[count]."""
         self._open()
         which = slice(first, first + len(waited_ns))
         self._counts[which] += 1
         self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
 
     def add_at_once(self, first: int, count: int, waited_ns: int) -> None:
-        """The same of ``count`` that came together, ``waited_ns`` after the one before them."""
+        """Counts ``count`` good responses that came together, ``waited_ns`` after the one before them."""
         self._open()
         self._counts[first : first + count] += 1
         self._waited_ns[first : first + 1] += waited_ns
@@ -86,7 +86,7 @@ class ResponsesByNumber:
             self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
-        """``response_stats``."""
+        """Returns ``response_stats`` of Triton's protocol."""
         for number in np.flatnonzero(self._counts).tolist():
             counted = self.of(number)
             assert counted is not None

@@ -1,4 +1,4 @@
-"""The live sequences of all models of a worker: that there are not too many, and what fronts are told of them.
+"""Registers the live sequences of all models of a worker: bounds their number, and publishes them to fronts.
 
 Belongs to the worker's loop. Its rule: a sequence is on the page before anything of it runs, and until its answers have left.
 """
@@ -15,7 +15,7 @@ from tensord.workers.scheduling.sequence_table import SequenceTable
 
 
 class SequenceRegister:
-    """One per worker, and the only one that writes its page."""
+    """The live sequences of one worker; it alone writes the worker's sequence page."""
 
     def __init__(self, page: SequencePage, most: int) -> None:
         self.page = page
@@ -30,11 +30,11 @@ class SequenceRegister:
         self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:
-        """What one load of a model version tells of its sequences."""
+        """Makes the registry of one load's sequences."""
         return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:
-        """Raises Unavailable: there are as many as may be."""
+        """Counts a new sequence. Raises Unavailable: there are as many as may be."""
         if self.live >= self._most:
             raise Unavailable(
                 f"{self.live} sequences are live on this worker, requests.max_sequences allows {self._most}"
@@ -42,18 +42,18 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Says what is free. To be called before answers leave: who has one and starts another sequence is sent by that."""
+        """Publishes free slots; call it before answers leave, because clients that have one may start another sequence."""
         changed, self.changed = self.changed, set()
         for each in changed:
             each.tell_slots()
 
     def left(self) -> None:
-        """All answers have left."""
+        """Forgets sequences that have ended, once all answers have left."""
         if self.ended:
             self.settle()
 
     def settle(self) -> None:
-        """Forgets those that have ended: their answers have left."""
+        """Removes sequences that have ended from the page; their answers have left."""
         self.ended = False
         self.page.settle()
 
@@ -62,7 +62,7 @@ class SequenceRegister:
 
 
 class RegisteredSequences:
-    """Those of one load of a model version."""
+    """The registered sequences of one load of a model version."""
 
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:
         self._register = register
@@ -72,36 +72,36 @@ class RegisteredSequences:
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
-        """New sequences join this load from now on."""
+        """Begins to serve: new sequences join this load."""
         self._table = table
         self._register.serving[self._keys.slots] = self
         self._register.changed.add(self)
 
     def retire(self) -> None:
-        """None do any more: it was unloaded, or loaded again."""
+        """Stops serving: the version was unloaded, or loaded again."""
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]
             self._register.page.forget_slots(self._keys.slots)
 
     def tell_slots(self) -> None:
-        """Says what is free, while new sequences join."""
+        """Publishes free slots and the backlog, while new sequences join."""
         if self._table is not None:
             self._register.page.tell_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """One is to be admitted. Raises Unavailable: there are too many."""
+        """Registers a sequence that is to be admitted. Raises Unavailable: there are too many."""
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Its first request is about to run."""
+        """Publishes that a sequence's first request is about to run."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Nothing of it waits or runs."""
+        """Publishes that no request of a sequence waits or runs."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

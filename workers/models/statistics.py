@@ -1,4 +1,4 @@
-"""What one model version did, counted from its requests themselves, in the shape of Triton's statistics extension.
+"""Counts what one model version did, from its requests themselves, in the shape of Triton's statistics extension.
 
 A refused request counts nowhere. Source: Triton docs/protocol/extension_statistics.md.
 """
@@ -36,14 +36,14 @@ class Turns(NamedTuple):
     batches: list[tuple[int, int, int, int, int]]
 
     def part(self, share: int, whole: int) -> Turns:
-        """As one of several models has them that ran one after the other, and took ``share`` of the ``whole`` time."""
+        """Returns the part of one of several models in a pipeline, which took ``share`` of the ``whole`` time."""
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
         return Turns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
 
 
 class Failure(enum.Enum):
-    """Why a request failed, as Triton's metrics tell it."""
+    """The reason why a request failed, as in Triton's metrics."""
 
     #: It waited longer than it may.
     REJECTED = "REJECTED"
@@ -56,7 +56,7 @@ class Failure(enum.Enum):
 
 
 class BatchStatistics:
-    """Executions of one batch size. Plain numbers, because they are counted with every batch."""
+    """Executions of one batch size, as integers, because they are counted with every batch."""
 
     __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
 
@@ -68,7 +68,7 @@ class BatchStatistics:
 
 
 class ModelStatistics:
-    """One per model version on one worker; belongs to the loop."""
+    """Statistics of one model version on one worker; belongs to the loop."""
 
     def __init__(self, name: str, version: int) -> None:
         self._name = name
@@ -227,7 +227,7 @@ class ModelStatistics:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
 
     def padded(self, rows: int, elements: int) -> None:
-        """Counts what was computed for nobody."""
+        """Counts padding: rows and elements that were computed for no request."""
         self.padded_rows += rows
         self.padded_elements += elements
 
@@ -244,16 +244,16 @@ class ModelStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: ModelStatistics) -> None:
-        """This load replaces another one, which finishes what it has: what is counted there counts here as well."""
+        """Takes over from a load that this one replaces: what is still counted there counts here as well."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """The other one has ended."""
+        """Keeps the counts of the former load, which has ended."""
         if self._former is not None:
             self._inherited, self._former = self._former.counts(), None
 
     def counts(self) -> Counts:
-        """What metrics show of it: since the first of the loads that replaced each other."""
+        """Returns the counts for metrics, since the first of the loads that replaced each other."""
         former = self._inherited if self._former is None else self._former.counts()
         return former + Counts(
             success=self.success_count,
@@ -288,7 +288,7 @@ class ModelStatistics:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """One entry of ``model_stats``."""
+        """Returns one entry of ``model_stats``."""
         good = self.success_count
         computed = good - self.cache_hit.count
         return {

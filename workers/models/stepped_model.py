@@ -1,4 +1,4 @@
-"""One version of a stepped model on its device: requests are inserted into slots, and all slots are stepped at once.
+"""Runs one version of a stepped model on its device: inserts requests into slots, and steps all slots at once.
 
     insert, step ─▶ given to the device, in order ─▶ Run ─▶ read: the rows of outputs, on the host
 
@@ -36,22 +36,22 @@ class Run:
     __slots__ = ("_given", "_made")
 
     def __init__(self, made: Any, given: object) -> None:
-        """``given``: what the device may still read."""
+        """``given``: arrays that the device may still read."""
         self._made = made
         self._given = given
 
     @property
     def ready(self) -> bool:
-        """Whether ``read`` would return at once."""
+        """True once ``read`` would return at once."""
         return bool(self._made.is_ready())
 
     def read(self) -> Array:
-        """The rows, UINT8[rows, size]. Raises whatever became of the run."""
+        """Waits for the rows: UINT8[rows, size]. Raises what the run raised."""
         return np.asarray(self._made)
 
 
 class SteppedModel:
-    """``insert``, ``step`` and ``lost`` as the loop needs them."""
+    """One version of a stepped model, for the worker's loop."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """``remote``: the device has memory of its own."""
+        """``remote``: whether the device has memory of its own."""
         self._remote = remote
         self.rules = declared.rules
         self.gather = declared.gather
@@ -85,7 +85,7 @@ class SteppedModel:
         self.losses = 0
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """What requests must have in common to be inserted by one call. Raises InvalidArgument: there is no program for it."""
+        """Returns the key of requests that one call may insert. Raises InvalidArgument: there is no program for it."""
         key = self._shapes.key(arrays)
         if key not in self.executables.inserts:
             for axis, size in self._shapes.lengths(arrays).items():
@@ -119,7 +119,7 @@ class SteppedModel:
         return self._run(self.executables.inserts[key], (inputs, numbers))
 
     def step(self, last: int, masked: frozenset[int]) -> Run:
-        """Steps the slots up to that one, and maybe more, but not those that are masked. Raises as ``insert``."""
+        """Steps the slots up to ``last``, perhaps more, but not masked ones. Raises as ``insert``."""
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):
             unmasked = np.ones(self._slots, np.bool_)
@@ -166,13 +166,13 @@ class SteppedModel:
                     self._carry = None
 
     def lost(self) -> StateLost:
-        """To be raised from what became of a run: the carry went with it."""
+        """Drops the carry after a failed run. Returns the error to raise."""
         self._carry = None
         self.losses += 1
         return StateLost()
 
     def describe(self, error: BaseException) -> str:
-        """The sentence for a client when the model failed: no path, no traceback."""
+        """Returns the sentence for a client when the model failed: no path, no traceback."""
         return describe_failure(self._signature.model, self._version, error)
 
     def __repr__(self) -> str:

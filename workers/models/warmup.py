@@ -55,11 +55,11 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """It begins a sequence. ``begun``: where that is."""
+        """Adds the state of a new sequence. ``begun`` makes it of inputs and rows."""
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: Model, model_name: str, check: CheckDevice = works) -> None:
-        """Raises InvalidArgument: the model failed. ``check``: of the worker's device."""
+        """Runs the sample. Raises InvalidArgument: the model failed. ``check``: of the worker's device."""
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())
             run(model, execution, check)
@@ -68,7 +68,7 @@ class Sample:
                     raise self.failed(result.message)
 
     def run_jitted(self, model: JaxModel, runner: Model, model_name: str, check: CheckDevice = works) -> None:
-        """As ``run``, with a shape that no bucket covers compiled first. ``runner`` is the model in the calling thread."""
+        """Runs the sample, after compiling a shape that no bucket covers. ``runner``: the model for the calling thread."""
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])
         if model.executables.find(wanted) is None:
@@ -76,19 +76,19 @@ class Sample:
         self.run(runner, model_name, check)
 
     def request(self, model_name: str) -> Request:
-        """The sample as a request that nobody submitted: it has neither a version that serves nor a submitter that waits."""
+        """Returns the sample as a request without a submitter and without a version that serves."""
         nobody = cast(Any, None)
         prepared = PreparedRequest(model_name)
         own = RequestRecord(0, prepared)
         return Request(nobody, nobody, prepared, own, self._key, self.rows, self._arrays, {}, [], time.monotonic_ns())
 
     def failed(self, reason: str) -> InvalidArgument:
-        """What the load of its model fails with."""
+        """Returns the error with which its model's load fails."""
         return InvalidArgument(f"warmup sample '{self.name}' failed: {reason}")
 
 
 def prepared_samples(record: Load, message: ModelConfig, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
-    """The samples of a version that is being loaded. Of no sequence; they say nothing but their tensors."""
+    """Makes the samples of a version that is being loaded; they belong to no sequence, and have tensors only."""
     nobody = made_inputs.nobody
     made = {*nobody, *(name for name, spec in described.inputs.items() if spec.of_batch is not None)}
     return samples(message, described.without_inputs(made), Path(record.model_path), nobody)
