@@ -1,4 +1,4 @@
-"""What attackers cost other clients, the daemon's memory and its descriptors: ``python -m bench.attack``.
+"""Measures what attackers cost other clients, the daemon's memory and its descriptors: ``python -m bench.attack``.
 
 Each attack of ``bench/attackers`` runs for some seconds, in a process of its own, against a daemon with the default bounds, while
 an ordinary client of each protocol goes on with small requests (bench/bystander.py). A line for each attack: the others' answers,
@@ -76,7 +76,7 @@ def attack(name: str | None, http: str, grpc: str, seconds: float) -> Outcome:
 
 
 def largest_is_answered(http: str) -> bool:
-    """Whether a body as large as it may be finds its room."""
+    """Returns whether a body of the largest allowed size finds its room."""
     given = httpclient.InferInput("INPUT0", [_LARGEST], "FP32")
     values = np.random.default_rng(0).random(_LARGEST, np.float32)
     given.set_data_from_numpy(values)
@@ -147,7 +147,7 @@ def _line(name: str | None, outcome: Outcome) -> str:
 
 
 def _held(before: dict[str, Footprint], after: dict[str, Footprint]) -> str:
-    """One line for what differs from the beginning."""
+    """Returns a line for what differs from the beginning."""
     parts = []
     for name, now in after.items():
         then = before.get(name, now)

@@ -90,7 +90,7 @@ def _work(sock: socket.socket, function: Function) -> None:
 
 
 class Chain:
-    """What all connections share."""
+    """The state that all connections share."""
 
     def __init__(self, upstream: str, model: str, kind: str) -> None:
         self.upstream = upstream
@@ -197,7 +197,7 @@ class Connection(asyncio.Protocol):
 def fetch(
     upstream: str, method: str, path: str, body: bytes, fields: Mapping[str, str]
 ) -> tuple[int, list[str], bytes]:
-    """What a server answers: status, header fields besides the length, and the body."""
+    """Returns a server's answer: status, header fields besides the length, and the body."""
     connection = http.client.HTTPConnection(upstream)
     connection.request(method, path, body, fields)
     answer = connection.getresponse()
@@ -208,7 +208,7 @@ def fetch(
 
 
 def head_of(status: int, fields: Sequence[str], size: int) -> bytes:
-    """What stands before a body of so many bytes."""
+    """Returns the head of an answer with a body of so many bytes."""
     return "\r\n".join([f"HTTP/1.1 {status} OK", *fields, f"content-length: {size}", "", ""]).encode()
 
 
@@ -218,7 +218,7 @@ def _raw(head: bytes, name: str) -> bytes:
 
 
 def counters(statistics: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where statistics hold what grows with every request: objects and the name in them."""
+    """Returns the counters in statistics that grow with every request: objects and the name in them."""
     for model in statistics["model_stats"]:
         for name in ("inference_count", "execution_count", "last_inference"):
             yield model, name

@@ -36,7 +36,7 @@ _PAUSE = 0.002
 
 
 class Bystander:
-    """One client of one protocol."""
+    """An ordinary client of one protocol."""
 
     def __init__(self, protocol: str, address: str, exchanges: Iterator[Exchange], comes_from: str = "") -> None:
         self._comes_from = comes_from
@@ -75,7 +75,7 @@ class Bystander:
         self._connection, self._left = None, 0
 
     def report(self) -> dict[str, Any]:
-        """What it saw."""
+        """Returns what the client saw."""
         return {
             "answers": self._answers,
             "failures": self._failures,
@@ -84,7 +84,7 @@ class Bystander:
         }
 
     def _exchange(self, exchange: Exchange) -> None:
-        """Raises OSError: the connection is lost.  AssertionError: not the right answer."""
+        """Sends a request, checks the answer. Raises OSError: the connection is lost.  AssertionError: a wrong answer."""
         if not self._left:
             self.close()
             self._connection, self._left = self._kind(self._address, self._comes_from), _REQUESTS_A_CONNECTION
@@ -105,7 +105,7 @@ class Bystander:
 
 @contextlib.contextmanager
 def requests(protocol: str, address: str, kind: str) -> Iterator[Iterator[Exchange]]:
-    """What it sends. ``kind``: "small", "mebibyte", or "mixed" with a region that is registered while the block runs."""
+    """Yields the client's requests. ``kind``: "small", "mebibyte", or "mixed", with a region registered within the block."""
     if kind != "mixed":
         yield {"small": small, "mebibyte": mebibyte}[kind](protocol)
         return

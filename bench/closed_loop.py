@@ -65,7 +65,7 @@ class Row:
     connection: type[Connection] = Connection
 
     def check(self, answer: bytes | bytearray) -> None:
-        """Raises AssertionError: the answer does not carry the tensor."""
+        """Raises AssertionError if the answer does not carry the tensor."""
         if self.binary:
             right = answer.endswith(self.values.tobytes())
         else:

@@ -20,7 +20,7 @@ _WARM = 5
 
 
 def report(address: str, seconds: float) -> None:
-    """One line a row: median latency, the bare copy's, and the bytes a second of the former."""
+    """Formats a line for each row: median latency, the bare copy's, and the bytes a second of the former."""
     try:
         import tritonclient.utils.cuda_shared_memory as cuda
         from cuda.bindings import runtime

@@ -1,4 +1,4 @@
-"""What an ensemble costs beside its programs: requests through a worker's loop, and the three programs in a bare loop.
+"""Measures what an ensemble costs beside its programs: requests through a worker's loop, and the three programs in a bare loop.
 
     python -m bench.ensemble [--rounds N]     784 pixels ─▶ pre ─▶ mlp ─▶ post (bench/models); all in turn, medians are printed
 
@@ -106,7 +106,7 @@ class Bench:
         self._worker.turn()
 
     def answer(self) -> bytes:
-        """What came of it."""
+        """Returns the answer to a request."""
         while not (received := self._lane.receive()):
             self._worker.turn()
         ((_, own),) = received

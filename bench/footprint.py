@@ -1,4 +1,4 @@
-"""What each process of a daemon holds: descriptors, and memory that is its own."""
+"""Reads what each process of a daemon holds: descriptors, and memory that is its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.server import children
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """One process at one moment."""
+    """Descriptors and memory of one process at one moment."""
 
     descriptors: int
     #: Resident and shared with nobody. Arenas are shared: they are in ``shared_bytes``.
@@ -31,7 +31,7 @@ class Footprint:
 
 
 def footprints(supervisor: int) -> dict[str, Footprint]:
-    """Of the supervisor and each child, by role; several of one role are numbered in the order of their starts."""
+    """Reads the footprints of supervisor and children, by role; several of one role are numbered in the order of their starts."""
     found: dict[str, Footprint] = {}
     for pid, module in sorted({supervisor: "supervisor", **children(supervisor)}.items()):
         name, number = module, 1

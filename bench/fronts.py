@@ -1,4 +1,4 @@
-"""What several fronts bring and cost: rate, latency, and the processor time of one request, for each number of them.
+"""Measures what several fronts bring and cost: rate, latency, and the processor time of one request, for each number of them.
 
     python -m bench.fronts [--protocols http,grpc] [--processes 1,2] [--rounds 5] [--seconds 2] [--rate 1000] [--per-front 1,4,8]
 
@@ -57,7 +57,7 @@ class Server:
     http: str
 
     def run(self, measure: Load) -> Run:
-        """One measurement, with what it cost the processes."""
+        """Measures once, with what it cost the processes."""
         processes = children(self.pid)
         before, counted = {pid: Usage.of(pid) for pid in processes}, answered(self.http)
         rate, p50_us, count = measure(self.address)
@@ -122,7 +122,7 @@ def main() -> int:
 
 
 def flags(protocol: str, fronts: int) -> list[str]:
-    """What a daemon is started with besides bench/serve.toml: it shares no port with those of other numbers beside it."""
+    """Returns a daemon's flags besides bench/serve.toml: it shares no port with those of other numbers beside it."""
     chosen = [f"--http-port={_FIRST_PORT + fronts}", f"--grpc-port={_FIRST_GRPC_PORT + fronts}"]
     chosen += ["--allow-metrics=false", f"--{protocol}-processes={fronts}"]
     return [*chosen, "--allow-grpc=false"] if protocol == "http" else chosen
@@ -141,7 +141,7 @@ def _served(protocol: str, fronts: int, logs: Path) -> Iterator[Server]:
 def _loads(
     small: closed_loop.Row, large: closed_loop.Row, fronts: int, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, Load]]:
-    """What so many fronts are measured with: names as in the table."""
+    """Returns the loads that so many fronts are measured with: names as in the table."""
     for count in map(int, arguments.per_front.split(",")):
         row = dataclasses.replace(small, connections=count * fronts)
         yield f"small, {count} for each front", closed(row, arguments.seconds)

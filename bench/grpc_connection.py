@@ -46,7 +46,7 @@ _prefix = struct.Struct(">BI")
 
 
 def rows() -> list[Row]:
-    """As the HTTP rows with binary tensors, as far as a message fits into one frame."""
+    """Returns the HTTP rows with binary tensors whose message fits into one frame."""
     return binary_rows("grpc", infer_request, GrpcConnection, (1,))
 
 
@@ -205,7 +205,7 @@ class GrpcConnection(Connection):
             raise ConnectionError(f"the server ends the connection: {content[8:]!r}")
 
     def _check(self, trailers: bytes) -> None:
-        """Raises AssertionError: not OK, or not exactly one message, uncompressed."""
+        """Raises AssertionError unless the answer is OK and exactly one message, uncompressed."""
         if trailers != self._good_trailers:
             fields = dict(self._decoder.decode(trailers))
             if fields.get("grpc-status") != "0":

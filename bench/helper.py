@@ -67,7 +67,7 @@ def reports(processes: Iterable[subprocess.Popen[str]]) -> list[dict[str, Any]]:
 
 
 def report(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it prints until it ends, as JSON. Raises SystemExit: it failed."""
+    """Waits for the helper and returns what it printed, as JSON. Raises SystemExit: it failed."""
     assert process.stdout is not None
     text = process.stdout.read()
     if process.wait():

@@ -35,7 +35,7 @@ class Exchange:
     elements: list[float] | None = None
 
     def check(self, answer: bytes | bytearray) -> None:
-        """Raises AssertionError: the answer, with its HTTP head if it has one, is not the right one."""
+        """Raises AssertionError unless the answer, with its HTTP head if it has one, is the right one."""
         head, _, content = bytes(answer).partition(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 ") and head.startswith(b"HTTP/1.1 200") == self.is_error:
             raise AssertionError(f"{head.splitlines()[0].decode()}: {content[:150]!r}")
@@ -49,7 +49,7 @@ class Exchange:
 
     @property
     def is_error(self) -> bool:
-        """Whether an error is the right answer."""
+        """True where an error is the right answer."""
         return self.values is None and self.elements is None
 
 
@@ -63,7 +63,7 @@ def small(protocol: str) -> Iterator[Exchange]:
 
 
 def mebibyte(protocol: str) -> Iterator[Exchange]:
-    """The same tensor of a MiB each time, there and back."""
+    """Makes exchanges of one tensor of a MiB, there and back."""
     values = np.random.default_rng().random(1 << 18, np.float32)
     build = grpc_infer_request if protocol == "grpc" else infer_request
     exchange = Exchange(build("identity", [("INPUT0", values)], "OUTPUT0"), values.tobytes())

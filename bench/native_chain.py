@@ -47,7 +47,7 @@ def compiled(folder: Path) -> Path | None:
 
 
 def answers(upstream: str) -> bytes:
-    """What the program answers, as the tensord at ``upstream`` does it; the form is native_chain.c's.
+    """Returns the program's answers, as the tensord at ``upstream`` gives them; the form is native_chain.c's.
 
     Raises SystemExit: the tensord answers something with an error.
     """
@@ -101,7 +101,7 @@ def chain(program: Path, upstream: str, address: str, spin_us: int, log: Path) -
 
 
 def check(address: str) -> None:
-    """Raises SystemExit: a server answers ``addsub`` wrongly."""
+    """Raises SystemExit if a server answers ``addsub`` wrongly."""
     with httpclient.InferenceServerClient(address) as client:
         for seed in range(8):
             a, b = values = np.random.default_rng(seed).standard_normal((2, 1, 16)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What one request costs each process of the daemon: processor time in user and kernel mode, and how often it slept.
+"""Measures what one request costs each process of the daemon: processor time in user and kernel mode, and how often it slept.
 
 Latencies swing with whatever else a machine does; these figures swing less, because they count work instead of waiting.
 """

@@ -1,4 +1,4 @@
-"""What a system region costs beside one process: the same jitted function on a mapped array, its result copied out by numpy.
+"""Measures a system region beside one process: the same jitted function on a mapped array, its result copied out by numpy.
 
 The bare program runs in a process of its own, as the worker does, and its rounds alternate with the server's.
 """
@@ -58,7 +58,7 @@ def check_access(address: str, access: str) -> None:
 
 
 def report(address: str, seconds: float, rounds: int) -> None:
-    """One line: both medians, and the median of the rounds' ratios."""
+    """Formats both medians, and the median of the rounds' ratios, in a line."""
     with _object() as path:
         pairs = _measure(path, address, seconds, rounds)
     ours, least = (statistics.median(column) for column in zip(*pairs, strict=True))

@@ -100,7 +100,7 @@ class Entered(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """What one process entered for one request."""
+    """The calls and files that one process entered for one request."""
 
     calls: Sequence[Entered]
 
@@ -208,7 +208,7 @@ def usual(ways: Sequence[Way]) -> Way:
 
 
 def least(rows: Sequence[Row]) -> Row:
-    """What both parts entered at least."""
+    """Returns the smaller counts of two routes."""
     front = min((row.front for row in rows), key=lambda way: way.figures)
     worker = min((row.worker for row in rows), key=lambda way: way.figures)
     return Row(rows[0].name, front, worker)
@@ -238,7 +238,7 @@ class Client:
         return Row(name, without_sends(ways[protocol]), until_sent(ways["worker"]))
 
     def token(self) -> Row:
-        """One token in the middle of ``generate_stream``."""
+        """Waits for a token in the middle of ``generate_stream``."""
         body = json.dumps({"count": _TOKENS}).encode()
         head = b"POST /v2/models/token/generate_stream HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % len(
             body
@@ -267,7 +267,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def ask(connection: Connection, request: bytes) -> None:
-    """One request and its whole answer. Raises AssertionError: it is refused."""
+    """Sends a request and reads its whole answer. Raises AssertionError: it is refused."""
     connection.send(request)
     while not connection.read():
         pass
@@ -287,7 +287,7 @@ def large_request(protocol: str, model: str) -> bytes:
 
 
 def infer_request(protocol: str) -> Callable[..., bytes]:
-    """What makes requests of that protocol."""
+    """Returns a function that makes requests of a protocol."""
     return closed_loop.infer_request if protocol == "http" else grpc_connection.infer_request
 
 

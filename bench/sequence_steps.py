@@ -1,4 +1,4 @@
-"""What a step of a sequence costs beside a stateless request of the same arithmetic, and where its worker is looked for.
+"""Measures what a step of a sequence costs beside a stateless request of the same arithmetic, and how its worker is found.
 
     python -m bench.sequence_steps [--rounds 5] [--seconds 2] [--connections 1,16]
 

@@ -37,7 +37,7 @@ _ENDS, _ASKS = 12, 2
 
 
 class Sequence:
-    """One, as its client sees it."""
+    """A sequence as its client sees it."""
 
     def __init__(self, who: int | str) -> None:
         self.who = who
@@ -76,7 +76,7 @@ class Clients:
 
     @property
     def failures(self) -> dict[str, int]:
-        """What must not be."""
+        """Counts of outcomes that must not be."""
         return {what: count for what, count in self.seen.items() if what not in ("right", "lost")}
 
     def _run(self, seed: int, sequences: list[Sequence]) -> None:
@@ -103,7 +103,7 @@ def connections(http: str, grpc: str) -> Iterator[list[Front]]:
 
 
 def step(front: Front, sequence: Sequence, chance: random.Random) -> str:
-    """One step of a sequence: what came of it."""
+    """Sends one step of a sequence. Returns its outcome."""
     client, module = front
     x = chance.randrange(1, 1000)
     start = sequence.sum is None and not (sequence.lost and chance.randrange(_ASKS) == 0)
@@ -125,7 +125,7 @@ def step(front: Front, sequence: Sequence, chance: random.Random) -> str:
 
 
 def kill_worker(supervisor: int, chance: random.Random) -> bool:
-    """Whether there was one."""
+    """Kills a worker. Returns whether there was one."""
     workers = [pid for pid, kind in children(supervisor).items() if kind == "workers"]
     if workers:
         with contextlib.suppress(ProcessLookupError):

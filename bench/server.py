@@ -57,7 +57,7 @@ def serving(
 
 
 def log_file(path: Path) -> BinaryIO:
-    """That file, emptied. In a folder like /tmp somebody else may have put a link or a file there: raises SystemExit then."""
+    """Returns an emptied log file. Raises SystemExit if somebody else has put a link or a file there, as in a folder like /tmp."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
@@ -76,7 +76,7 @@ def _end_of(log: Path) -> str:
 
 
 def ready(address: str) -> bool:
-    """Whether a server answers and is ready."""
+    """Returns whether a server answers and is ready."""
     try:
         with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -111,7 +111,7 @@ def children(pid: int) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process has used since its start."""
+    """The processor time and other resources that a process has used since its start."""
 
     user_us: float
     kernel_us: float
@@ -130,7 +130,7 @@ class Usage:
         return cls(int(fields[11]) * _TICK_US, int(fields[12]) * _TICK_US, sleeps)
 
     def since(self, earlier: Usage) -> Usage:
-        """What was used between two readings."""
+        """Returns what was used between two readings."""
         return Usage(
             self.user_us - earlier.user_us, self.kernel_us - earlier.kernel_us, max(0, self.sleeps - earlier.sleeps)
         )

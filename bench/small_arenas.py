@@ -1,4 +1,4 @@
-"""One trial of each attack beside four ordinary clients, with arenas that are soon full (bench/attackers/small_arenas.toml).
+"""Tries each attack once beside four ordinary clients, with arenas that are soon full (bench/attackers/small_arenas.toml).
 
     127.0.0.2  HTTP, small requests      127.0.0.4  gRPC, small requests
     127.0.0.3  HTTP, a MiB each          127.0.0.5  gRPC, a MiB each          127.0.0.1  the attacker

@@ -47,7 +47,7 @@ class Killer:
         self.killed: dict[str, int] = {}
 
     def kill_if_due(self) -> None:
-        """One random process, when its time has come."""
+        """Kills one random process, when its time has come."""
         if not self._pause or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + random.expovariate(1 / self._pause)
@@ -60,7 +60,7 @@ class Killer:
 
 
 class Attacks:
-    """One attacker at a time, until the block ends; ``done`` counts them."""
+    """Runs one attacker at a time, until the block ends; ``done`` counts them."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names

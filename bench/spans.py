@@ -1,4 +1,4 @@
-"""Where the microseconds of one request go: the daemon's own traces, and what each process of the way has used.
+"""Shows where the microseconds of one request go: the daemon's own traces, and what each process of the way has used.
 
     python -m bench.spans --peer DIR [--rows NAME,...]     DIR as for ``python -m bench``; its perf_analyzer is the client, its
                                                            compare.py says what a row is. The peer's server does not run.
@@ -79,7 +79,7 @@ def settled(file: Path) -> None:
 
 
 class Measured:
-    """One row."""
+    """A measured row of the table."""
 
     def __init__(self, supervisor: int, file: Path, command: list[str], rate: int) -> None:
         with httpclient.InferenceServerClient(ADDRESS) as client:

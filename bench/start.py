@@ -72,7 +72,7 @@ def start(cache: str, arguments: Sequence[str], models: Sequence[str]) -> float:
 
 
 def ready(models: Sequence[str]) -> bool:
-    """Whether every one of them is served."""
+    """Returns whether every model is served."""
     try:
         for path in ("health/ready", *(f"models/{name}/ready" for name in models)):
             with urllib.request.urlopen(f"http://{ADDRESS}/v2/{path}", timeout=5) as answer:

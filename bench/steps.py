@@ -1,4 +1,4 @@
-"""What a step of a stepped model costs when it is served, beside the same step in a bare loop; how soon a request joins others.
+"""Measures a served step of a stepped model, beside the same step in a bare loop; how soon a request joins others.
 
     python -m bench.steps [--rounds 5] [--seconds 2] [--slots 64]     bench/models/writer with so many slots
 
@@ -69,7 +69,7 @@ class Bare:
             np.asarray(outputs["token"]), np.asarray(emit), np.asarray(finished)
 
     def measure(self) -> Cost:
-        """Of all slots."""
+        """Measures steps of all slots."""
         began, used = time.perf_counter(), time.process_time()
         self.run(MEASURED)
         lasted, used = time.perf_counter() - began, time.process_time() - used
@@ -87,7 +87,7 @@ class Served:
         self._joining = TokenStream(GRPC)
 
     def measure(self) -> Cost | None:
-        """Of all slots but one. None: on a busy machine the responses of nearly all steps came at once."""
+        """Measures steps of all slots but one. None: on a busy machine the responses of nearly all steps came at once."""
         before = self._gather()
         first, began = self._crowd.wait(before + BEFORE * self._size)
         used = [processor_us(pid) for pid in self._processes]
@@ -146,7 +146,7 @@ def quiet(costs: list[Cost]) -> Cost:
 
 
 def processor_us(pid: int) -> float:
-    """What all threads of a process have used of it."""
+    """Returns the processor time that all threads of a process have used."""
     used = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -73,7 +73,7 @@ class StreamClient(threading.Thread):
 
 
 class _Stream:
-    """One call of ModelStreamInfer."""
+    """A call of ModelStreamInfer."""
 
     def __init__(self, stub: service_pb2_grpc.GRPCInferenceServiceStub, chance: random.Random) -> None:
         self._chance = chance
@@ -121,7 +121,7 @@ def _request(base: np.ndarray, count: int) -> service_pb2.ModelInferRequest:
 
 
 class Course:
-    """What each process held, by role, from moment to moment."""
+    """Footprints of each process, by role, over time."""
 
     def __init__(self, supervisor: int) -> None:
         self._supervisor = supervisor
@@ -147,14 +147,14 @@ class Course:
 
 
 def serves() -> bool:
-    """Whether a worker has the model."""
+    """Returns whether a worker has the model."""
     with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{_HTTP}/v2/models/{_MODEL}/ready", timeout=5):
         return True
     return False
 
 
 def told(clients: list[StreamClient]) -> Counter[str]:
-    """What all of their requests came to."""
+    """Returns the outcomes of all clients' requests."""
     return sum((client.seen for client in clients), Counter())
 
 

@@ -35,7 +35,7 @@ ASKED = {
 
 
 def markdown(figures: Path) -> str:
-    """One line a row that was measured; a ratio that was asked for and met is bold."""
+    """Formats a line for each row that was measured; a ratio that was asked for and met is bold."""
     lines = ["| row | ours/s | peer/s | rate x | asked for | ours p50 us | peer p50 us | p50 x | asked for |"]
     lines.append("| --- " * 9 + "|")
     for name, row in json.loads(figures.read_text()).items():

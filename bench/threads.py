@@ -1,4 +1,4 @@
-"""What one run of a small network costs with all threads of XLA and with one, by its number of rows: where to set the bound.
+"""Measures one run of a small network with all threads of XLA and with one, by its number of rows: where to set the bound.
 
 python -m bench.threads [--rounds N]      784 x 512 x 512 x 10 (bench/models/mlp); rounds alternate, medians are printed
 

@@ -75,7 +75,7 @@ class TokenStream:
                     self._news.notify_all()
 
     def close(self) -> None:
-        """Nobody waits for what is under way."""
+        """Closes the connection: nobody waits for tokens under way."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -83,7 +83,7 @@ class TokenStream:
 
 
 class Count:
-    """Of a mark in bytes that come in pieces."""
+    """Counts a mark in bytes that come in pieces."""
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark

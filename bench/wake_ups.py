@@ -1,4 +1,4 @@
-"""What it costs on this machine to wake a process that sleeps: the reason why fronts and workers look before they sleep.
+"""Measures what it costs on this machine to wake a process that sleeps: the reason why fronts and workers look before they sleep.
 
     python -m bench.wake_ups [--count 3000]
 

@@ -53,7 +53,7 @@ class CudaOwner:
         self._ask("put", name, arrays)
 
     def get(self, name: str, dtype: Any, shape: tuple[int, ...], offset: int = 0) -> np.ndarray[Any, Any]:
-        """What lies at ``offset``."""
+        """Reads what lies at ``offset``."""
         return self._ask("get", name, np.dtype(dtype), shape, offset)
 
     def destroy(self, name: str) -> None:

@@ -146,7 +146,7 @@ class DaemonProcess:
 
     @property
     def log(self) -> str:
-        """What it wrote to standard error so far."""
+        """Returns what the daemon wrote to standard error so far."""
         return "".join(self._log)
 
     @property
@@ -190,7 +190,7 @@ class DaemonProcess:
         return []
 
     def children(self, module: str) -> list[psutil.Process]:
-        """Those of it that run ``python -m module``."""
+        """Returns the daemon's children that run ``python -m module``."""
         found = []
         for process in self.everybody()[1:]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -246,7 +246,7 @@ class DaemonProcess:
 
 
 def tensorctl_status(control: Path) -> dict[str, Any]:
-    """What ``tensorctl status`` says of the daemon with that control socket."""
+    """Returns what ``tensorctl status`` says of the daemon with a control socket."""
     command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(control), "--json", "status"]
     return dict(json.loads(subprocess.check_output(command, cwd=ROOT)))
 
@@ -287,7 +287,7 @@ def end_group(leader: subprocess.Popen[str] | prepared.Process, number: int) -> 
 
 
 def has_ended(process: subprocess.Popen[str] | prepared.Process) -> bool:
-    """As ``poll``, and its number stays its own."""
+    """Returns whether a process has ended, without reaping it: its number stays its own."""
     if process.returncode is not None:
         return True
     try:

@@ -99,7 +99,7 @@ class WholeRequests:
 
 
 def whole_answers(received: list[tuple[PreparedAnswer, AnswerRecord]]) -> list[WholeAnswer]:
-    """What came on a lane, each answer as one value."""
+    """Returns the answers that came on a lane, each as one value."""
     return [whole_answer(prepared, own) for prepared, own in received]
 
 
@@ -164,7 +164,7 @@ class EchoWorker:
         return whole
 
     def idle(self, seconds: float = 0.2) -> bool:
-        """Whether no request comes for a moment."""
+        """Returns whether no request comes for a moment."""
         self.poll()
         if not self._requests and _wait_readable(self.lane.fileno(), seconds):
             self.poll()
@@ -298,7 +298,7 @@ class FrontProcess:
         return worker
 
     def model(self, *workers: EchoWorker, name: str = "echo", version: int = 1, **fields: Any) -> None:
-        """That version is ready at those workers; returns when the front knows."""
+        """Publishes a version as ready at workers; returns once the front knows."""
         described = {
             "name": name,
             "platform": "jax",
@@ -376,7 +376,7 @@ def front_process(
 
 @dataclass
 class Answer:
-    """One HTTP answer."""
+    """An HTTP answer."""
 
     status: int
     headers: dict[str, str]
@@ -390,7 +390,7 @@ class Answer:
 
     @property
     def parts(self) -> bytes:
-        """What follows the JSON of a binary answer."""
+        """Returns what follows the JSON of a binary answer."""
         return self.body[int(self.headers["inference-header-content-length"]) :]
 
     @property
@@ -449,7 +449,7 @@ class Client:
         return Answer(status, headers, body)
 
     def ends(self) -> bool:
-        """Whether the connection ends without another byte."""
+        """Returns whether the connection ends without another byte."""
         try:
             return not self._buffer and self.sock.recv(1) == b""
         except ConnectionResetError:
@@ -512,7 +512,7 @@ def post(body: bytes, *headers: str, model: str = "echo") -> bytes:
 
 
 def chunked(body: bytes, size: int, *headers: str) -> bytes:
-    """The same as chunks of that size."""
+    """Returns a body as chunks of a size."""
     lines = ["POST /v2/models/echo/infer HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *headers]
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
     return (
@@ -534,7 +534,7 @@ def serving(workers: int = 1, send_buffer: int = 0, **options: Any) -> Iterator[
 
 
 def in_service(front: FrontProcess, worker: EchoWorker, client: Client) -> None:
-    """One request goes the whole way."""
+    """Has one request go the whole way."""
     client.send(json_request(b"\1"))
     worker.echo_until(client)
     assert client.answer().values == b"\1"

@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def ran(*command: str | Path, cwd: Path, environment: Mapping[str, str] | None = None) -> str:
-    """What a command prints; it ends well."""
+    """Runs a command, which has to succeed, and returns what it prints."""
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

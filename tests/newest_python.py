@@ -19,7 +19,7 @@ _ASK = "import sys, venv, ensurepip, ctypes, ssl; print(*sys.version_info[:2], s
 
 
 def folders() -> list[Path]:
-    """Where interpreters may lie: the path, pyenv's versions, and others that keep them alike."""
+    """Returns folders where interpreters may lie: the path, pyenv's versions, and others that keep them alike."""
     path = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
     roots = [Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"]
     roots += [Path.home() / ".local/share/uv/python", Path.home() / ".asdf/installs/python"]

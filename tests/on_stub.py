@@ -44,7 +44,7 @@ def configure(config: pytest.Config) -> None:
 
 
 def wanted() -> bool:
-    """Whether daemons are to have GPU workers."""
+    """Returns whether daemons are to have GPU workers."""
     return _VARIABLE in os.environ
 
 
@@ -59,7 +59,7 @@ def _delay() -> int:
 
 
 def skip(items: list[pytest.Item]) -> None:
-    """What is about CPU workers, where daemons have none."""
+    """Skips tests of CPU workers, where daemons have none."""
     if wanted():
         for item in items:
             for mark in item.iter_markers("cpu_workers"):

@@ -72,7 +72,7 @@ class Process:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Nothing happens if it has ended."""
+        """Sends a signal; does nothing if the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -139,7 +139,7 @@ def start(
 
 
 def is_forked(pid: int) -> bool:
-    """Whether that process was forked off a first one, as its command line shows: ``first_process._rename``."""
+    """Returns whether a process was forked off a first one, as its command line shows: ``first_process._rename``."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"//")
 
 

@@ -169,7 +169,7 @@ def whole_answer(prepared: PreparedAnswer, own: AnswerRecord) -> WholeAnswer:
 
 
 def noting(sent: list[WholeAnswer]) -> Callable[..., None]:
-    """What stands for ``WorkerLane.complete``: puts each answer as one value into the list."""
+    """Returns a stand-in for ``WorkerLane.complete`` that puts each answer as one value into the list."""
 
     def complete(record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
         prepared = record.prepared if numbered is None else numbered.prepared

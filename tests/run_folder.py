@@ -1,4 +1,4 @@
-"""What all processes of a run of the tests share, be they several of pytest's: a folder, made by the first and gone with it."""
+"""The folder that all processes of a run of the tests share, be they several of pytest's: made by the first and gone with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make() -> Callable[[], None]:
 
 
 def programs() -> str:
-    """Where daemons and workers keep compiled programs, so that each is compiled once."""
+    """Returns the folder where daemons and workers keep compiled programs, so that each is compiled once."""
     return os.path.join(os.environ[_VARIABLE], "programs")
 
 

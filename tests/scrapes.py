@@ -21,7 +21,7 @@ class Samples:
                 self._values[name, frozenset(sample.labels.items())] = sample.value
 
     def value(self, name: str, **labels: str) -> float:
-        """Of the one sample with these labels and no others."""
+        """Returns the value of the one sample with these labels and no others."""
         return self._values[name, frozenset(labels.items())]
 
     def of(self, name: str, label: str) -> dict[str, float]:
@@ -29,11 +29,11 @@ class Samples:
         return {dict(labels)[label]: value for (found, labels), value in self._values.items() if found == name}
 
     def model(self, name: str, model: str, version: int = 1, **labels: str) -> float:
-        """Of a model's metric."""
+        """Returns the value of a model's metric."""
         return self.value(name, model=model, version=str(version), **labels)
 
 
 def scrape(address: str) -> Samples:
-    """What GET /metrics on HOST:PORT answers now."""
+    """Returns what GET /metrics on HOST:PORT answers now."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE) as answer:
         return Samples(answer.read().decode())

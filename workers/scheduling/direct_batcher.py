@@ -15,7 +15,7 @@ from tensord.workers.scheduling.sequence import LiveSequence, S
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """When a batch of few slots may wait for more of them."""
+    """The rules by which a batch of few slots may wait for more of them."""
 
     slots: int = 1
     delay_ns: int = 0

@@ -46,7 +46,7 @@ class Refuse(NamedTuple, Generic[P]):
 
 
 class Planner(Protocol[P]):
-    """What the dispatcher asks of a model version's planner."""
+    """The interface of a model version's planner to the dispatcher."""
 
     def __len__(self) -> int:
         """Returns how many requests wait."""
