@@ -57,7 +57,7 @@ def serving(
 
 
 def log_file(path: Path) -> BinaryIO:
-    """Returns an emptied log file. Raises SystemExit if somebody else has put a link or a file there, as in a folder like /tmp."""
+    """Returns an emptied log file. Raises SystemExit if somebody else has put a link or a file there, as in /tmp."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
