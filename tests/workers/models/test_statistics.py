@@ -76,18 +76,18 @@ def test_counts_say_what_the_statistics_say() -> None:
 def test_counts_go_on_where_a_load_replaces_another_one() -> None:
     """Also with what the former load finishes afterwards; statistics begin anew."""
     first, second, third = (ModelStatistics("m", 1) for _ in range(3))
-    first.copied(1)
+    first.copied_byte_size += 1
     second.succeed(first)
-    second.copied(10)
-    first.copied(2)
+    second.copied_byte_size += 10
+    first.copied_byte_size += 2
     assert (second.counts().copied_byte_size, second.began_ns) == (13, first.began_ns)
     third.succeed(second)
     assert third.counts().copied_byte_size == 13
-    first.copied(4)
+    first.copied_byte_size += 4
     second.inherit()
-    second.copied(20)
+    second.copied_byte_size += 20
     assert third.counts().copied_byte_size == 37
     third.inherit()
-    third.copied(100)
+    third.copied_byte_size += 100
     assert (third.counts().copied_byte_size, third.began_ns) == (137, first.began_ns)
     assert third.to_dict()["copied_byte_size"] == 100
