@@ -344,7 +344,8 @@ class WorkerLane:
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
         """Queues answers that are encoded (``AnswerRecord``), of that number and with their outputs in the records."""
-        self._published.publish(numbered)
+        if numbered not in self._published:
+            self._published.publish(numbered)
         self._channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:

@@ -110,9 +110,7 @@ class PublishedNumbers(set[Numbered[T]]):
         self.renumbered = 0
 
     def publish(self, numbered: Numbered[T]) -> None:
-        """Queues what a number stands for, unless that is known there; before a record that names it."""
-        if numbered in self:
-            return
+        """Queues what a number stands for; before the first record that names it. Only where it is not in here."""
         self._channel.put(self._record(numbered.number, numbered.prepared))
         former = self._numbers.get(numbered.number)
         if former is not None:

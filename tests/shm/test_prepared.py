@@ -186,7 +186,8 @@ class Published:
 
     def publish(self, kind: Numbered[PreparedRequest]) -> list[Prepare]:
         """What the other end is told of it."""
-        self.numbers.publish(kind)
+        if kind not in self.numbers:
+            self.numbers.publish(kind)
         self.channel.flush()
         received = self._there.receive()
         if received is None:

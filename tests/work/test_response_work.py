@@ -14,9 +14,11 @@ from tensord.shm.channel import pair
 from tensord.shm.lane import WorkerLane
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
+from tensord.workers.models.model_version import Part
 from tensord.workers.models.statistics import ModelStatistics
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.submitter import Submitter
+from tensord.workers.scheduling.agenda import Agenda
 from tensord.workers.tensors.signature import signature
 from tests.work.baseline import Baseline, counts
 from tests.work.counter import Work
@@ -36,7 +38,9 @@ class Loop:
         self.front = ours
         self.lane = WorkerLane(theirs, MEBIBYTE, MEBIBYTE, 0)
         self.now_ns = 1
-        self.responses = Responses(ARENAS, Outbox(ARENAS), lambda call: call(), lambda: self.now_ns, MEBIBYTE)
+        self.agenda: Agenda[Part] = Agenda()
+        outbox = Outbox(ARENAS, self.agenda)
+        self.responses = Responses(ARENAS, outbox, lambda call: call(), lambda: self.now_ns, MEBIBYTE, self.agenda)
         version = Version(
             name="m", version=1, statistics=ModelStatistics("m", 1), signature=signature(CONFIG, {}, {}), senders={}
         )
@@ -52,8 +56,10 @@ class Loop:
 
     def turn(self, work: Work) -> None:
         self.now_ns += 3_600_000_000_000
-        with work.counting():
-            self.responses.gather(self.now_ns)
+        # Asked by the loop, as whatever is due.
+        for part in self.agenda.take(self.now_ns):
+            with work.counting():
+                cast(Any, part)(self.now_ns)
 
     def close(self) -> None:
         self.front.close()

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Iterable
 
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array, byte_content, datatype_of
 from tensord.shm.errors import Cancelled, Internal, ServingError, Unavailable
-from tensord.shm.messages import LAST, AnswerRecord, PreparedAnswer, response_byte_size
-from tensord.shm.prepared import Numbered
+from tensord.shm.messages import LAST, AnswerRecord, response_byte_size
 from tensord.workers.dispatch.answers import complete, failure
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
@@ -35,9 +32,6 @@ _log = logging.getLogger(__name__)
 #: After responses came the loop is not woken for others, but looks for them after so long: a thread that makes one after the
 #: other is held up by every wake-up. A last response wakes it, unless the model returns with it and has another request at hand.
 _GATHER_NS = 1_000_000
-
-#: Stands for outputs where all that counts is that there are some.
-_OUTPUTS: dict[str, Array] = {"": np.zeros(1)}
 #: A response, whether it is the last, and what it counts until it is placed.
 _Sent = tuple[Sent, bool, int]
 
@@ -81,13 +75,13 @@ class Responses:
     def alike(self, sender: ResponseSender[Request], result: dict[str, Array]) -> ResponsesAlike | None:
         """What encodes small responses like that one, none of them the last of its request. None: the loop places it."""
         request = sender.request
-        if not sender.plain or request.timeline is not None or request.sink is not None:
+        if not _leaves_as_it_is(sender):
             return None
         described = describe(result, request.outputs, self.inline_byte_size)
         if described is None:
             return None
         kind = request.submitter.known_kind(request.version.version, described)
-        return None if kind is None else kind.alike(request.request_id, result)
+        return None if kind is None else kind.alike(request.request_id, len(result))
 
     def put(
         self, sender: ResponseSender[Request], result: Sent, final: bool, byte_size: int, wake: bool = True
@@ -138,40 +132,32 @@ class Responses:
             self._respond(sender, sent)
 
     def respond_small(
-        self,
-        sender: ResponseSender[Request],
-        described: Described,
-        contents: tuple[bytes, ...],
-        final: bool,
-        now_ns: int,
+        self, sender: ResponseSender[Request], described: Described, contents: Iterable[bytes], now_ns: int
     ) -> bool:
-        """As ``respond``, of all outputs with a few bytes each. False: this one wants them otherwise; nothing was done.
+        """As ``respond``, of all outputs with a few bytes each; neither the first response nor the last.
 
         Args:
+          described: the same for every response that the sender sends like this.
           contents: the bytes of each output.
+        Returns: False: it takes another way; nothing was done.
         """
-        request = sender.request
-        if not self.takes_small(sender):
+        request, alike = sender.request, sender.alike
+        if not sender.count or request.cancelled or sender in self.kept:
             return False
-        sender.ahead(
-            self._queue(
-                request, request.submitter.response_kind(request.version.version, described, final).numbered, contents
-            )
-        )
-        request.version.statistics.responded(sender, _OUTPUTS, now_ns, now_ns)
-        sender.note(_OUTPUTS, now_ns, now_ns)
-        if final:
-            self._end(sender, now_ns, Failure.BACKEND if sender.failed else None)
+        if alike is None:
+            if request.outputs or not _leaves_as_it_is(sender):
+                return False
+            kind = request.submitter.response_kind(request.version.version, described, False)
+            alike = sender.alike = kind.alike(request.request_id, len(described))
+        self._respond_encoded(sender, alike, [alike.join(contents)], now_ns)
+        sender.ahead(alike.byte_size)
         return True
 
     def takes_small(self, sender: ResponseSender[Request]) -> bool:
         """Whether its next response, of all outputs with a few bytes each, may go into the record as it is."""
-        request = sender.request
         return (
-            sender.plain
-            and not request.outputs
-            and request.timeline is None
-            and request.sink is None
+            not sender.request.outputs
+            and _leaves_as_it_is(sender)
             and sender not in self.kept
             and not sender.is_cancelled
         )
@@ -234,23 +220,24 @@ class Responses:
             else:
                 self._respond(sender, sent)
 
-    def _respond_encoded(self, sender: ResponseSender[Request], encoded: EncodedResponses) -> None:
-        """There is always room for them; the first response of a request is never among them."""
-        records = encoded.take()
-        if not records or sender.is_cancelled:
-            return
-        request, now_ns = sender.request, self._clock()
-        request.submitter.lane.complete_encoded(encoded.alike.kind.numbered, records)
+    @staticmethod
+    def _respond_encoded(
+        sender: ResponseSender[Request], alike: ResponsesAlike, records: list[bytes], now_ns: int
+    ) -> None:
+        """Queues responses; there is always room for them. The first one of a request is never among them."""
+        request = sender.request
+        request.submitter.lane.complete_encoded(alike.kind.numbered, records)
         request.submitter.unflushed = True
         request.version.statistics.responded_more(sender, len(records), now_ns)
-        sender.note_more(len(records), now_ns)
 
     def _respond(self, sender: ResponseSender[Request], sent: _Sent) -> None:
         if sender.ended:
             return
         result, final, byte_size = sent
         if isinstance(result, EncodedResponses):
-            self._respond_encoded(sender, result)
+            records = result.take()
+            if records and not sender.request.cancelled:
+                self._respond_encoded(sender, result.alike, records, self._clock())
             return
         request, now_ns = sender.request, self._clock()
         if sender.is_cancelled:
@@ -268,7 +255,6 @@ class Responses:
         sender.settle(byte_size - placed)
         placed_ns = self._clock()
         request.version.statistics.responded(sender, result, now_ns, placed_ns)
-        sender.note(result, now_ns, placed_ns)
         if final:
             self._end(sender, placed_ns, Failure.BACKEND if sender.failed else None)
         if request.sink is not None:
@@ -340,16 +326,10 @@ class Responses:
                 return 0
             described.append((name, datatype, array.shape))
             contents.append(content)
-        kind = request.submitter.response_kind(request.version.version, tuple(described), final)
-        return self._queue(request, kind.numbered, tuple(contents))
-
-    @staticmethod
-    def _queue(request: Request, numbered: Numbered[PreparedAnswer], contents: tuple[bytes, ...]) -> int:
-        """Returns what it counts on the lane."""
-        submitter = request.submitter
-        submitter.lane.complete(AnswerRecord(request.request_id, numbered.number, contents), numbered)
-        submitter.unflushed = True
-        return response_byte_size(contents)
+        submitter, own = request.submitter, tuple(contents)
+        numbered = submitter.response_kind(request.version.version, tuple(described), final).numbered
+        submitter.answer(AnswerRecord(request.request_id, numbered.number, own), numbered)
+        return response_byte_size(own)
 
     def _no_room(self, sender: ResponseSender[Request], byte_size: int) -> Unavailable:
         return self._outbox.no_room(sender.request, byte_size, self._clock())
@@ -375,3 +355,9 @@ class Responses:
 
     def __repr__(self) -> str:
         return f"<Responses {len(self._arrived)} to be placed, {len(self.kept)} requests wait for room>"
+
+
+def _leaves_as_it_is(sender: ResponseSender[Request]) -> bool:
+    """Returns whether a small response of it goes into its record, and nowhere else."""
+    request = sender.request
+    return sender.plain and request.timeline is None and request.sink is None

@@ -220,7 +220,10 @@ class Stepping:
             start = row * layout.byte_size
             contents = tuple([content[start + part.start : start + part.stop] for part in layout.slices])
             if not (
-                emits and content and self._responses.respond_small(sender, layout.described, contents, final, now_ns)
+                emits
+                and content
+                and not final
+                and self._responses.respond_small(sender, layout.described, contents, now_ns)
             ):
                 self._responses.respond(sender, layout.cut(rows[row]) if emits else None, final)
             if final:

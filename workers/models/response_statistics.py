@@ -70,20 +70,21 @@ class ResponsesByNumber:
 
     def add(self, first: int, waited_ns: Array) -> None:
         """Counts good responses of one request, from ``first`` on, placed in no time. ``waited_ns``: INT64[count]."""
-        self._open()
+        if not len(self._counts):
+            self._open()
         which = slice(first, first + len(waited_ns))
         self._counts[which] += 1
         self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
 
     def add_at_once(self, first: int, count: int, waited_ns: int) -> None:
         """Counts ``count`` good responses that came together, ``waited_ns`` after the one before them."""
-        self._open()
+        if not len(self._counts):
+            self._open()
         self._counts[first : first + count] += 1
         self._waited_ns[first : first + 1] += waited_ns
 
     def _open(self) -> None:
-        if not len(self._counts):
-            self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
+        self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns ``response_stats`` of Triton's protocol."""

@@ -173,16 +173,20 @@ class ModelStatistics:
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender[Request], result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response, or a final mark, that came at ``now_ns``; before its sender notes it."""
-        if result is not None and not sender.count:
-            first_ns = now_ns - sender.request.arrived_ns
-            self._first.add(first_ns)
-            for number, bound in enumerate(FIRST_RESPONSE_MS):
-                self._first_within[number] += first_ns <= bound * 1_000_000
-        counted = self.responses.of(sender.count)
+        """Counts a response, or a final mark, that came at ``now_ns``, here and on its sender."""
+        number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
+        sender.last_ns = placed_ns
+        if result is not None:
+            sender.count += 1
+            if number == 0:
+                sender.failed = isinstance(result, ServingError)
+                first_ns = now_ns - sender.request.arrived_ns
+                self._first.add(first_ns)
+                for i, bound in enumerate(FIRST_RESPONSE_MS):
+                    self._first_within[i] += first_ns <= bound * 1_000_000
+        counted = self.responses.of(number)
         if counted is None:
             return
-        waited_ns, output_ns = max(0, now_ns - sender.last_ns), placed_ns - now_ns
         if not result:
             counted.empty_response.add(waited_ns + output_ns)
             return
@@ -191,8 +195,10 @@ class ModelStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender[Request], count: int, now_ns: int) -> None:
-        """Counts so many good responses that came at ``now_ns``, and were placed in no time; none of them the first."""
+        """Counts so many good responses, as ``responded``, that were placed in no time; none of them the first."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
+        sender.count += count
+        sender.last_ns = now_ns
 
     def streamed(self, sender: ResponseSender[Request], now_ns: int, failure: Failure | None) -> None:
         """Counts a request that was answered by its sender and is at its end. ``failure``: why it failed, if it did."""

@@ -49,7 +49,7 @@ class Counts(Protocol):
         """A request was accepted and never ran."""
 
     def responded(self, sender: ResponseSender[Request], result: Sent, now_ns: int, placed_ns: int) -> None:
-        """A response came at ``now_ns``, and is placed."""
+        """A response came at ``now_ns``, and is placed: its sender is told, too."""
 
     def responded_more(self, sender: ResponseSender[Request], count: int, now_ns: int) -> None:
         """So many good ones came behind others at ``now_ns``, and are placed."""

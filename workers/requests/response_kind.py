@@ -5,7 +5,8 @@ a response ─▶ ResponseKind (once for a submitter) ─▶ another one of that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 
 from tensord.shm.arrays import DTYPES, Array, datatype_of
 from tensord.shm.messages import PreparedAnswer, response_byte_size
@@ -47,17 +48,17 @@ class ResponseKind:
         self.described = described
         self._pieces: AnswerPieces | None = None
 
-    def alike(self, request_id: int, result: Mapping[str, Array]) -> ResponsesAlike:
-        """For the responses to that request. From any thread.
+    def alike(self, request_id: int, count: int) -> ResponsesAlike:
+        """Returns what encodes the responses to that request; every output has a size of its own. From any thread.
 
         Args:
-          result: one of this kind, which has a description (``describe``), with whatever other outputs it has.
+          count: outputs that each response has, those that nobody asked for among them.
         """
-        sizes = [result[name].nbytes for name, _, _ in self.described]
+        sizes = [math.prod(shape) * DTYPES[datatype].itemsize for _, datatype, shape in self.described]
         if self._pieces is None:
             self._pieces = AnswerPieces(self.numbered.number, sizes)
         byte_size = response_byte_size(tuple([bytes(size) for size in sizes]))
-        return ResponsesAlike(self, request_id, self._pieces, len(result), byte_size)
+        return ResponsesAlike(self, request_id, self._pieces, count, byte_size)
 
     def __repr__(self) -> str:
         return f"<ResponseKind {self.numbered.number} {self.described}>"
@@ -83,8 +84,15 @@ class ResponsesAlike:
             for (name, datatype, shape), follows in zip(kind.described, behind, strict=True)
         ]
 
+    def join(self, contents: Iterable[bytes]) -> bytes:
+        """Encodes a response of this kind. ``contents``: the bytes of each output."""
+        pieces = [self._head]
+        for content, (_, _, _, follows) in zip(contents, self._parts, strict=True):
+            pieces += (content, follows)
+        return b"".join(pieces)
+
     def record(self, result: Mapping[str, Array]) -> bytes | None:
-        """Encoded; None: it is of another kind."""
+        """Encodes a response. None: it is of another kind."""
         if len(result) != self._count:
             return None
         pieces = [self._head]

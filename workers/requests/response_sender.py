@@ -77,8 +77,8 @@ class ResponseSender(Generic[R]):
     """One request's. ``send`` and what asks are for any thread; the rest is the loop's."""
 
     __slots__ = (
-        *("_again", "_alike", "_closed", "_encoded", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
-        *("began_ns", "begun", "count", "counted", "ended", "failed", "first_ns", "last_ns"),
+        *("_again", "_closed", "_encoded", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
+        *("alike", "began_ns", "begun", "count", "counted", "ended", "failed", "last_ns"),
         *("plain", "request", "returned", "single"),
         "thread",
     )
@@ -106,8 +106,9 @@ class ResponseSender(Generic[R]):
         self.thread = 0
         #: Whether its outputs go into the record or the arena, and as they are.
         self.plain = not any(wanted.region or wanted.classification for wanted in request.outputs.values())
-        #: What encodes responses like the last one that was encoded where it was sent, and those that it was put with.
-        self._alike: ResponsesAlike | None = None
+        #: Encodes responses like the last one that was encoded. Belongs to whoever sends.
+        self.alike: ResponsesAlike | None = None
+        #: Those that the last one was put with.
         self._encoded: EncodedResponses | None = None
         #: Responses that were placed, and whether the first of them was an error.
         self.count = 0
@@ -116,9 +117,8 @@ class ResponseSender(Generic[R]):
         self.counted: Callable[[], None] | None = None
         #: Its model has it; before that it was only given to its thread.
         self.begun = False
-        #: When the request began to run, its first response came (0: none did), and the last one was placed.
+        #: When the request began to run, and when the last response was placed.
         self.began_ns = self.last_ns = began_ns
-        self.first_ns = 0
 
     @property
     def is_cancelled(self) -> bool:
@@ -165,8 +165,8 @@ class ResponseSender(Generic[R]):
                 # What its model computed is let go of here, where it was made, and the loop has little to do with it. Not the
                 # first: who sends no other would find out for nothing what others are like.
                 several = self._posted > 0 and not (final or self.single)
-                if several and type(result) is dict and (record := self._record(result)) and self._alike:
-                    size = self._alike.byte_size
+                if several and type(result) is dict and (record := self._record(result)) and self.alike:
+                    size = self.alike.byte_size
                 else:
                     size = _BYTE_SIZE + (0 if isinstance(result, ServingError) else _own(result))
                 if self._posted - self._settled >= self._taker.max_ahead:
@@ -216,20 +216,20 @@ class ResponseSender(Generic[R]):
 
     def _put_encoded(self, record: bytes, size: int) -> None:
         encoded = self._encoded
-        if encoded is not None and encoded.alike is self._alike and not encoded.taken:
+        if encoded is not None and encoded.alike is self.alike and not encoded.taken:
             if encoded.join(record):
                 return
         else:
-            assert self._alike is not None
-            encoded = self._encoded = EncodedResponses(self._alike, record)
+            assert self.alike is not None
+            encoded = self._encoded = EncodedResponses(self.alike, record)
         self._taker.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
         """Encoded; None: it is of a kind that the loop places, or has not met."""
-        alike = self._alike
+        alike = self.alike
         record = None if alike is None else alike.record(result)
         if record is None:
-            alike = self._alike = self._taker.alike(self, result)
+            alike = self.alike = self._taker.alike(self, result)
             record = None if alike is None else alike.record(result)
         return record
 
@@ -280,19 +280,6 @@ class ResponseSender(Generic[R]):
         self._closed |= final
         self._posted += size
         return size
-
-    def note(self, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """What came at ``now_ns`` was placed."""
-        if result is not None:
-            if not self.count:
-                self.first_ns, self.failed = now_ns, isinstance(result, ServingError)
-            self.count += 1
-        self.last_ns = placed_ns
-
-    def note_more(self, count: int, now_ns: int) -> None:
-        """So many good responses came and were placed at ``now_ns``, none of them the first."""
-        self.count += count
-        self.last_ns = now_ns
 
     def catch_up(self) -> None:
         """Afterwards all responses that left are noted."""

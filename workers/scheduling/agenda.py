@@ -40,7 +40,8 @@ class Agenda(Generic[P]):
 
     def put(self, part: P, when_ns: int) -> None:
         """Sets a part's due time; ``NEVER``: it is asked only once it is woken."""
-        if self._due.get(part, NEVER) == when_ns:
+        former_ns = self._due.get(part, NEVER)
+        if former_ns == when_ns:
             return
         if when_ns == NEVER:
             del self._due[part]
@@ -48,7 +49,10 @@ class Agenda(Generic[P]):
             self._due[part] = when_ns
             self._number += 1
             heapq.heappush(self._heap, (when_ns, self._number, part))
-        self._clean()
+            if when_ns < self.due_ns:
+                self.due_ns = when_ns
+        if former_ns != NEVER:
+            self._clean()
 
     def take(self, now_ns: int) -> list[P]:
         """Removes and returns the parts to ask: those that have work, then those whose time has come, the earliest first.
