@@ -174,7 +174,8 @@ class Channel:
                 self._discard()
                 return True
             self._unsent = None
-            descriptors.close(fds)
+            if fds:
+                descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
         """A packed datagram that the socket would not take goes first. Only while nothing waits."""

@@ -239,7 +239,8 @@ class WorkerLane:
         self._announcer = Announcer(self._channel, self._arena, False)
         self._requests = ArenaMap(on_segment, writable)
         self._numbers: Numbers[PreparedAnswer] = Numbers()
-        self._published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self._channel, PrepareAnswer)
+        #: What the submitter was told that numbers of answers stand for.
+        self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self._channel, PrepareAnswer)
 
     @property
     def waiting(self) -> int:
@@ -336,16 +337,16 @@ class WorkerLane:
         Args:
           numbered: what the number in it stands for.
         """
-        if numbered is not None and numbered not in self._published:
-            self._published.publish(numbered)
+        if numbered is not None and numbered not in self.published:
+            self.published.publish(numbered)
         if record.lease is not None:
             record = self._announced(record.request_id, record.lease) or record
         self._channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
         """Queues answers that are encoded (``AnswerRecord``), of that number and with their outputs in the records."""
-        if numbered not in self._published:
-            self._published.publish(numbered)
+        if numbered not in self.published:
+            self.published.publish(numbered)
         self._channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
@@ -356,15 +357,6 @@ class WorkerLane:
             self._arena.release(lease)
             return AnswerRecord(request_id, LAST, code=error.code, message=error.message)
         return None
-
-    def knows(self, numbered: Numbered[PreparedAnswer]) -> bool:
-        """Returns whether the submitter was told what that number stands for, and it does so still."""
-        return numbered in self._published
-
-    @property
-    def renumbered(self) -> int:
-        """Counts how often a number of answers came to stand for something else."""
-        return self._published.renumbered
 
     def adopt(self, datagram: bytes) -> None:
         """Answers that were packed elsewhere and could not be sent, while nothing else waits here."""

@@ -197,9 +197,9 @@ class Worker:
             self._models.settle()
         if self._sequences.changed:
             self._sequences.tell()
-        for submitter in self._submitters.values():
+        for fd, submitter in self._submitters.items():
             if submitter.unflushed:
-                self._flush(submitter)
+                self._flush(fd, submitter)
         if self._channel.waiting:
             self._flush_control()
         if self._sequences.ended and not self._writing:
@@ -332,14 +332,13 @@ class Worker:
         self._writing.discard(fd)
         submitter.lane.close()
 
-    def _flush(self, submitter: Submitter[Request]) -> None:
-        submitter.unflushed = False
-        lane, fd = submitter.lane, submitter.lane.fileno()
+    def _flush(self, fd: int, submitter: Submitter[Request]) -> None:
+        submitter.unflushed, lane = False, submitter.lane
         if (writing := not lane.flush()) != (fd in self._writing):
             self._watch(fd, writing)
             self._writing ^= {fd}
-        if lane.renumbered != submitter.renumbered:
-            submitter.renumbered = lane.renumbered
+        if lane.published.renumbered != submitter.renumbered:
+            submitter.renumbered = lane.published.renumbered
             self._poller.outdate()
 
     def _flush_control(self) -> None:

@@ -258,7 +258,11 @@ class Dispatcher:
             self.ask_all()
         if agenda.woken or agenda.due_ns <= now_ns:
             self._ask(agenda.take(now_ns), now_ns)
-        again = self._stepping.living and self._step(now_ns)
+        again = False
+        if self._stepping.living:
+            again = self._stepping.step(now_ns, wait=not agenda.woken and agenda.due_ns > now_ns)
+            if again:
+                self._page.set_state(self.loop_runs.resting_state, self._clock())
         waits = self._active or blocked or kept
         self.idle = not (waits or (self._stepping.living and self._stepping.waits))
         if blocked or kept:
@@ -314,15 +318,6 @@ class Dispatcher:
             self._active.pop(version, None)
         self._agenda.put(version, next_ns if waits else NEVER)
         return None
-
-    def _step(self, now_ns: int) -> bool:
-        """Steps the models that are stepped. Returns whether there is more to do at once."""
-        self._stepping.dispatch(now_ns)
-        if not self._stepping.pending:
-            return False
-        self._stepping.read(wait=not self._agenda.woken and self._agenda.due_ns > now_ns)
-        self._page.set_state(self.loop_runs.resting_state, self._clock())
-        return True
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
         """The next batch, without requests of submitters that do not take their answers."""

@@ -242,7 +242,7 @@ class FastPath(Poller):
         lane = request.submitter.lane
         prepared = preparation.prepared
         checked, numbered = preparation.checked, plan.numbered
-        if checked is None or not checked.plain or numbered is None or not lane.knows(numbered):
+        if checked is None or not checked.plain or numbered is None or numbered not in lane.published:
             return
         places = [part.region for part in plan.parts]
         places += [tensor.region for tensor in prepared.inputs]
@@ -293,7 +293,7 @@ class FastPath(Poller):
             return
         may_be = model.is_whole(execution) and not version.batcher.delays
         run = executable.lone_run(execution, preparation) if may_be else None
-        if run is None or not lane.knows(run.answer.numbered):
+        if run is None or run.answer.numbered not in lane.published:
             return
         batch = self._alone.get((version, request.key))
         if batch is None or batch.executable is not executable:

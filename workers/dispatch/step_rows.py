@@ -71,7 +71,8 @@ class StepRows:
         self._sizes = [part.stop - part.start for part in layout.slices]
         #: What each counts where those are bounded that a client has not taken.
         self._byte_size = response_byte_size(tuple([bytes(size) for size in self._sizes]))
-        self._members: dict[int, _Joined] = {}
+        #: By slot.
+        self.members: dict[int, _Joined] = {}
         #: When the responses of each step left, and when so many are noted somebody is looked at.
         self._left_ns: list[int] = []
         self._look_at = _MOST
@@ -85,14 +86,14 @@ class StepRows:
         if room <= 0 or not self._responses.takes_small(sender):
             return
         since = len(self._left_ns)
-        member = self._members[slot] = _Joined(sender, since, since - (-room // self._byte_size))
+        member = self.members[slot] = _Joined(sender, since, since - (-room // self._byte_size))
         self._look_at = min(self._look_at, member.until)
         self.joined[slot], self._ready = True, []
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
         """Its sender goes on by itself, or nobody is there any more. Ignores one that has not joined."""
-        member = self._members.pop(slot, None)
+        member = self.members.pop(slot, None)
         if member is None:
             return
         sender, left_ns = member.sender, self._left_ns[member.since :]
@@ -103,13 +104,13 @@ class StepRows:
             sender.count += len(left_ns)
             sender.last_ns = left_ns[-1]
         self.joined[slot], self._ready = False, []
-        if not self._members:
+        if not self.members:
             self._left_ns, self._look_at = [], _MOST
             self._lanes.clear()
 
     def leave_all(self) -> None:
         """The same of every slot."""
-        for slot in list(self._members):
+        for slot in list(self.members):
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender[Request]]:
@@ -129,14 +130,14 @@ class StepRows:
     def _prepare(self, slots: list[int]) -> None:
         """Who is not among them leaves; the lanes know of the others."""
         going = set(slots)
-        for slot in [slot for slot in self._members if slot not in going]:
+        for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
         shares: dict[Submitter[Request], list[int]] = {}
         for slot in slots:
-            shares.setdefault(self._members[slot].sender.request.submitter, []).append(slot)
+            shares.setdefault(self.members[slot].sender.request.submitter, []).append(slot)
         lanes, self._lanes = self._lanes, {}
         for submitter, share in shares.items():
-            requests = [self._members[slot].sender.request for slot in share]
+            requests = [self.members[slot].sender.request for slot in share]
             kind = submitter.response_kind(requests[0].version.version, self._layout.described, False)
             lane = self._lanes[submitter] = lanes.get(submitter) or _Lane(submitter, kind.numbered, self._sizes)
             lane.take(share, [request.request_id for request in requests])
@@ -145,11 +146,11 @@ class StepRows:
     def _look(self) -> list[ResponseSender[Request]]:
         """Who may have no room leaves, and all of them where too many steps are noted. Returns those."""
         steps = len(self._left_ns)
-        full = [member.sender for member in self._members.values() if steps >= min(member.until, _MOST)]
+        full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
         for sender in full:
             sender.catch_up()
-        self._look_at = min([_MOST, *(member.until for member in self._members.values())])
+        self._look_at = min([_MOST, *(member.until for member in self.members.values())])
         return full
 
     def __repr__(self) -> str:
-        return f"<StepRows {len(self._members)} of {len(self.joined)} slots joined>"
+        return f"<StepRows {len(self.members)} of {len(self.joined)} slots joined>"

@@ -66,28 +66,28 @@ class SteppingRuns:
             version.when_closed(lambda: (self._versions.pop(version, None), self.living.pop(version, None)))
         self.living[version] = stepping
 
-    def dispatch(self, now_ns: int) -> None:
-        """Gives the device what it may have of each."""
-        for version, stepping in list(self.living.items()):
-            stepping.dispatch(now_ns)
-            # Also one of which all requests have left: what the device was given is read.
-            if not (len(version.planner) or version.planner.lives or stepping.pending):
-                del self.living[version]
-
     @property
     def waits(self) -> bool:
         """Whether any request waits for a slot."""
         return any(len(version.planner) for version in self.living)
 
-    @property
-    def pending(self) -> bool:
-        """Whether anything is to be read, or somebody may begin."""
-        return any(stepping.pending for stepping in self.living.values())
+    def step(self, now_ns: int, wait: bool) -> bool:
+        """Gives the device what it may have of each, and answers with what it has done of each.
 
-    def read(self, wait: bool) -> None:
-        """Answers with what the device has done of each. ``wait``: until there is something."""
-        for stepping in self.living.values():
-            stepping.read(wait)
+        Args:
+          wait: whether to wait until it has done something of each.
+        Returns: whether there is more to do at once: there was anything to read, or somebody may begin.
+        """
+        for version, stepping in list(self.living.items()):
+            stepping.dispatch(now_ns)
+            # Also one of which all requests have left: what the device was given is read.
+            if not (stepping.given or len(version.planner) or version.planner.lives):
+                del self.living[version]
+        pending = any(stepping.pending for stepping in self.living.values())
+        if pending:
+            for stepping in self.living.values():
+                stepping.read(wait)
+        return pending
 
 
 class Stepping:
@@ -113,47 +113,43 @@ class Stepping:
         #: A row goes into the record of a response.
         self._small = self._model.rows.byte_size <= responses.inline_byte_size
         self._rows = StepRows(self._model.rules.slots, self._model.rows, responses, version.statistics)
-        self._given: deque[_Given] = deque()
+        #: What is on its way on the device, in order.
+        self.given: deque[_Given] = deque()
         #: When the last thing was read: the device has worked on the next one since.
         self._read_ns = 0
-        #: What the device got last was done at once.
-        self._at_once = False
 
     @property
     def pending(self) -> bool:
         """Whether anything is to be read, or somebody may begin."""
-        return bool(self._given) or self._batcher.due_ns() is not None
+        return bool(self.given) or self._batcher.due_ns() is not None
 
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> None:
         """Requests begin in free slots, and all slots are stepped, as far as the planner goes."""
-        batcher = self._batcher
-        if self._given and self._given[0].run.ready:
+        batcher, given = self._batcher, self.given
+        if given and given[0].run.ready:
             return
-        self._begin(now_ns)
-        while not (self._given and self._at_once) and (step := batcher.step()) is not None:
+        while requests := batcher.take(now_ns):
+            self._begin(requests, now_ns)
+        # What is done at once is answered first.
+        while not (given and given[-1].run.ready) and (step := batcher.step()) is not None:
             try:
                 run = self._model.step(max([seat.number for seat in step.seats]), step.masked)
             except BaseException as error:  # also sys.exit() in a callback of the model
                 self._lose(error)
                 return
-            self._give(step, run, now_ns)
+            given.append(_Given(step, run, now_ns))
 
-    def _begin(self, now_ns: int) -> None:
-        """Requests get the free slots."""
-        while requests := self._batcher.take(now_ns):
-            self._responses.open(requests, now_ns)
-            for request in requests:
-                # There is no function of the model that would have to see that nobody waits any more.
-                self._version.senders[request].returned = True
-                # Of who had the slot.
-                self._rows.leave(self._batcher.slot(request))
-            self._insert(requests, now_ns)
-
-    def _give(self, what: list[Request] | Step[Request], run: Run, now_ns: int) -> None:
-        self._given.append(_Given(what, run, now_ns))
-        self._at_once = run.ready
+    def _begin(self, requests: list[Request], now_ns: int) -> None:
+        """Requests have got slots."""
+        self._responses.open(requests, now_ns)
+        for request in requests:
+            # There is no function of the model that would have to see that nobody waits any more.
+            self._version.senders[request].returned = True
+            # Of who had the slot.
+            self._rows.leave(self._batcher.slot(request))
+        self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
         """A request that cannot begin costs no other one its place."""
@@ -170,15 +166,15 @@ class Stepping:
             self._batcher.done(requests, now_ns)
             self._end(requests, failed)
         else:
-            self._give(requests, run, now_ns)
+            self.given.append(_Given(requests, run, now_ns))
 
     # ------------------------------------------------------------------------------------------------------ from the device
 
     def read(self, wait: bool) -> None:
         """Answers with what the device has done. ``wait``: for the oldest at least."""
-        while self._given and (wait or self._given[0].run.ready):
+        while self.given and (wait or self.given[0].run.ready):
             wait = False
-            what, run, began_ns = self._given.popleft()
+            what, run, began_ns = self.given.popleft()
             began = self._clock()
             self._page.begin(_DESK, (), self._version.page_key, began)
             self._page.set_state(WorkerState.EXECUTING, began)
@@ -195,12 +191,13 @@ class Stepping:
             began_ns, self._read_ns = max(began_ns, self._read_ns), now_ns
             self._version.statistics.stepped(len(what.seats), now_ns - began_ns)
             many = self._small and len(what.seats) >= MANY
-            if not many:
+            if self._rows.members and not many:
                 self._rows.leave_all()
             answers, going = self._batcher.stepped(what, says, self._rows.joined)
             if going:
                 for sender in self._rows.send(going, rows, now_ns):
-                    self._pause_if_full(sender)
+                    if sender.is_full:
+                        self._pause(sender)
             self._answer(answers, rows, now_ns, join=many)
 
     def _answer(self, answers: list[Answer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
@@ -216,7 +213,9 @@ class Stepping:
                 # It has ended: what it was given last found no room for too long.
                 self._batcher.dropped(request, self._read_ns)
                 continue
-            sender.catch_up()
+            if join:
+                # It may have been answered with others so far.
+                sender.catch_up()
             start = row * layout.byte_size
             contents = tuple([content[start + part.start : start + part.stop] for part in layout.slices])
             if not (
@@ -230,19 +229,20 @@ class Stepping:
                 continue
             if join:
                 self._rows.join(row, sender)
-            self._pause_if_full(sender)
+            if sender.is_full:
+                self._pause(sender)
 
-    def _pause_if_full(self, sender: ResponseSender[Request]) -> None:
-        """Where a client is slow its request is not stepped until the client has taken some of what it has."""
+    def _pause(self, sender: ResponseSender[Request]) -> None:
+        """Its client is slow: the request is not stepped until the client has taken some of what it has."""
         request = sender.request
-        if sender.is_full and sender.when_room(lambda: self._batcher.resume(request)):
+        if sender.when_room(lambda: self._batcher.resume(request)):
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
         """What the device kept of all requests is gone: they are told, and those that wait begin with a new one."""
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
-        self._given.clear()
+        self.given.clear()
         requests = self._batcher.failed()
         failed: ServingError = Internal(self._model.describe(cause))
         try:
@@ -259,4 +259,4 @@ class Stepping:
                 self._responses.respond(sender, error, final=True)
 
     def __repr__(self) -> str:
-        return f"<Stepping of {self._version.name!r}: {len(self._given)} on their way>"
+        return f"<Stepping of {self._version.name!r}: {len(self.given)} on their way>"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,24 +30,21 @@ from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes
 from tensord.workers.tensors.signature import Signature
 
 
-class Run:
+class Run(NamedTuple):
     """An insertion or a step that was given to the device."""
 
-    __slots__ = ("_given", "_made")
-
-    def __init__(self, made: Any, given: object) -> None:
-        """``given``: arrays that the device may still read."""
-        self._made = made
-        self._given = given
+    made: Any
+    #: Arrays that the device may still read.
+    given: object
 
     @property
     def ready(self) -> bool:
         """True once ``read`` would return at once."""
-        return bool(self._made.is_ready())
+        return bool(self.made.is_ready())
 
     def read(self) -> Array:
         """Waits for the rows: UINT8[rows, size]. Raises what the run raised."""
-        return np.asarray(self._made)
+        return np.asarray(self.made)
 
 
 class SteppedModel:
