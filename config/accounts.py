@@ -1,4 +1,4 @@
-"""Users and groups as an operator writes them: a name of this host, or a number."""
+"""Looks up users and groups as an operator writes them: a name of this host, or a number."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pwd
 
 
 def user_id(text: str) -> int:
-    """Raises KeyError: there is no such user."""
+    """Returns the id of a user. Raises KeyError: there is no such user."""
     return int(text) if text.isascii() and text.isdigit() else pwd.getpwnam(text).pw_uid
 
 
 def group_id(text: str) -> int:
-    """Raises KeyError: there is no such group."""
+    """Returns the id of a group. Raises KeyError: there is no such group."""
     return int(text) if text.isascii() and text.isdigit() else grp.getgrnam(text).gr_gid

@@ -1,17 +1,17 @@
-"""Cores of the machine as Linux lists them: ``0-3,8``."""
+"""Lists of processor cores as Linux writes them: ``0-3,8``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-#: The kernel knows no more.
+#: The largest core number that the kernel knows.
 MAX_CORE = 8191
 _PART = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", re.ASCII)
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """The cores, ascending. Raises ValueError: what is expected and what was given."""
+    """Parses a list into its cores, ascending. Raises ValueError: what is expected and what was given."""
     cores: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
@@ -24,7 +24,7 @@ def parse(text: str) -> tuple[int, ...]:
 
 
 def describe(cores: Iterable[int]) -> str:
-    """The shortest list of them."""
+    """Writes the shortest list of these cores."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

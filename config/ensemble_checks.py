@@ -1,4 +1,4 @@
-"""What can be wrong in an ensemble's own configuration, in Triton's words. What its members make wrong of it: ``ensemble_graph``.
+"""Checks an ensemble's own configuration, in Triton's words. ``ensemble_graph`` checks it against its members.
 
 ensemble tensor    what the ensemble takes, and what its steps write; each is written once, and read or given back
 """
@@ -11,12 +11,12 @@ from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument
 
 PLATFORM = "ensemble"
-#: Of one ensemble, so that what a request costs stays bounded.
+#: The most steps of one ensemble, so that what a request costs stays bounded.
 MAX_STEPS = 256
 
 
 def is_ensemble(message: ModelConfig) -> bool:
-    """Whether a configuration is, or means to be, one of an ensemble."""
+    """Returns whether a configuration is, or means to be, one of an ensemble."""
     return bool(message.HasField("ensemble_scheduling") or message.platform == PLATFORM)
 
 
@@ -100,7 +100,7 @@ def _check_tensors(message: ModelConfig) -> None:
 
 
 def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
-    """What the steps write that can run at all."""
+    """Yields the tensors written by steps that can run at all."""
     there, waiting = set(given), list(message.ensemble_scheduling.step)
     while ready := [step for step in waiting if there.issuperset(step.input_map.values())]:
         waiting = [step for step in waiting if step not in ready]
@@ -110,7 +110,7 @@ def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """What is missing for a tensor that some step would write; "": no step would."""
+    """Returns what is missing for a tensor that some step would write; "": no step would."""
     if tensor not in written:
         return ""
     step = message.ensemble_scheduling.step[written[tensor]]

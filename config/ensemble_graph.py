@@ -1,4 +1,4 @@
-"""What an ensemble and its members make wrong of each other, in Triton's words: names, datatypes, shapes, batch sizes.
+"""Checks an ensemble against its members, in Triton's words: names, datatypes, shapes, batch sizes.
 
 It is asked with the members' completed configurations, so after they were loaded. Pure; ``ensemble_checks`` comes before.
 """
@@ -24,7 +24,7 @@ class _Tensor:
 
     @property
     def full(self) -> tuple[int, ...]:
-        """With the batch dimension, where there is one."""
+        """Returns the dims with the batch dimension, if there is one."""
         return (-1, *self.dims) if self.batches else self.dims
 
 
@@ -38,7 +38,7 @@ def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None
     steps = list(message.ensemble_scheduling.step)
     for step in steps:
         member = find(step.model_name, step.model_version)
-        # One that does not batch may be among those that do: it gets the whole tensors, where their shapes agree.
+        # A member without a batch dimension may be among others that have one: it gets the whole tensors, if their shapes agree.
         if 0 < member.max_batch_size < message.max_batch_size:
             raise InvalidArgument(
                 f"ensemble {name} allows maximum batch size {message.max_batch_size}, but it contains model {member.name} which "
@@ -62,7 +62,7 @@ def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None
 
 
 def decoupled(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
-    """Whether an ensemble answers a request with any number of responses: whether any member does."""
+    """Returns whether an ensemble, that is any member of it, answers a request with any number of responses."""
     return any(
         find(step.model_name, step.model_version).model_transaction_policy.decoupled
         for step in message.ensemble_scheduling.step
@@ -91,7 +91,7 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """What a model says of ensemble tensors, beside what was said before."""
+    """Compares a model's ensemble tensors with those of the models before it."""
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)
         before = known.setdefault(tensor, said)
@@ -117,7 +117,7 @@ def _listed(dims: tuple[int, ...]) -> str:
 
 
 def _in_order(message: ModelConfig) -> list[int]:
-    """The numbers of the steps, each after those whose outputs it takes."""
+    """Returns the numbers of the steps, each after those whose outputs it takes."""
     there = {field.name for field in message.input}
     waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
     while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:

@@ -1,4 +1,4 @@
-"""The pattern of headers that are forwarded to models, as RE2 reads it: matching takes linear time whatever clients send."""
+"""Compiles the pattern of headers that are forwarded to models, with RE2: matching takes linear time whatever clients send."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def compiled(pattern: str) -> Any:
-    """A compiled RE2 pattern that ignores case. Raises ValueError: what is wrong with it."""
-    # Few servers forward headers; the others, and processes that only read the configuration, need not load RE2.
+    """Compiles an RE2 pattern that ignores case. Raises ValueError: what is wrong with it."""
+    # RE2 is imported late: few servers forward headers; the others, and processes that only read the configuration, need it not.
     import re2
 
     options = re2.Options()

@@ -1,4 +1,4 @@
-"""Models that have a worker process to themselves: the parameters ``isolated`` and ``isolated_memory_fraction``."""
+"""Parameters of models that have a worker process to themselves: ``isolated`` and ``isolated_memory_fraction``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tensord.shm.errors import InvalidArgument
 
 PARAMETER = "isolated"
 MEMORY_FRACTION = "isolated_memory_fraction"
-#: Models that name the same are on one worker.
+#: Models with the same value of this parameter are on one worker.
 TOGETHER = "tensord_together"
 
 
 def is_wanted(message: ModelConfig) -> bool:
-    """Raises InvalidArgument: it says neither yes nor no."""
+    """Returns whether a model is to be isolated. Raises InvalidArgument: the parameter says neither yes nor no."""
     return wants(message, PARAMETER)
 
 
@@ -38,7 +38,7 @@ def memory_fraction(message: ModelConfig, default: float) -> float:
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument: the parameters are wrong, or ask for what no process can be."""
+    """Raises InvalidArgument if the parameters are wrong, or contradict others."""
     memory_fraction(message, 1.0)
     if not is_wanted(message):
         return

@@ -1,4 +1,4 @@
-"""Configuration from four layers into one frozen value: default.toml < file < environment < flags.
+"""Merges the configuration from four layers into one frozen value: default.toml < file < environment < flags.
 
 Every single value is checked where it came from, so an error names its source (file, variable or flag), its key, what was
 expected and what was given. The one rule: an unknown key is refused, with the nearest known one suggested; nothing is ignored.
@@ -23,32 +23,35 @@ from tensord.config import accounts, core_list, header_pattern, rate_limits, res
 from tensord.config.options import Options, Section
 
 PREFIX = "TENSORD_"
-#: Read by the command line itself: which file to load.
+#: The variable that names the file to load; the command line itself reads it.
 CONFIG_VARIABLE = "TENSORD_CONFIG"
-#: Every key with its default, and comments for operators.
+#: The file with every key and its default, and comments for operators.
 DEFAULTS = Path(__file__).with_name("default.toml")
 
 
 class ConfigurationError(Exception):
-    """A sentence for the operator: source, key, expected, given."""
+    """The configuration is wrong; the message names source, key, what was expected and what was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value from one place."""
+    """A value of one key, and its source."""
 
-    #: "http.port", or "server_name" at the top.
+    #: The key: "http.port", or "server_name" at the top.
     key: str
     value: Any
-    #: "tensord.toml", "TENSORD_HTTP_PORT" or "--http-port": what the operator has to look at.
+    #: Where the operator has to look: "tensord.toml", "TENSORD_HTTP_PORT" or "--http-port".
     source: str
-    #: The value came as text (a variable, a flag): numbers are read from it, and a list is comma-separated.
+    #: True if the value came as text (a variable, a flag): numbers are parsed, and a list is comma-separated.
     textual: bool = False
 
 
 @functools.cache
 def known_keys() -> Mapping[str, Any]:
-    """Every key with its annotated type. Asked six times in a start, and resolving the annotations takes 2 ms."""
+    """Returns every key with its annotated type.
+
+    The result is cached: it is needed six times in a start, and resolving the annotations takes 2 ms.
+    """
     found: dict[str, Any] = {}
     for field in msgspec.structs.fields(Options):
         if isinstance(field.type, type) and issubclass(field.type, Section):
@@ -61,7 +64,7 @@ def known_keys() -> Mapping[str, Any]:
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Options:
-    """Merges the layers.
+    """Merges the layers into options.
 
     Args:
       file: the operator's file; None for none.
@@ -78,7 +81,7 @@ def load(
 
 
 def merge(settings: Iterable[Setting]) -> Options:
-    """Later settings win. Raises ConfigurationError."""
+    """Merges settings; later ones win. Raises ConfigurationError."""
     keys = known_keys()
     merged: dict[str, Any] = {}
     for setting in settings:
@@ -94,7 +97,7 @@ def merge(settings: Iterable[Setting]) -> Options:
 
 
 def read_file(path: Path) -> list[Setting]:
-    """The settings of a TOML file. Raises ConfigurationError: unreadable, or not TOML (with line and column)."""
+    """Reads the settings of a TOML file. Raises ConfigurationError: unreadable, or not TOML (with line and column)."""
     try:
         content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
@@ -119,7 +122,7 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
-    """The settings among the variables. Raises ConfigurationError: a ``TENSORD_`` variable that names no key."""
+    """Reads the settings among the variables. Raises ConfigurationError: a ``TENSORD_`` variable that names no key."""
     variables = _variables()
     foreign = service_variables(environment)
     found = []
@@ -144,7 +147,7 @@ def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 def _variables() -> dict[str, str]:
-    """Each key's variable -> the key."""
+    """Returns each key's variable with the key."""
     return {PREFIX + key.replace(".", "_").upper(): key for key in known_keys()}
 
 
@@ -152,7 +155,7 @@ def _convert(setting: Setting, wanted: Any) -> Any:
     value = setting.value
     try:
         if isinstance(value, str) and msgspec.inspect.type_info(wanted).__class__ is _LIST:
-            # In a file, a list of one may stand without brackets.
+            # A list of one may stand without brackets in a file.
             value = [piece.strip() for piece in value.split(",") if piece.strip()] if setting.textual else [value]
         return msgspec.convert(value, wanted, strict=not setting.textual)
     except msgspec.ValidationError as error:
@@ -163,11 +166,11 @@ def _convert(setting: Setting, wanted: Any) -> Any:
         ) from None
 
 
-#: How msgspec describes ``tuple[str, ...]``.
+#: The class by which msgspec describes ``tuple[str, ...]``.
 _LIST = msgspec.inspect.VarTupleType
 
 
-#: What names a file or a folder, or may do so after ``unix:``.
+#: Keys that name a file or a folder, or may do so after ``unix:``.
 _PATHS = (
     *("repository.paths", "executables.cache_directory", "log.file", "trace.file", "http.address", "grpc.address"),
     *("grpc.certificate", "grpc.key", "grpc.root_certificate", "regions.socket", "supervisor.control_socket"),
@@ -175,7 +178,7 @@ _PATHS = (
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """With the home directory in the place of ``~``: in a file or a variable no shell has put it there."""
+    """Puts the home directory in place of ``~``: in a file or a variable no shell has done so."""
     if not isinstance(value, str):
         return tuple(_at_home(setting, each) for each in value)
     scheme = "unix:" if value.startswith("unix:") else ""
@@ -191,7 +194,7 @@ def _at_home(setting: Setting, value: Any) -> Any:
 
 
 def _absolute(options: Options) -> Options:
-    """What workers open long after models, whose code may change the working directory, have begun to run."""
+    """Makes paths absolute that workers open late: models' code may change the working directory before."""
     repository, executables = options.repository, options.executables
     cache = executables.cache_directory
     return msgspec.structs.replace(
@@ -202,7 +205,7 @@ def _absolute(options: Options) -> Options:
 
 
 def _check(options: Options) -> None:
-    """What no single value can tell."""
+    """Checks values against each other. Raises ConfigurationError."""
     arenas, workers = options.arenas, options.supervisor
     if arenas.max_byte_size < arenas.byte_size:
         raise ConfigurationError(
@@ -270,7 +273,7 @@ def _check(options: Options) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Values with a grammar of their own: their reader says what is wrong."""
+    """Checks a value with a grammar of its own; its reader words what is wrong."""
     try:
         reader(value)
     except ValueError as error:
@@ -278,7 +281,7 @@ def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
 
 
 def changed_keys(old: Options, new: Options) -> list[str]:
-    """The keys whose values differ, in the order of the file."""
+    """Returns the keys whose values differ, in the order of the file."""
     return [key for key in known_keys() if _value(old, key) != _value(new, key)]
 
 
@@ -299,17 +302,17 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-#: Of a service's first port; a plain number there is the operator's mistake.
+#: The URL of a service's first port; a plain number there is the operator's mistake.
 _URL = re.compile(r"(tcp|udp|sctp)://\S+", re.ASCII)
 _OF_A_SERVICE = re.compile(r"[A-Z0-9_]+_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)", re.ASCII)
 _OF_A_PORT = re.compile(r"[A-Z0-9_]+_PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?", re.ASCII)
-#: ``/container/alias``, and the other container's own variables, which only come along with it.
+#: The form ``/container/alias``; the other container's own variables only come along with it.
 _ALIAS = re.compile(r"/[^/\s]+/[^/\s]+")
 _SHOWN = 3
 
 
 def _service_names(environment: Mapping[str, str], prefix: str, keys: Container[str]) -> frozenset[str]:
-    """Those of the variables with that prefix that describe a service. ``keys``: what stands for keys of ours."""
+    """Returns the variables with that prefix that describe a service. ``keys``: variables of our own keys."""
     ours = {name: value for name, value in environment.items() if name.startswith(prefix)}
     aliases = {
         name for name, value in ours.items() if name.endswith("_NAME") and name not in keys and _ALIAS.fullmatch(value)
@@ -327,6 +330,6 @@ def _describes(name: str, value: str) -> bool:
 
 
 def ignored_sentence(ignored: frozenset[str]) -> str:
-    """Says in the log which variables of ``service_variables`` there are."""
+    """Words, for the log, which variables of ``service_variables`` there are."""
     shown = ", ".join(sorted(ignored)[:_SHOWN]) + (", ..." if len(ignored) > _SHOWN else "")
     return f"environment: not read as configuration, because the container platform set it for a service: {shown}"

@@ -1,4 +1,4 @@
-"""A process's log: one line a message, in the format and at the levels the options name, the same in every process.
+"""Sets up a process's log: one line a message, in the format and at the levels of the options, the same in every process.
 
     default    I1121 10:20:30.123456 4711 worker-0] text      the form of a Triton server, times in UTC
     ISO8601    2026-11-21T10:20:30.123Z INFO worker-0: text
@@ -25,13 +25,13 @@ from typing import TextIO
 from tensord.config.options import Log
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-#: syslog's numbers (sd-daemon(3)): what journald reads at the beginning of a line.
+#: syslog's numbers (sd-daemon(3)), which journald reads at the beginning of a line.
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-#: Whose debug messages the first verbose level shows ("model": those of Triton Python models); libraries' come with the second.
+#: Loggers whose debug messages the first verbose level shows ("model": Triton Python models); libraries' come with the second.
 _OURS = ("tensord", "model")
-#: They report every selector they open, every program they compile.
+#: Loggers that report every selector they open, every program they compile.
 _TALKATIVE = ("asyncio", "jax")
-#: Between two lines about the same failure (``Seldom``).
+#: Seconds between two lines about the same failure (``Seldom``).
 _SELDOM_SECONDS = 60.0
 
 
@@ -55,16 +55,16 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 
 
 def check_writable(options: Log) -> None:
-    """Raises OSError: the log file cannot be written. Afterwards it exists."""
+    """Raises OSError if the log file cannot be written. Afterwards it exists."""
     if options.file:
         os.close(os.open(options.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640))
 
 
 class LogFile(WatchedFileHandler):
-    """Appends, like every other process of the daemon; opened again when the file is moved away, for log rotation.
+    """Appends to the log file, as every process does; opens it again when it is moved away, for log rotation.
 
-    A line that cannot be written to the file goes to standard error instead: logging never fails its caller. Why, it says there
-    once a minute.
+    A line that cannot be written to the file goes to standard error instead: logging never fails its caller. The reason is
+    written there once a minute.
     """
 
     def __init__(self, path: str) -> None:
@@ -83,7 +83,7 @@ class LogFile(WatchedFileHandler):
             super().handleError(record)
             return
         if self.stream is not None:
-            # What it has not written would come again with the next line, and now goes elsewhere.
+            # A line that was not written would come again with the next one, and now goes elsewhere.
             with contextlib.suppress(OSError):
                 self.stream.close()
             self.stream = None
@@ -96,7 +96,7 @@ class LogFile(WatchedFileHandler):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Standard error, which may be a file on a full disk: then there is nobody to tell."""
+    """Writes to standard error, and ignores a failure there, such as a full disk: nobody is left to tell."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -112,7 +112,7 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """True: whoever asks says it now. ``what`` it is about, where there are several."""
+        """Returns whether the caller should log now. ``what`` names the failure, if there are several."""
         now = self._clock()
         if now < self._next.get(what, now):
             return False
@@ -122,7 +122,7 @@ class Seldom:
 
 
 class _LevelFilter(logging.Filter):
-    """Triton's switches: each level by itself."""
+    """Triton's switches, which turn each level on or off by itself."""
 
     def __init__(self, options: Log) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _LevelFilter(logging.Filter):
 
 
 class TextFormatter(logging.Formatter):
-    """The formats for people."""
+    """Formats lines for people."""
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line."""
+    """Formats a message as one JSON object a line."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -186,5 +186,5 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _escaped(text: str, *, keep_lines: bool) -> str:
-    """Our own tracebacks keep their lines; messages, which may quote a client, do not."""
+    """Escapes control characters. Our own tracebacks keep their lines; messages, which may quote a client, do not."""
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

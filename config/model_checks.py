@@ -1,4 +1,4 @@
-"""What can be wrong in a model's configuration, and between its fields.
+"""Checks the fields of a model's configuration, and what they say together.
 
 Its one rule: whatever an operator or a client wrote is refused here, with the model and the place named, before any process acts
 on it. ``tensord.config.model_fields`` says which fields are refused altogether.
@@ -18,11 +18,11 @@ from tensord.protocol import model_config_pb2
 from tensord.shm.datatypes import MAX_RANK, from_model_config
 from tensord.shm.errors import InvalidArgument, Unsupported
 
-#: Back ends this server runs.
+#: The back ends that this server runs.
 BACKENDS = ("jax", "python")
-#: Each is a thread of the worker.
+#: The most instances of a model: each is a thread of the worker.
 MAX_INSTANCES = 256
-#: How parameters begin that list sizes of a named axis.
+#: The prefix of parameters that list sizes of a named axis.
 _AXIS = "buckets."
 _MAX_SIZE = 1 << 31
 #: The parameter of a Triton Python model that may answer only as its configuration says.
@@ -30,7 +30,7 @@ STRICT_OUTPUTS = "strict_outputs"
 
 
 def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str] = ()) -> None:
-    """Everything that can be wrong between the fields.
+    """Checks all fields of a configuration.
 
     Args:
       whole: also what only a completed configuration must say: a known backend, and a datatype and dims for every tensor.
@@ -112,7 +112,7 @@ def _check_reshape(what: str, dims: list[int], shape: list[int], batches: bool) 
         raise InvalidArgument(f"{what}: a model that does not batch cannot reshape to a scalar")
     if any(dim < 0 and dim != -1 for dim in shape):
         raise InvalidArgument(f"{what}: reshape {shape}; a dim is at least 0, or -1 where it varies")
-    # Between the variable dims, in their order, the fixed parts must hold the same number of elements.
+    # The fixed dims between variable ones, in their order, must hold the same number of elements.
     if [math.prod(part) for part in _parts(dims)] != [math.prod(part) for part in _parts(shape)]:
         raise InvalidArgument(f"{what}: dims {dims} and reshape {shape} hold different numbers of elements")
 
@@ -184,7 +184,7 @@ def _check_instances(message: ModelConfig) -> None:
 
 
 def check_device(message: ModelConfig, gpu: int | None) -> None:
-    """Raises InvalidArgument: a completed configuration asks for GPUs only, and ``gpu``, where it is loaded, is None, the CPU."""
+    """Raises InvalidArgument if a completed configuration asks for GPUs only, and ``gpu`` is None: it is loaded on the CPU."""
     kinds = model_config_pb2.ModelInstanceGroup
     for group in message.instance_group:
         if gpu is None and all(each.kind == kinds.KIND_GPU for each in message.instance_group):
@@ -196,7 +196,7 @@ def check_device(message: ModelConfig, gpu: int | None) -> None:
 def _check_dynamic_batching(message: ModelConfig) -> None:
     if not message.HasField("dynamic_batching"):
         return
-    # In Triton's words, and with the number that was given.
+    # The errors have Triton's words, and the number that was given.
     name, batching, limit = message.name, message.dynamic_batching, message.max_batch_size
     for size in batching.preferred_batch_size:
         if size < 1:
@@ -219,7 +219,7 @@ def _check_dynamic_batching(message: ModelConfig) -> None:
 
 
 def _check_cache(message: ModelConfig) -> None:
-    """What cannot be answered again, in Triton's words."""
+    """Refuses a response cache for answers that cannot be given again, in Triton's words."""
     if not message.response_cache.enable:
         return
     if message.HasField("sequence_batching"):
@@ -234,7 +234,7 @@ def _check_cache(message: ModelConfig) -> None:
 
 
 def _check_order(message: ModelConfig) -> None:
-    """What would contradict ``preserve_ordering``, in Triton's words."""
+    """Refuses what contradicts ``preserve_ordering``, in Triton's words."""
     batching = message.dynamic_batching
     if batching.priority_levels > 1:
         raise InvalidArgument(f"Only one priority level is allowed when 'preserve_ordering' is true for {message.name}")
@@ -246,7 +246,7 @@ def _check_order(message: ModelConfig) -> None:
 
 
 def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
-    """Batch sizes to compile, from the parameter ``batch_buckets`` ("1,8,32"); empty where it is not given.
+    """Returns batch sizes to compile, from the parameter ``batch_buckets`` ("1,8,32"); empty if it is not given.
 
     Raises: InvalidArgument: not ascending whole numbers up to ``max_batch_size``.
     """
@@ -256,7 +256,7 @@ def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
 
 
 def axis_buckets(message: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Sizes of named axes to compile, from parameters such as ``buckets.sequence`` ("32,128,256"); none: "auto".
+    """Returns sizes of named axes to compile, from parameters such as ``buckets.sequence`` ("32,128,256"); empty: "auto".
 
     Raises: InvalidArgument: neither that nor ascending whole numbers.
     """

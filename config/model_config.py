@@ -21,14 +21,14 @@ from tensord.shm.errors import InvalidArgument
 ModelConfig: TypeAlias = model_config_pb2.ModelConfig
 ModelTensor: TypeAlias = model_config_pb2.ModelInput | model_config_pb2.ModelOutput
 
-#: One configuration, as text.
+#: The most characters of one configuration.
 MAX_BYTE_SIZE = 1 << 20
-#: Triton's: how long a sequence may be silent when its model does not say.
+#: How long a sequence may be idle when its model does not say: Triton's default.
 _SEQUENCE_IDLE_US = 1_000_000
 
 
 def empty(model_name: str = "") -> ModelConfig:
-    """A configuration that says nothing but the name."""
+    """Makes a configuration that says nothing but the name."""
     return model_config_pb2.ModelConfig(name=model_name)
 
 
@@ -54,11 +54,11 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Reads a configuration in JSON, as the repository's load request carries it. One entry may stand for a list of one.
+    """Parses a configuration in JSON, as the repository's load request carries it. One entry may stand for a list of one.
 
     Raises: InvalidArgument: names the model, and what is wrong where.
     """
-    # Imported late: only processes that take overrides pay for it.
+    # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
 
     what = f"configuration of model '{model_name}'"
@@ -80,7 +80,7 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """JSON for a message with lists and objects where the message has them. Raises InvalidArgument: something else is there."""
+    """Gives JSON the lists and objects that the message has. Raises InvalidArgument: something else is there."""
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")
     shaped: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def _shaped_single(what: str, value: Any, field: FieldDescriptor) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls it."""
+    """Names the value's kind as JSON does."""
     return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
         type(value), "a number"
     )
@@ -178,12 +178,12 @@ def _complete_instances(message: ModelConfig, gpus: Sequence[int]) -> None:
 
 
 def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
-    """A completed configuration in JSON, whose instance groups also name the GPUs that other workers have filled in."""
+    """Returns a completed configuration in JSON, whose instance groups also name the GPUs that other workers have filled in."""
     different = {each for each in others if each != config}
     if not different:
         return config
     joined = msgspec.json.decode(config)
-    # While another one is being loaded, some workers may still have the one before, with other groups.
+    # While another version is being loaded, some workers may still have the one before, with other groups.
     for other in map(msgspec.json.decode, different):
         for group, theirs in zip(joined["instance_group"], other["instance_group"], strict=False):
             group["gpus"] = sorted({*group["gpus"], *theirs["gpus"]})
@@ -194,22 +194,22 @@ def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
 
 
 def tensors_of(message: ModelConfig) -> list[ModelTensor]:
-    """The inputs, and then the outputs, of a configuration."""
+    """Returns the inputs, and then the outputs, of a configuration."""
     return [*message.input, *message.output]
 
 
 def is_ordered(message: ModelConfig) -> bool:
-    """Whether answers leave in the order of their requests."""
+    """Returns whether answers leave in the order of their requests."""
     return bool(message.dynamic_batching.preserve_ordering or message.sequence_batching.oldest.preserve_ordering)
 
 
 def to_json(message: ModelConfig) -> bytes:
-    """Triton's JSON form: the proto's field names and order, enums as names, int64 as numbers, empty lists and maps present."""
+    """Encodes Triton's JSON form: the proto's field names and order, enums as names, int64 as numbers, empty lists and maps."""
     return msgspec.json.encode(to_dict(message))
 
 
 def to_dict(message: Any) -> dict[str, Any]:
-    """The JSON form of a message of any type as plain values."""
+    """Converts a message of any type to plain values of the JSON form."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -225,7 +225,7 @@ def to_dict(message: Any) -> dict[str, Any]:
 
 
 def is_map(field: FieldDescriptor) -> bool:
-    """Whether a field is a map."""
+    """Returns whether a field is a map."""
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
@@ -239,7 +239,7 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
 
 
 def metadata(message: ModelConfig) -> bytes:
-    """The model metadata answer without its "versions": JSON {name, platform, inputs, outputs}.
+    """Makes the model metadata answer without its "versions": JSON {name, platform, inputs, outputs}.
 
     Shapes are the client's: with the batch dimension as -1 where the model batches, and before any reshape.
     """
@@ -266,7 +266,7 @@ def metadata(message: ModelConfig) -> bytes:
 
 
 def data_type_name(tensor: Any) -> str:
-    """``TYPE_FP32`` of a ModelInput or ModelOutput; ``TYPE_INVALID`` where it is not said."""
+    """Returns the data type's name of a ModelInput or ModelOutput, as ``TYPE_FP32``; ``TYPE_INVALID`` if it is not given."""
     known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
     return str(known.name) if known is not None else f"TYPE_{tensor.data_type}"
 

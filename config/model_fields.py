@@ -1,4 +1,4 @@
-"""What becomes of each field of ModelConfig: honoured, refused when the model is loaded, or without effect and warned of.
+"""Sorts the fields of ModelConfig: honoured, refused when the model is loaded, or without effect, which is warned of.
 
 Every field of the published message stands in exactly one of the three tables here, by its path, or stands below one that is
 refused or without effect as a whole. A field of a newer message that stands in none fails a test. The tables of docs/models.md
@@ -15,7 +15,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from tensord.config.model_config import ModelConfig, is_map
 from tensord.shm.errors import Unsupported
 
-#: Leaves. What is wrong in one is refused by ``tensord.config.model_checks``, or by the worker that loads the model.
+#: Paths of honoured fields without sub-fields. Wrong values are refused by ``tensord.config.model_checks``, or by the worker
+#: that loads the model.
 HONOURED = frozenset(
     {
         "name",
@@ -116,7 +117,7 @@ HONOURED = frozenset(
 
 _SHAPE_TENSOR = "shape tensors are only supported for TensorRT platform"
 _NON_LINEAR = "non-linear formats are only supported for TensorRT platform"
-#: What a model cannot be served without: path -> why it is refused.
+#: Fields that a model cannot be served with: path -> why it is refused.
 REFUSED = {
     "input.is_shape_tensor": _SHAPE_TENSOR,
     "output.is_shape_tensor": _SHAPE_TENSOR,
@@ -126,7 +127,7 @@ REFUSED = {
 }
 
 _PINNED = "page-locked memory is used wherever there is some (workers.pinned_byte_size)"
-#: What a model is served without: path -> what happens instead.
+#: Fields that are ignored: path -> what happens instead.
 WITHOUT_EFFECT = {
     "runtime": "the back end is part of the worker",
     "optimization.graph": "XLA optimizes as it does by itself",
@@ -149,7 +150,7 @@ WITHOUT_EFFECT = {
     "model_metrics": "a model's metrics are the same for all models",
 }
 
-#: What a Triton Python model is served without, as in Triton: field -> what happens instead.
+#: Fields of a Triton Python model that are ignored, as in Triton: field -> what happens instead.
 PYTHON_WITHOUT_EFFECT = {
     "batch_input": "a Triton Python model sees the tensors of each request",
     "batch_output": "a Triton Python model answers each request",
@@ -172,7 +173,7 @@ def refuse(message: ModelConfig) -> None:
 
 
 def without_effect(message: ModelConfig) -> list[str]:
-    """A sentence for each thing that the configuration asks for and that has no effect."""
+    """Returns a sentence for each thing that the configuration asks for and that has no effect."""
     paths = dict.fromkeys(path for path in _given(message, "") if path in WITHOUT_EFFECT)
     found = [f"{path} is without effect: {WITHOUT_EFFECT[path]}" for path in paths]
     if message.backend == "python":
@@ -189,7 +190,7 @@ def without_effect(message: ModelConfig) -> list[str]:
 
 
 def _given(message: Any, prefix: str) -> Iterator[str]:
-    """The paths of REFUSED and WITHOUT_EFFECT that a message says something of."""
+    """Yields the paths of REFUSED and WITHOUT_EFFECT that a message sets."""
     for field in message.DESCRIPTOR.fields:
         path = prefix + field.name
         value = getattr(message, field.name)
@@ -210,7 +211,7 @@ def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:
 
 
 def _parts(message: Any, field: FieldDescriptor, value: Any) -> Iterable[Any]:
-    """The messages that a field holds; of a map its values, where they are some."""
+    """Returns the messages that a field holds; for a map its values, if they are messages."""
     if is_map(field) and field.message_type is not None:
         return value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
     if field.is_repeated:

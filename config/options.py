@@ -16,25 +16,25 @@ Port = Annotated[int, Meta(ge=0, le=65535, description="a TCP port; 0 picks a fr
 #: TCP addresses and unix:PATH; a single one needs no brackets.
 Addresses = Annotated[tuple[str, ...], Meta(min_length=1)]
 SocketMode = Annotated[str, Meta(pattern="^0[0-7]{3}$", description="octal permissions of a Unix socket")]
-#: What a record to a child process can hold.
+#: The largest integer that a record to a child process can hold.
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
-#: How many request forms a front may keep; a lane has so many numbers for them (``tensord.shm.forms``).
+#: The most prepared requests of a front; a lane has so many numbers for them (``tensord.shm.prepared``).
 Forms = Annotated[int, Meta(ge=0, le=1024)]
 CountOrNone = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ByteSize = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
-#: The most fronts that a protocol may have; each has a row of the page that they share (``tensord.daemon.control.tally``).
+#: The most fronts that a protocol may have; each has a row of their shared counters (``tensord.daemon.control.tally``).
 MAX_PROCESSES = 64
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 #: Bounded, so that every time is also a number of nanoseconds.
 Seconds = Annotated[float, Meta(ge=0, le=1e8)]
 #: Bytes a second.
 Rate = Annotated[int, Meta(ge=0, le=1 << 40)]
-#: Of something; 1: all of it.
+#: A part of something; 1: all of it.
 Share = Annotated[float, Meta(gt=0, le=1)]
 Compression = Literal["none", "low", "medium", "high"]
-#: What zlib calls each of them; 0: answers are not compressed.
+#: The zlib level of each compression; 0: answers are not compressed.
 COMPRESSION_LEVELS: dict[Compression, int] = {"none": 0, "low": 1, "medium": 6, "high": 9}
 
 
@@ -43,7 +43,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Repository(Section, frozen=True):
-    """Where models are and which of them to serve."""
+    """The model repositories, and which of their models to serve."""
 
     paths: tuple[str, ...] = ()
     control_mode: Literal["none", "explicit", "poll"] = "none"
@@ -65,24 +65,24 @@ class Http(Section, frozen=True):
     enabled: bool = True
     #: Fronts that share the addresses.
     processes: Processes = 1
-    #: All of them at once; the port is of those of TCP.
+    #: Every address is listened on; the port counts for TCP only.
     address: Addresses = ("127.0.0.1",)
     port: Port = 8000
     socket_mode: SocketMode = "0660"
-    #: Request line and headers together.
+    #: Bytes of request line and headers together.
     max_head_byte_size: Annotated[int, Meta(ge=1024, le=_LARGEST)] = 64 << 10
     #: Header fields of one request.
     max_head_fields: Count = 1024
     max_body_byte_size: Annotated[int, Meta(ge=1024, le=_LARGEST)] = 64 << 20
-    #: Bodies in ordinary memory, of all connections together: JSON, and what comes chunked or compressed.
+    #: Bytes of bodies in ordinary memory, of all connections together: JSON, and what comes chunked or compressed.
     max_collected_byte_size: Annotated[int, Meta(ge=1024, le=_LARGEST)] = 256 << 20
-    #: Of answers to clients that accept gzip or deflate.
+    #: The compression of answers to clients that accept gzip or deflate.
     response_compression: Compression = "none"
     max_connections: Count = 4096
-    #: A request whose head / body is not whole by then is answered 408 and its connection closed.
+    #: A request whose head or body is not complete by then is answered 408 and its connection closed.
     head_timeout: Seconds = 10.0
     body_timeout: Seconds = 60.0
-    #: Bytes a second that a body must come with, after its first seconds; 0: any rate.
+    #: The lowest rate of a body in bytes a second, after its first seconds; 0: any rate.
     min_rate: Rate = 8192
     #: A client that takes none of its answer for that long, or less than ``min_rate``, is cut off.
     write_timeout: Seconds = 30.0
@@ -93,7 +93,7 @@ class Http(Section, frozen=True):
     restricted_api: tuple[str, ...] = ()
     #: Origins whose pages may ask from within a browser, such as "https://example.org"; "*": all.
     cors_origins: tuple[str, ...] = ()
-    #: Headers whose names it matches become parameters of the request (RE2, any case); "": none.
+    #: A pattern (RE2, any case): headers whose names it matches become parameters of the request; "": none.
     header_forward_pattern: str = ""
 
 
@@ -110,38 +110,38 @@ class Grpc(Section, frozen=True):
     restricted_protocol: tuple[str, ...] = ()
     #: As http.header_forward_pattern.
     header_forward_pattern: str = ""
-    #: A call's headers together, decoded.
+    #: Bytes of a call's headers together, decoded.
     max_head_byte_size: Annotated[int, Meta(ge=1024, le=1 << 20)] = 64 << 10
-    #: One message, also after decompression.
+    #: Bytes of one message, also after decompression.
     max_message_byte_size: Annotated[int, Meta(ge=1024, le=(1 << 31) - 1)] = 64 << 20
-    #: Incomplete messages of all connections together.
+    #: Bytes of incomplete messages of all connections together.
     max_receiving_byte_size: ByteSize = 1 << 30
     max_connections: Count = 4096
     max_concurrent_streams: Count = 1024
     #: Requests of one ModelStreamInfer that are in flight; the client waits beyond.
     max_stream_requests: Count = 256
     response_compression: Compression = "none"
-    #: A connection that has not opened, or a message that is not whole, by then is given up.
+    #: A connection that has not opened, or a message that is not complete, by then is given up.
     head_timeout: Seconds = 10.0
     body_timeout: Seconds = 60.0
     #: As for http.
     min_rate: Rate = 8192
     #: A client that takes none of an answer for that long, or less than ``min_rate``, is cut off.
     write_timeout: Seconds = 30.0
-    #: A connection silent for so long is asked for a sign of life, and cut off without one.
+    #: A connection silent for so long is pinged, and cut off if it does not answer.
     keepalive_time: Seconds = 7200.0
     keepalive_timeout: Seconds = 20.0
     keepalive_permit_without_calls: bool = False
-    #: Pings of a client without calls that come faster than this are strikes; 0 strikes: any number.
+    #: A client without calls may ping at this interval; it may ping faster ``max_ping_strikes`` times (0: any number).
     min_ping_interval: Seconds = 300.0
     max_ping_strikes: CountOrNone = 2
-    #: Without calls; 0: for ever.
+    #: Closes a connection that had no calls for so long; 0: never.
     max_connection_idle: Seconds = 0.0
-    #: 0: for ever.
+    #: Closes a connection of that age; 0: never.
     max_connection_age: Seconds = 0.0
     max_connection_age_grace: Seconds = 0.0
     use_tls: bool = False
-    #: Ask clients for a certificate signed by ``root_certificate``.
+    #: Whether clients need a certificate signed by ``root_certificate``.
     mutual_tls: bool = False
     certificate: str = ""
     key: str = ""
@@ -154,78 +154,80 @@ class Metrics(Section, frozen=True):
     enabled: bool = True
     address: str = "127.0.0.1"
     port: Port = 8002
-    #: Of GPUs as well, where there are GPU workers; what they meet is logged then.
+    #: Whether GPUs are shown as well, where there are GPU workers; their errors are logged then.
     gpus: bool = True
 
 
 class Workers(Section, frozen=True):
     """The processes that run models."""
 
-    #: "auto": one per visible GPU, else CPU workers.
+    #: "auto": one worker per visible GPU, else CPU workers.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu: Count = 1
-    #: CPU workers are started beside GPU workers as well, for models with KIND_CPU.
+    #: Whether CPU workers are started beside GPU workers as well, for models with KIND_CPU.
     cpu_beside_gpus: bool = False
     #: Workers of one GPU, which divide ``gpu_memory_fraction``.
     per_gpu: Annotated[int, Meta(ge=1, le=16)] = 1
     #: GPUs of one worker, which a model may have several of; CPU workers have so many devices of XLA on the same cores.
     devices_per_worker: Annotated[int, Meta(ge=1, le=64)] = 1
-    #: Pin each CPU worker to its share of the cores (before XLA sizes its thread pool).
+    #: Whether each CPU worker is pinned to its share of the cores (before XLA sizes its thread pool).
     pin: bool = True
     #: The cores of each CPU worker, as Linux lists them ("0-3,8"); empty: shares of those the daemon may use.
     cores: tuple[str, ...] = ()
     #: Threads that XLA computes with in each CPU worker; 0: as many as the worker has cores.
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
-    #: CPU programs of up to so many floating-point operations are computed by one thread; 0: none, all get all threads.
+    #: CPU programs of up to so many floating-point operations are computed by one thread; 0: all programs use all threads.
     single_thread_flops: CountOrNone = 1 << 26
-    #: What XLA takes of a GPU's memory, in all of its workers together; clients' regions and gathered inputs lie outside of it.
+    #: The part of a GPU's memory that XLA takes, in all of its workers together; clients' regions and gathered inputs lie
+    #: outside of it.
     gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.75
     gpu_preallocate: bool = True
-    #: Models that have worker processes of their own (the parameter ``isolated``) at a time.
+    #: The most models that have worker processes of their own (the parameter ``isolated``) at a time.
     max_isolated: CountOrNone = 8
-    #: What XLA takes of a GPU's memory in the process of an isolated model that does not say; beside ``gpu_memory_fraction``.
+    #: The part of a GPU's memory that XLA takes for an isolated model that names none; beside ``gpu_memory_fraction``.
     isolated_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
     #: Host memory (arenas, system regions) that a GPU worker page-locks; 0: none.
     pinned_byte_size: ByteSize = 4 << 30
-    #: A worker that executes, compiles or loads longer than this without a sign of life is killed and replaced; 0: never.
+    #: A worker that executes, compiles or loads longer than this without progress is killed and replaced; 0: never.
     execute_timeout: Seconds = 300.0
     load_timeout: Seconds = 1800.0
-    #: An idle worker's loop must turn at least this often.
+    #: An idle worker's loop must iterate at least this often.
     idle_timeout: Seconds = 30.0
 
 
 class Arenas(Section, frozen=True):
-    """Our own memory: nameless, sealed, one allocator each."""
+    """The daemon's own memory for tensors: nameless, sealed, one allocator each."""
 
-    #: First segment of each arena; grows by segments of their own for large tensors.
+    #: The first segment of each arena; large tensors get segments of their own.
     byte_size: ArenaSize = 32 << 20
     #: All segments of one arena together.
     max_byte_size: ArenaSize = 1 << 30
-    #: Free large segments kept for the next large tensor.
+    #: Free large segments that are kept for the next large tensor.
     keep_byte_size: ByteSize = 256 << 20
-    #: Tensors up to this size travel inside their descriptor.
+    #: Tensors up to this size travel inside their record.
     inline_byte_size: Annotated[int, Meta(ge=0, le=8192)] = 4096
     #: How long a request waits for room before it is refused with 503.
     wait: Seconds = 5.0
-    #: Of ``max_byte_size``, what one connection may hold of a front's request arena, and of answers that it has not taken.
+    #: The share of ``max_byte_size`` that one connection may hold of a front's request arena, and of answers that it has not
+    #: taken.
     connection_share: Share = 0.25
-    #: The same of all connections of one client: a user on unix sockets, a host on TCP.
+    #: The share of all connections of one client: a user on unix sockets, a host on TCP.
     client_share: Share = 0.5
-    #: Of ``max_byte_size`` of a request arena, what bodies that are not whole may take together.
+    #: The share of a request arena's ``max_byte_size`` that incomplete bodies may take together.
     arriving_share: Share = 0.75
 
 
 class Lanes(Section, frozen=True):
-    """The way between fronts and workers."""
+    """The connections between fronts and workers."""
 
-    #: How long either end looks for the next record before it sleeps, while records follow each other that fast. 0: never.
+    #: How long either end polls for the next record before it sleeps, while records follow each other that fast. 0: never.
     spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
 
 
 class Requests(Section, frozen=True):
     """Bounds on what is in flight, and its ids."""
 
-    #: An answer that takes longer is given up: 503 and the request is cancelled. 0: never.
+    #: An answer that takes longer is given up: 503, and the request is cancelled. 0: never.
     timeout: Seconds = 0.0
     #: How long a request waits for a worker while one is being replaced.
     worker_wait: Seconds = 60.0
@@ -236,23 +238,23 @@ class Requests(Section, frozen=True):
     max_sequences: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     #: Calls of other models that one execution of a model has under way at a time.
     max_calls: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
-    #: A request without an id gets one.
+    #: Whether a request without an id gets one.
     make_ids: bool = False
-    #: Kinds of requests that each front remembers, so that it reads what they say once; 0: none.
+    #: Prepared requests that each front keeps, so that requests like them are parsed once; 0: none.
     max_forms: Forms = 1024
 
 
 class Responses(Section, frozen=True):
-    """Models that answer a request with several responses."""
+    """Responses of models that answer a request with several."""
 
     #: Bytes of a request's responses that wait to be taken by its client; its model waits beyond.
     max_ahead: Annotated[int, Meta(ge=4096, le=_LARGEST)] = 1 << 20
 
 
 class ResponseCache(Section, frozen=True):
-    """Answers that are given again, of models that ask for it."""
+    """The cache of answers, for models that ask for it."""
 
-    #: Inputs and outputs of all answers kept, of all shared workers together: each has its share; 0: none are.
+    #: Inputs and outputs of all cached answers, of all shared workers together: each has its share; 0: there is no cache.
     byte_size: ByteSize = 0
 
 
@@ -260,27 +262,27 @@ class RateLimit(Section, frozen=True):
     """Resources that instances of models share: an instance executes only while it has what it needs."""
 
     mode: Literal["off", "execution_count"] = "off"
-    #: "NAME:COUNT" or "NAME:COUNT:DEVICE" each (tensord.config.rate_limits); of others there is as much as any one instance
+    #: The amounts, "NAME:COUNT" or "NAME:COUNT:DEVICE" (tensord.config.rate_limits); by default as much as any one instance
     #: needs.
     resources: tuple[str, ...] = ()
 
 
 class Executables(Section, frozen=True):
-    """Compilation."""
+    """The compilation of models."""
 
     #: "": $XDG_CACHE_HOME/tensord, or $CACHE_DIRECTORY under systemd. It holds code, so it has to be this user's alone.
     cache_directory: str = ""
-    #: In which CPU workers compile what they load, each of them in so many. "auto": one for two cores, up to 4; 0: in the worker.
+    #: Processes in which a CPU worker compiles. "auto": one for two cores, up to 4; 0: it compiles itself.
     compile_processes: Literal["auto"] | Annotated[int, Meta(ge=0, le=64)] = "auto"
     #: A program that is being compiled for so long lets other models be compiled beside it; 0: they wait for its end.
     long_compile: Seconds = 30.0
     #: Shapes of one model version compiled because a request asked for them, besides its buckets; the oldest makes room.
     max_unexpected_shapes: Count = 32
-    #: The inputs and outputs of a model's largest batch together; a model that needs more is not loaded.
+    #: The most bytes of inputs and outputs of a model's largest batch; a model that needs more is not loaded.
     max_batch_byte_size: ByteSize = 1 << 30
-    #: What a model keeps of all its sequences on one worker; one that needs more is not loaded, or its step is refused.
+    #: The most bytes that a model keeps of all its sequences on one worker; beyond it is not loaded, or its step is refused.
     max_state_byte_size: ByteSize = 4 << 30
-    #: Large outputs are written by XLA itself into the client's region or the arena, on CPU workers; else they are copied there.
+    #: Whether XLA writes large outputs itself into the client's region or the arena, on CPU workers; else they are copied there.
     place_outputs: bool = True
 
 
@@ -288,7 +290,7 @@ class Regions(Section, frozen=True):
     """Client shared memory: what may be registered, how it is used, how much of it."""
 
     enabled: bool = True
-    #: What keys begin with, without the leading slash; empty: anything.
+    #: The prefixes that keys may have, without the leading slash; empty: any.
     key_prefixes: tuple[str, ...] = ()
     #: Users and groups (names or numbers) whose objects may be registered besides the daemon's own.
     owners: tuple[str, ...] = ()
@@ -301,22 +303,22 @@ class Regions(Section, frozen=True):
     guarded_key_prefixes: tuple[str, ...] = ()
     guarded_owners: tuple[str, ...] = ()
     max_count: Count = 4096
-    #: One region, and all of them together.
+    #: The most bytes of one region, and of all together.
     max_byte_size: ByteSize = 1 << 40
     max_total_byte_size: ByteSize = 1 << 44
-    #: The same for one owner: a user on unix sockets, a host on TCP.
+    #: The limits of one owner: a user on unix sockets, a host on TCP.
     max_owner_count: Count = 2048
     max_owner_byte_size: ByteSize = 1 << 43
-    #: When a region that was registered over a unix socket goes by itself: with the process that did it, or with its connection.
+    #: When a region that was registered over a unix socket is unregistered: with the process that did it, or with its connection.
     reclaim: Literal["never", "owner", "connection"] = "never"
     #: Unix socket on which clients hand over sealed memory; "": $RUNTIME_DIRECTORY/regions.sock under systemd, else none.
     socket: str = ""
 
 
 class Supervisor(Section, frozen=True):
-    """Start, watch, replace, stop."""
+    """Starting, watching, replacing and stopping processes."""
 
-    #: SIGTERM: how long accepted requests may take to finish.
+    #: After SIGTERM, accepted requests may take so long to finish.
     exit_timeout: Seconds = 30.0
     #: A replacement starts after this, doubled on each death, up to the maximum.
     restart_delay: Seconds = 0.1
@@ -327,7 +329,7 @@ class Supervisor(Section, frozen=True):
 
 
 class Log(Section, frozen=True):
-    """What is logged, where and how."""
+    """The log: levels, format and file."""
 
     info: bool = True
     warning: bool = True
@@ -339,26 +341,26 @@ class Log(Section, frozen=True):
 
 
 class Trace(Section, frozen=True):
-    """Which requests are traced from the start, and where traces are written."""
+    """The traces taken from the start, and their files."""
 
-    #: Empty: off.
+    #: The levels; empty: tracing is off.
     level: tuple[Literal["TIMESTAMPS", "TENSORS"], ...] = ()
-    #: One request in so many.
+    #: One request in so many is traced.
     rate: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 1000
-    #: Traces until it stops; -1: it does not.
+    #: The number of traces until tracing stops; -1: it does not.
     count: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] = -1
-    #: "": nothing can be traced.
+    #: The file; "": nothing can be traced.
     file: str = ""
     #: Above 0: so many traces into each of file.0, file.1, ...
     log_frequency: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 0
-    #: All that one front writes; then it drops traces.
+    #: The most bytes that one front writes; then it drops traces.
     max_byte_size: ByteSize = 1 << 30
     #: With ``log_frequency``: files of the series, those that were there before included; then traces are dropped.
     max_files: Count = 1000
 
 
 class Options(Section, frozen=True):
-    """Everything an operator can say."""
+    """All options of an operator."""
 
     server_name: str = "tensord"
     repository: Repository = Repository()

@@ -1,4 +1,4 @@
-"""Resources that instances share, as ``rate_limit.resources`` lists them: ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``."""
+"""Parses the resources that instances share, as ``rate_limit.resources`` lists them: ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import NamedTuple
 
 from tensord.config.options import RateLimit
 
-#: As ModelConfig holds it.
+#: The largest count that ModelConfig holds.
 _MAX_COUNT = (1 << 32) - 1
 _LIMIT = re.compile(r"([^:]+):([0-9]{1,10})(?::([0-9]{1,4}))?", re.ASCII)
 
 
 class Limit(NamedTuple):
-    """How much there is of a resource."""
+    """The amount of a resource."""
 
-    #: Lower case: names that differ in case only are one.
+    #: The name in lower case: names that differ in case only are one.
     name: str
     amount: int
-    #: Of that GPU only; None: of each device, or altogether where a model calls the resource global.
+    #: The only GPU that it is for; None: for each device, or altogether where a model calls the resource global.
     device: int | None
 
 
 def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
-    """Raises ValueError: what is expected and what was given."""
+    """Parses limits. Raises ValueError: what is expected and what was given."""
     limits: list[Limit] = []
     for text in texts:
         match = _LIMIT.fullmatch(text)
@@ -35,12 +35,12 @@ def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
 
 
 def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
-    """Those of a worker's device; None: there is no rate limiter. The processor is device 0, as in Triton."""
+    """Returns the limits of a worker's device; None: there is no rate limiter. The processor is device 0, as in Triton."""
     return None if options.mode == "off" else of_device(parse(options.resources), gpu or 0)
 
 
 def of_device(limits: Iterable[Limit], device: int) -> dict[str, int]:
-    """How much there is on a device of what is limited: what is said of the device itself goes first."""
+    """Returns the amounts of limited resources on a device; limits for the device itself go first."""
     found: dict[str, int] = {}
     for limit in sorted(limits, key=lambda limit: limit.device is not None):
         if limit.device in (None, device):

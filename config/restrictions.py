@@ -1,4 +1,4 @@
-"""Restricted groups of calls: ``GROUP[,GROUP...]:KEY=VALUE`` read into which header with which value opens which group.
+"""Parses restrictions of groups of calls, ``GROUP[,GROUP...]:KEY=VALUE``: a header and its value open a group.
 
 Source: Triton's --http-restricted-api and --grpc-restricted-protocol; the groups have its names.
 """
@@ -20,7 +20,7 @@ GROUPS = (
     "trace",
     "logging",
 )
-#: What the name of a header may be made of (RFC 9110, token).
+#: The characters that a header's name may have (RFC 9110, token).
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FORM = "expected GROUP[,GROUP...]:KEY=VALUE"
 
@@ -29,13 +29,13 @@ _FORM = "expected GROUP[,GROUP...]:KEY=VALUE"
 class Restriction:
     """The header that opens a group."""
 
-    #: Lower case.
+    #: The header's name in lower case.
     key: str
     value: str = field(repr=False)
 
 
 def parse(entries: Iterable[str]) -> dict[str, Restriction]:
-    """Group -> what opens it; groups that are not in it are open to everybody.
+    """Returns the restriction of each group; groups that are not in it are open to everybody.
 
     An entry without a colon belongs to the next one: that is what becomes of a list of groups in a comma-separated variable.
     Raises ValueError: a sentence about the first entry that is wrong, without the value, which is a secret.

@@ -1,1 +1,1 @@
-"""The daemon: commands and the supervisor here, everything else in its room."""
+"""The daemon: the commands and the supervisor are here, everything else in its room."""

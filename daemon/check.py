@@ -1,4 +1,4 @@
-"""Checks whether models load: those of a device in one process, by a worker's own code and in its order; nothing is served.
+"""Checks whether models load, by a worker's own code and in its order, in one process for each device; nothing is served.
 
     found in the repositories ─▶ python -m tensord.workers.check, bounded in time ─▶ good, or the reason, or how the process ended
     an ensemble               ─▶ its configuration beside those of its members, once they were tried
@@ -39,34 +39,34 @@ from tensord.shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
 from tensord.shm.control_records import Footprint
 from tensord.shm.errors import InvalidArgument
 
-#: At a time, of different devices: each needs a core.
+#: The most processes at a time, of different devices: each needs a core.
 _MAX_PROCESSES = 4
-#: Of what a model's process printed, its end.
+#: The most bytes that are kept of what a model's process printed, from its end.
 _MAX_PRINTED = 64 << 10
-#: How often it is looked how far they are.
+#: Seconds between looks at their progress.
 _LOOK_SECONDS = 0.25
 _LINES = msgspec.json.Decoder(LoadLine)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one model."""
+    """The result for one model."""
 
     model: FoundModel
     #: Why it cannot be served; "": every chosen version can.
     reason: str
     #: What its process printed, the end of it.
     printed: str = ""
-    #: Of the versions that can: the completed configuration.
+    #: The completed configurations of the versions that can be served.
     configs: Mapping[int, ModelConfig] = field(default_factory=dict)
-    #: And what each takes.
+    #: The footprints of these versions.
     footprints: Mapping[int, Footprint] = field(default_factory=dict)
 
 
 def check(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
-    """Of each model, in order, ensembles last. Those that cannot even be read are not tried.
+    """Yields the verdict on each model, in order, ensembles last. Those that cannot even be read are not tried.
 
     Args:
       devices: of all workers; each is loaded on the first one of its own.
@@ -79,7 +79,7 @@ def check(
         yield verdict
     waiting = {model.name: model for model in models if model.members}
     while waiting:
-        # Those whose members are all known.
+        # An ensemble is checked once its members are all known.
         ready = [model for model in waiting.values() if not waiting.keys() & dict(model.members)]
         if not ready:
             # All of these are in a circle, or lead into one.
@@ -92,7 +92,7 @@ def check(
 
 
 def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
-    """The circle that one leads into, of ensembles that each wait for another one, as the daemon says it."""
+    """Words the circle that an ensemble leads into, as the daemon does."""
     way = [name]
     while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
         way.append(member)
@@ -100,7 +100,7 @@ def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
 
 
 def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
-    """As the daemon would say of it when its members are loaded."""
+    """Checks an ensemble as the daemon would when its members are loaded."""
     reason, name = model.problem, model.name
     message = model_config.from_bytes(model.config)
     members = {
@@ -134,8 +134,8 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
 def _tried(
     models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
-    """Of models that are no ensembles."""
-    # Beside a daemon that has most of a GPU's memory.
+    """Yields the verdicts on models that are no ensembles."""
+    # A daemon beside this process may have most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(options, workers=workers))
     most = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
@@ -174,7 +174,7 @@ def _tried(
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Returns when one has ended, or was ended because its time is over; at the latest in a moment."""
+    """Waits until a process has ended, or has exceeded its time and is killed; a moment at most."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)
@@ -199,7 +199,7 @@ class _Attempt:
         #: True if the process was killed because a model exceeded its timeout.
         self.late = False
         self.ended = False
-        #: Where the printed lines of the first that is left begin.
+        #: Where the printed lines of the first model in ``left`` begin.
         self._printed_from = 0
         self._files = contextlib.ExitStack()
         self._answers = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
@@ -224,30 +224,30 @@ class _Attempt:
 
     @property
     def at(self) -> str:
-        """What it does now; "": it has loaded all and is about to end."""
+        """Returns the current step; "": it has loaded all and is about to end."""
         if not self.left:
             return ""
         steps = [line.at for line in self._lines() if isinstance(line, LoadStep)]
         return steps[-1] if steps else f"loading {self.left[0].name}"
 
     def _lines(self) -> list[LoadLine]:
-        """Those that are whole."""
+        """Returns the lines that are complete."""
         content = os.pread(self._answers.fileno(), os.fstat(self._answers.fileno()).st_size, 0)
         return [_LINES.decode(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
     def end(self) -> None:
-        """Kills what is left of it. Idempotent. ``look`` closes its files."""
+        """Kills what is left of the process. Idempotent. ``look`` closes its files."""
         if self.ended:
             return
         self.ended = True
         os.close(self.pidfd)
         with contextlib.suppress(ProcessLookupError):
-            # Before it is reaped: afterwards the number may be somebody else's.
+            # The group is killed before the process is reaped: afterwards the number may be somebody else's.
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def look(self, verdicts: dict[str, Verdict]) -> bool:
-        """Adds what is known by now. True: it has ended, which is a verdict as well; what is ``left`` was not tried."""
+        """Adds the verdicts that are known. Returns whether the process has ended; models in ``left`` were not tried."""
         lines = self._lines()
         outcomes = {(line.name, line.version): line for line in lines if isinstance(line, LoadOutcome)}
         while self.left:

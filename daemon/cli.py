@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from tensord.shm.control_records import Footprint
 
 _log = logging.getLogger(__name__)
-#: Flags are ours to parse (see ``tensord.daemon.flags``), --config and --help are click's.
+#: Flags are parsed here (see ``tensord.daemon.flags``); --config and --help are click's.
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True, "help_option_names": ["-h", "--help"]}
 
 
-#: A change is acted upon when it has been there for one look.
+#: The flags of --watch: a change is acted upon when it has been there for one look.
 _WATCH = ("--model-control-mode=poll", "--repository-poll-secs=0.5", "--exit-on-error=false")
 
 
@@ -199,7 +199,7 @@ def check(
 
 
 def _takes(footprint: Footprint) -> str:
-    """``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows of [64]: 12 KiB, 1.2 Mflop``."""
+    """Words a footprint: ``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows of [64]: 12 KiB``."""
     said = [f"{footprint.seconds:.1f} s"]
     if footprint.programs:
         made = f"{footprint.programs} programs ({footprint.compiled} compiled)"
@@ -212,7 +212,7 @@ def _takes(footprint: Footprint) -> str:
 
 
 def _scaled(number: float, step: int, unit: str) -> str:
-    """``1.5 MiB``, ``12 Mflop``: three digits are enough."""
+    """Formats a number with three digits and a prefix: ``1.5 MiB``, ``12 Mflop``."""
     for prefix in ("", "k", "M", "G", "T"):
         if number < step or prefix == "T":
             break
@@ -222,7 +222,7 @@ def _scaled(number: float, step: int, unit: str) -> str:
 
 
 def _placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
-    """The models with the workers that would load them, or with why none can."""
+    """Returns the models with the workers that would load them, or with the reason why none can."""
     from tensord.daemon.models import isolation, repository
 
     placed: list[FoundModel] = []

@@ -1,4 +1,4 @@
-"""``tensorctl``: the operator's questions to a running daemon, over its control socket.
+"""``tensorctl`` asks a running daemon, over its control socket, for the operator.
 
 The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else the first that answers where daemons have theirs by default
 (``tensord.daemon.control.runtime_directory``). Exit status: 0 done, 1 the daemon refused, 2 it cannot be reached.
@@ -45,10 +45,10 @@ def main(ctx: click.Context, path: Path | None, as_json: bool) -> None:
 
 
 class _Printer:
-    """Asks and prints, as a table or as JSON."""
+    """Asks the daemon and prints the answer, as a table or as JSON."""
 
     def __init__(self, paths: Sequence[Path], as_json: bool) -> None:
-        """The first path where a daemon listens is the one."""
+        """Takes the paths to try; the first one where a daemon listens is used."""
         self._paths = paths
         self._as_json = as_json
 

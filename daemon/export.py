@@ -1,4 +1,4 @@
-"""Writes a model without Python files from one with a model.py: in a process of its own, as the model's code wants JAX."""
+"""Exports a model with a model.py as one without Python files, in a process of its own, as the model's code uses JAX."""
 
 from __future__ import annotations
 

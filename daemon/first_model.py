@@ -69,6 +69,6 @@ def write(folder: Path) -> str:
 
 
 def _program() -> str:
-    """How this program is called: by its name alone where that finds it."""
+    """Returns the command by which this program is called: its name alone if the shell finds it by that."""
     here = Path(sys.argv[0])
     return "tensord" if shutil.which("tensord") == str(here.absolute()) or here.name != "tensord" else str(here)

@@ -244,7 +244,7 @@ _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
         "durations are counters, and of models with several responses there is a histogram; there are no summaries",
     ),
     "metrics-interval-ms": (None, "every scrape reads the figures of its moment; GPUs are looked at every two seconds"),
-    # Ports and addresses of what is not served: a client will be told so by the connection.
+    # A client will notice by its connection that these ports and addresses are not served.
     "grpc-infer-allocation-pool-size": (None, "messages are read into memory that is not kept"),
     "grpc-infer-thread-count": (None, "the front needs one thread"),
     "grpc-max-response-pool-size": (None, "a stream that is not read stops its client"),
@@ -275,7 +275,7 @@ _REFUSED = {
 
 
 def parse(arguments: Sequence[str]) -> list[Setting]:
-    """Settings of flags: ``--name=value``, ``--name value``, or ``--name`` alone for a switch.
+    """Parses flags into settings: ``--name=value``, ``--name value``, or ``--name`` alone for a switch.
 
     Raises: ConfigurationError: a sentence about the first flag that cannot be obeyed.
     """
@@ -314,7 +314,7 @@ def parse(arguments: Sequence[str]) -> list[Setting]:
     return list(found.values())
 
 
-#: What --trace-config names, by its setting.
+#: The flag for each setting of --trace-config.
 _TRACE_FLAGS = {
     "level": "trace-level",
     "rate": "trace-rate",
@@ -325,7 +325,7 @@ _TRACE_FLAGS = {
 
 
 def _of_trace_config(value: str) -> str | None:
-    """``[triton,]SETTING=VALUE`` as the flag it stands for; None: it asks for what is so anyway."""
+    """Converts ``[triton,]SETTING=VALUE`` to the flag it stands for; None: it asks for the default."""
     mode, comma, setting = value.partition(",")
     name, equals, given = (setting if comma else mode).partition("=")
     if (comma and mode != "triton") or (name, given) == ("mode", "opentelemetry"):
@@ -340,7 +340,7 @@ def _of_trace_config(value: str) -> str | None:
 
 
 def _of_cache_config(value: str) -> str:
-    """``local,size=BYTES`` as the flag it stands for."""
+    """Converts ``local,size=BYTES`` to the flag it stands for."""
     cache, _, setting = value.partition(",")
     name, _, size = setting.partition("=")
     if cache != "local":
@@ -385,7 +385,7 @@ def _refuse_or_ignore(name: str, value: str | None) -> None:
 
 
 def help_table() -> list[tuple[str, str]]:
-    """(flag, text) rows for --help."""
+    """Returns rows of flag and text for --help."""
     rows = []
     for flag in FLAGS:
         shown = f"--{flag.name}[=true|false]" if flag.switch else f"--{flag.name}={flag.metavar}"

@@ -66,13 +66,13 @@ from tensord.shm.errors import ServingError
 from tensord.shm.progress import Loading, Readiness
 
 _log = logging.getLogger(__name__)
-#: Workers get at least this to exit once the fronts are done.
+#: Seconds that workers get at least to exit once the fronts are done.
 _WORKER_GRACE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What the children run, as ``python -m`` takes it."""
+    """The modules that children run, as ``python -m`` takes them."""
 
     http: str = "tensord.daemon.http"
     grpc: str = "tensord.daemon.grpc"
@@ -80,7 +80,7 @@ class Programs:
 
 
 class Supervisor:
-    """``run`` is the whole life of the daemon and returns its exit status."""
+    """The daemon's main object: ``run`` is its whole life and returns its exit status."""
 
     def __init__(
         self,
@@ -132,7 +132,10 @@ class Supervisor:
         self._metrics = Endpoint(options.metrics, collection.snapshot)
 
     async def run(self) -> int:
-        """From the first bind to the last child. Raises ListenError, InvalidArgument, OSError: it cannot start."""
+        """Runs the daemon, from the first bind to the last child.
+
+        Raises: ListenError, InvalidArgument, OSError: it cannot start.
+        """
         loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
         self._fronts.listen(self._environment)
@@ -175,7 +178,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def tell(self, front: Front) -> None:
-        """Tells a new front everything that it has to know; lanes before the states that name their workers."""
+        """Sends a new front everything that it needs; lanes before the states that name their workers."""
         for worker in self.workers.ready():
             self._open_lane(front, worker)
         for place in self._regions.places():
@@ -193,7 +196,7 @@ class Supervisor:
             worker.send(LaneOpened(front.incarnation), theirs.fileno())
 
     async def _join(self, worker: Worker) -> None:
-        """A new worker: regions first, so that no request names one it does not have; then lanes, then models."""
+        """Connects a new worker: regions first, so that no request names one that it lacks; then lanes, then models."""
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return
@@ -227,7 +230,10 @@ class Supervisor:
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     def _all_up(self) -> bool:
-        """Whether every post is filled, and every worker has what it should have. Of isolated models it is known by now."""
+        """Returns whether every slot is filled, and every worker has loaded what it should.
+
+        It is known by now which isolated models there are.
+        """
         workers = [worker for worker in self.workers if worker.ready or not worker.model]
         return self._fronts.up() and all(worker.ready and not worker.owed for worker in workers)
 
@@ -238,7 +244,7 @@ class Supervisor:
         _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", line)
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Tells every front what is new of a model, or of all of them."""
+        """Publishes a model's new state, or the readiness, to every front."""
         self._fronts.publish(record)
         if isinstance(record, Readiness):
             self._bar.draw(
@@ -260,15 +266,15 @@ class Supervisor:
         self._tasks.spawn(self._join(worker))
 
     def worker_asked(self, worker: Worker, call: Call) -> None:
-        """Answers what a model of that worker wants."""
+        """Answers the call of a model on that worker."""
         self._tasks.spawn(self._answer_worker(worker, call))
 
     def worker_dismissed(self, worker: Worker) -> None:
-        """A worker is told to stop because its model needs it no more; it dies later."""
+        """Forgets a worker that is stopping because its model needs it no more; it dies later."""
         self._models.worker_dismissed(worker.incarnation)
 
     def worker_answered(self, worker: Worker, record: Loading | Loaded | Unloaded) -> None:
-        """A load or an unload goes on, or is over."""
+        """Handles the progress or the end of a load or an unload."""
         if isinstance(record, Loading):
             self._models.loading(worker.incarnation, record)
         elif isinstance(record, Loaded):
@@ -286,7 +292,7 @@ class Supervisor:
         worker.send(await self._operations.reply_to_model(call))
 
     def _log_changed(self, options: Log) -> None:
-        """Here, in every process, and in those that start later."""
+        """Applies log settings here, in every process, and in those that start later."""
         self._configuration.take_log(options)
         log.configure(options, "supervisor", self._environment)
 
@@ -300,9 +306,9 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def worker_died(self, worker: Worker, device: Device) -> None:
-        """Fences it, and fills its post again."""
+        """Handles a worker's death: fences it, and fills its slot again."""
         self._regions.worker_left(worker.incarnation)
-        # First the fence: what was in flight there may run elsewhere from now on.
+        # The fence comes first: what was in flight there may run elsewhere from now on.
         self._fronts.publish(WorkerFenced(worker.incarnation))
         self._models.worker_left(worker.incarnation, worker.describe_exit(), self.workers.usable)
         doing = " while loading model '{}' version {}".format(*worker.owed[0]) if worker.owed else ""
@@ -311,7 +317,7 @@ class Supervisor:
         self._shutdown.child_died()
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Has those workers of isolated models that are needed now, as ``isolation.wanted`` says."""
+        """Starts and dismisses workers of isolated models, as ``isolation.wanted`` says."""
         if self.phase is Phase.STOPPING:
             return
         before = self.workers.posts.keys()
@@ -320,12 +326,12 @@ class Supervisor:
             self._posts.forget(name)
 
     def front_died(self, front: Front) -> None:
-        """Fills its post again."""
+        """Handles a front's death: fills its slot again."""
         self._posts.died(front, lambda: self._fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
     def needs(self, child: Child) -> bool:
-        """Whether that child's post is to be filled now.
+        """Returns whether that child's slot is to be filled now.
 
         Workers finish what the fronts have accepted; fronts accept nothing once the daemon stops.
         """
@@ -334,9 +340,9 @@ class Supervisor:
         return self.phase not in (Phase.STOPPING, Phase.DRAINING)
 
     def gives_up(self, child: Child) -> bool:
-        """Whether the daemon stops, as a post was never filled: by too many deaths, or one that another start would repeat.
+        """Returns whether the daemon stops, because a slot was never filled: after too many deaths, or one that would recur.
 
-        A daemon that starts does, one that serves goes on, and so it does without one model.
+        A daemon that is starting stops, one that serves goes on; it also goes on without one isolated model.
         """
         if self.phase is not Phase.STARTING or (isinstance(child, Worker) and child.model):
             return False
@@ -346,7 +352,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------- reload and stop
 
     async def _reload(self) -> None:
-        """Applies what can be applied; a bad file changes nothing."""
+        """Reloads the configuration, applying what can be applied; a bad file changes nothing."""
         while self.phase is Phase.STARTING:
             await asyncio.sleep(0.1)
         _log.info("reload: reading the configuration again")
@@ -367,7 +373,7 @@ class Supervisor:
         self._notifier.status(self._summary())
 
     async def _drain(self) -> None:
-        """Fronts first, then workers; whatever outlives the bound, or a second signal, is killed by ``_bury``."""
+        """Stops fronts, then workers; whatever outlives the bound, or a second signal, is killed by ``_bury``."""
         deadline_ns = time.monotonic_ns() + int(self.options.supervisor.exit_timeout * 1e9)
         self.phase = Phase.DRAINING
         self._notifier.stopping("finishing accepted requests")
@@ -379,7 +385,7 @@ class Supervisor:
         await self._shutdown.finish(self.workers.by_incarnation, deadline_ns)
 
     async def _bury(self) -> None:
-        """Nothing outlives us."""
+        """Kills what still runs: nothing outlives the daemon."""
         await self._tasks.cancel()
         await self._shutdown.bury(lambda: (*self._fronts, *self.workers))
         await self._leftovers.ended()
@@ -389,14 +395,14 @@ class Supervisor:
 
     @property
     def options(self) -> Options:
-        """Those in force."""
+        """Returns the options in force."""
         return self._configuration.options
 
     def _in_force(self) -> Options:
         return self._configuration.options
 
     def describe(self) -> dict[str, Any]:
-        """The processes, for ``tensorctl status``."""
+        """Describes the daemon and its processes, for ``tensorctl status``."""
         now_ns = time.monotonic_ns()
         return {
             "server_name": self.options.server_name,
@@ -413,13 +419,13 @@ class Supervisor:
         }
 
     def next_incarnation(self) -> int:
-        """A number for a process, never given twice."""
+        """Returns a number for a process, never given twice."""
         incarnation, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
         return incarnation
 
 
 def _raise_open_files(options: Options) -> None:
-    """Lets this process and those that it starts have as many files open as the host allows; says where that is little."""
+    """Raises the limit of open files to what the host allows, for this process and its children; warns if that is little."""
     allowed = descriptors.raise_limit()
     wanted = max(options.http.max_connections, options.grpc.max_connections, options.regions.max_count)
     if allowed < wanted:

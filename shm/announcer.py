@@ -1,4 +1,4 @@
-"""Segments of an arena that the other end of a lane is told of.
+"""Announces the segments of an arena to the other end of a lane.
 
 first use ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ closed here ─▶ SegmentClosed
                  ▲                                  ╰─ SegmentRefused: no descriptor is left there ─╮
@@ -20,13 +20,13 @@ class Announcer:
         self._channel = channel
         self._arena = arena
         self._writable = writable
-        #: Segments that the peer knows.
+        #: The segments that the peer knows.
         self.announced: set[int] = set()
-        #: How many closures the peer was told of.
+        #: The closures that the peer was told of.
         self.closures = arena.closures
 
     def announce(self, segment: int) -> None:
-        """Raises Unavailable: this process has no descriptor left to send."""
+        """Announces a segment unless the peer knows it. Raises Unavailable: this process has no descriptor left to send."""
         if segment not in self.announced:
             opened = self._arena.segment(segment)
             with descriptors.needed("sending an arena segment"):
@@ -34,20 +34,23 @@ class Announcer:
             self.announced.add(segment)
 
     def refused(self, segment: int) -> None:
-        """The peer could not map it: it is announced again."""
+        """Notes that the peer could not map a segment, so that it is announced again."""
         self.announced.discard(segment)
 
     def is_told(self, segment: int) -> bool:
-        """Whether there is nothing to announce before its use."""
+        """Returns whether nothing needs to be announced before the segment is used."""
         return segment in self.announced and self.closures == self._arena.closures
 
     @property
     def behind(self) -> bool:
-        """Whether segments were closed that the peer may still have mapped."""
+        """Returns whether segments were closed that the peer may still have mapped."""
         return self.closures != self._arena.closures
 
     def withdraw_closed(self) -> None:
-        """Says which segments are closed: a mapping at the peer would keep their pages."""
+        """Tells the peer which segments were closed. One comparison when none was.
+
+        A mapping at the peer would keep the pages of a closed segment.
+        """
         if self.closures == self._arena.closures:
             return
         self.closures = self._arena.closures

@@ -1,4 +1,4 @@
-"""Arenas: where the tensors of requests and answers lie between two processes.
+"""An arena holds the tensors of requests or answers that one process passes to another.
 
 An arena has exactly one allocator, in the process that owns the ``Arena``; the peer has an ``ArenaMap`` and gives leases back by
 key. It is a list of segments:
@@ -23,12 +23,12 @@ from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.messages import Slice
 from tensord.shm.segment import Segment
 
-#: What XLA:CPU needs to use a tensor in place, or to write an output there.
+#: The alignment that XLA:CPU needs to use a tensor in place, or to write an output there.
 ALIGNMENT = 64
-#: A page: every lease starts on one.
+#: The page size: every lease starts on a page.
 BLOCK = 4096
 _LARGE_STEP = 1 << 20
-#: What small is: that part of segment 0, at most. And how large the reserve is.
+#: A small lease takes at most this part of segment 0; the reserve is this part of it.
 _SMALL_PART, _RESERVE_PART = 64, 8
 
 LeaseKey = tuple[int, int, int]
@@ -36,7 +36,7 @@ OnSegment = Callable[[Segment], None]
 
 
 class Lease:
-    """A block on loan: write, send, and release exactly once, when no reader can still look at it."""
+    """A lease is the right to use one block: write, send, and release it exactly once, when no reader can still look at it."""
 
     __slots__ = ("_arena", "arriving", "counted", "generation", "holder", "place", "view")
 
@@ -44,9 +44,10 @@ class Lease:
         self._arena: Arena | None = arena
         self.place = place
         self.generation = generation
-        #: Writable, exactly ``place.byte_size`` bytes.
+        #: The writable memory of exactly ``place.byte_size`` bytes.
         self.view = view
-        #: For who lends it on: whom it counts for, with how many bytes, and whether what belongs there is still to come.
+        #: These belong to whoever lends the lease on: whom it counts for, with how many bytes, and whether its content is
+        #: still to come.
         self.holder: Any = None
         self.counted, self.arriving = 0, False
 
@@ -66,14 +67,14 @@ class Lease:
 
 
 def taken_by(segment: int, byte_size: int) -> int:
-    """What a lease of that size takes of a segment: a block of the first one, or all of a large one, which is as large."""
+    """Returns how many bytes of a segment such a lease occupies: a block of the first segment, or all of a large one."""
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - 12)
     return -(-byte_size // _LARGE_STEP) * _LARGE_STEP
 
 
 class Arena:
-    """The owner's side, the only allocator.
+    """The arena as its owner sees it, who is its only allocator.
 
     Args:
       byte_size: segment 0; rounded up to a power of two.
@@ -92,23 +93,23 @@ class Arena:
         self._next_segment = 1
         #: Leases up to this size lie in segment 0, where it has room.
         self.shared_byte_size = self._buddies.largest
-        #: Leases up to this size are small.
+        #: Leases up to this size are small: they may use the reserve.
         self.small_byte_size = first // _SMALL_PART
         self._reserve_byte_size = max(first // _RESERVE_PART, BLOCK * 4)
-        #: The number of the reserve and its blocks, once it was needed.
+        #: The number of the reserve segment and its blocks; None until it is needed.
         self._reserve: tuple[int, Buddies] | None = None
-        #: Large segments nobody uses, oldest first.
+        #: Large segments that no lease uses, oldest first.
         self._free_large: list[int] = []
         self._leases: dict[tuple[int, int], Lease] = {}
         self._generation = 0
         self._max_byte_size = max(max_byte_size, first)
         self._keep_byte_size = keep_byte_size
         self._byte_size = first
-        #: Grows whenever a segment is closed, so that lanes notice by one comparison.
+        #: Counts closed segments, so that lanes notice a closure by one comparison.
         self.closures = 0
 
     def loan(self, byte_size: int) -> Lease | None:
-        """A block of at least ``byte_size`` bytes, or None when there is none now.
+        """Lends a block of at least ``byte_size`` bytes; returns None when there is none now.
 
         Raises: InvalidArgument: it could not fit into the whole arena.  Unavailable: the host has no memory left.
         """
@@ -123,7 +124,7 @@ class Arena:
         return self._loan_large(byte_size)
 
     def release(self, key: LeaseKey) -> bool:
-        """Gives back a lease the peer names. False, and nothing happens, for a key that is stale or was never given out."""
+        """Releases a lease that the peer names. Returns False, and does nothing, if the key is stale or was never given out."""
         lease = self._leases.get(key[:2])
         if lease is None or lease.generation != key[2]:
             return False
@@ -131,7 +132,10 @@ class Arena:
         return True
 
     def release_all(self, keys: Sequence[LeaseKey]) -> LeaseKey | None:
-        """Gives back the leases the peer names, or none of them: returns the first that is not on loan, or named twice."""
+        """Releases the leases that the peer names, or none of them.
+
+        Returns the first key that is not on loan, or named twice; None when all were released.
+        """
         leases: dict[LeaseKey, Lease] = {}
         for key in keys:
             lease = self._leases.get(key[:2])
@@ -143,16 +147,16 @@ class Arena:
         return None
 
     def segment(self, number: int) -> Segment:
-        """The segment of that number. Raises KeyError when it is closed or never was."""
+        """Returns the segment of that number. Raises KeyError when it is closed or never was."""
         return self._segments[number]
 
     @property
     def segments(self) -> dict[int, Segment]:
-        """The open segments by number."""
+        """Returns the open segments by number."""
         return self._segments
 
     def statistics(self) -> dict[str, int]:
-        """Counts and bytes for operators."""
+        """Returns counts and bytes for operators."""
         return {
             "byte_size": self._byte_size,
             "max_byte_size": self._max_byte_size,
@@ -163,7 +167,7 @@ class Arena:
         }
 
     def describe_full(self, byte_size: int) -> str:
-        """The sentence for a request that waited in vain, with both numbers."""
+        """Words the error of a request that waited in vain for ``byte_size`` bytes."""
         used = self._leased_byte_size()
         return f"no room for {byte_size} bytes in the request arena: {used} of {self._max_byte_size} are in use"
 
@@ -176,11 +180,11 @@ class Arena:
         self._free_large.clear()
 
     def _leased_byte_size(self) -> int:
-        """Of the blocks that are on loan."""
+        """Returns the bytes of all blocks that are on loan."""
         return sum(self.block_size(lease.place) for lease in self._leases.values())
 
     def block_size(self, place: Slice) -> int:
-        """What a lease there takes of the arena."""
+        """Returns how many bytes of the arena a lease at that place occupies."""
         for number, buddies in ((0, self._buddies), self._reserve or (0, self._buddies)):
             if place.segment == number:
                 return buddies.block_size(place.byte_size)
@@ -198,7 +202,7 @@ class Arena:
         if size > self._max_byte_size - self._segments[0].byte_size and byte_size > self._buddies.largest:
             limit = max(self._max_byte_size - self._segments[0].byte_size, self._buddies.largest)
             raise InvalidArgument(f"{byte_size} bytes cannot fit into an arena whose largest place is {limit} bytes")
-        # The smallest free segment that is large enough, unless it would waste more than it holds.
+        # The smallest free segment that is large enough is taken, unless it would waste more than it holds.
         fitting = [n for n in self._free_large if size <= self._segments[n].byte_size <= 2 * size]
         if fitting:
             number = min(fitting, key=lambda n: self._segments[n].byte_size)
@@ -254,15 +258,16 @@ class Arena:
 
 
 class Buddies:
-    """Blocks of ``BLOCK`` x 2^n inside one power-of-two range. A block's buddy is its offset with the block's own bit flipped.
+    """A buddy allocator: it hands out blocks of ``BLOCK`` x 2^n inside one power-of-two range.
 
-    What is given back stays as it is until nothing else is left: mostly the next one wanted is of that size, and joining a block
-    with its buddies only to split it again is most of the work.
+    A block's buddy is at its offset with the block's own bit flipped. A released block is not joined with its buddy until
+    nothing else is left: mostly the next one wanted is of that size, and joining blocks only to split them again is most of
+    the work.
     """
 
     def __init__(self, byte_size: int) -> None:
         self._orders = (byte_size // BLOCK).bit_length()
-        #: Joined as far as can be; and what was given back since.
+        #: Free blocks of each order, joined as far as they can be; and those released since.
         self._free: list[dict[int, None]] = [{} for _ in range(self._orders)]
         self._free[-1][0] = None
         self._given: list[list[int]] = [[] for _ in range(self._orders)]
@@ -274,11 +279,11 @@ class Buddies:
         return (byte_size - 1).bit_length() - 12 if byte_size > BLOCK else 0
 
     def block_size(self, byte_size: int) -> int:
-        """What a lease of that size really takes."""
+        """Returns how many bytes a lease of that size occupies."""
         return BLOCK << self._order(byte_size)
 
     def take(self, byte_size: int) -> int | None:
-        """The offset of a free block, or None."""
+        """Allocates a block and returns its offset, or None when there is none."""
         order = self._order(byte_size)
         given = self._given[order]
         if given:
@@ -291,11 +296,11 @@ class Buddies:
         return offset
 
     def give(self, offset: int, byte_size: int) -> None:
-        """Returns a block taken with the same size."""
+        """Frees a block that was taken with the same size."""
         self._given[self._order(byte_size)].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """A block of that order out of the smallest that is large enough."""
+        """Splits the smallest block that is large enough; returns the offset of a block of that order, or None."""
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()
@@ -306,7 +311,7 @@ class Buddies:
         return None
 
     def _join(self) -> None:
-        """Joins what was given back with its buddies, as long as those are free."""
+        """Joins released blocks with their buddies, as long as those are free."""
         for least, given in enumerate(self._given):
             for offset in given:
                 order = least
@@ -321,21 +326,21 @@ class Buddies:
             given.clear()
 
     def free_blocks(self) -> dict[int, int]:
-        """Offset -> byte size of every free block, joined; for tests and statistics."""
+        """Returns offset -> byte size of every free block, joined; for tests and statistics."""
         self._join()
         return {offset: BLOCK << order for order, blocks in enumerate(self._free) for offset in blocks}
 
 
 class ArenaMap:
-    """The peer's read-only views of an arena. Every range is checked against the mapping before it is looked at."""
+    """The arena as the peer sees it: read-only views. Every range is checked against the mapping before it is used."""
 
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096
 
     def __init__(self, on_segment: OnSegment | None = None, writable: bool = False) -> None:
-        """``on_segment``: told of every segment once it is mapped. ``writable``: as ``Segment.attach`` has it."""
+        """Takes ``on_segment``, called with every segment once it is mapped, and ``writable``, for ``Segment.attach``."""
         self._segments: dict[int, Segment] = {}
-        #: Announced ones that could not be mapped; they will be announced again.
+        #: Announced segments that could not be mapped; they will be announced again.
         self._refused: set[int] = set()
         self._writable = writable
         self._on_segment = on_segment
@@ -355,7 +360,7 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """There is no descriptor, or no mapping, for an announced segment: until it is announced again nothing can lie in it.
+        """Notes that an announced segment could not be mapped: until it is announced again nothing can lie in it.
 
         Raises: InvalidArgument: too many of them.
         """
@@ -364,7 +369,7 @@ class ArenaMap:
             raise InvalidArgument(f"more than {self.MAX_SEGMENTS} segments could not be mapped")
 
     def is_refused(self, segment: int) -> bool:
-        """Whether that segment was announced and is not there."""
+        """Returns whether that segment was announced but could not be mapped."""
         return segment in self._refused
 
     def close_segment(self, segment: int) -> None:
@@ -375,7 +380,7 @@ class ArenaMap:
             gone.close()
 
     def view(self, place: Slice) -> memoryview:
-        """The bytes of a place.
+        """Returns the bytes of a place.
 
         Raises: InvalidArgument: unknown segment, or a range that is not wholly inside it.  Unavailable: the segment was refused.
         """
@@ -394,6 +399,6 @@ class ArenaMap:
         return segment.view[offset:end]
 
     def close(self) -> None:
-        """Unmaps everything."""
+        """Unmaps all segments."""
         for number in list(self._segments):
             self.close_segment(number)

@@ -45,14 +45,14 @@ class IncompleteString(InvalidArgument):
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
-    """``float32`` -> ``FP32``; strings and objects are BYTES; None for what the protocol has no name for."""
+    """Returns the protocol's datatype for a dtype, or None. Strings and objects are BYTES."""
     return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
 
 
 def array(
     content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor", whose: str = ""
 ) -> Array:
-    """An array of the content: a view for fixed-size datatypes, an object array of bytes for BYTES.
+    """Makes an array of a tensor's bytes: a view for fixed-size datatypes, an object array of bytes for BYTES.
 
     Args:
       content: exactly the tensor's bytes. For BYTES it must be a snapshot nobody else can write: lengths are read from it.
@@ -69,7 +69,7 @@ def array(
 
 
 def byte_content(values: Array) -> bytes:
-    """The BYTES encoding of an array of bytes or str (UTF-8), in row-major order."""
+    """Encodes an array of bytes or str (UTF-8) as BYTES, in row-major order."""
     pieces: list[bytes] = []
     for value in values.ravel().tolist():
         element = value if isinstance(value, bytes) else str(value).encode()
@@ -78,7 +78,7 @@ def byte_content(values: Array) -> bytes:
 
 
 def _bytes_array(content: bytes, shape: Sequence[int], what: str, whose: str) -> Array:
-    """Raises InvalidArgument: a length that leaves the content, or another number of elements than the shape has."""
+    """Decodes BYTES. Raises InvalidArgument: a length leaves the content, or the number of elements is not the shape's."""
     count = element_count(shape, what)
     elements: list[bytes] = []
     offset, end = 0, len(content)
@@ -110,14 +110,14 @@ def _bytes_array(content: bytes, shape: Sequence[int], what: str, whose: str) ->
 
 
 def address_of(memory: Array | memoryview) -> int:
-    """Where an array, or bytes that are not none, begin."""
+    """Returns the address of an array, or of a memoryview that is not empty."""
     array = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 def strings(array: Array) -> Array:
-    """Returns an array of BYTES as requests have them: objects, each of them bytes, in an array of its own."""
+    """Copies strings into a new array of BYTES as requests have them: every element is a bytes object."""
     made = np.empty(array.shape, np.object_)
     made.ravel()[:] = [value if isinstance(value, bytes) else str(value).encode() for value in array.ravel().tolist()]
     return made

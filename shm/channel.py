@@ -1,4 +1,4 @@
-"""Records over a SEQPACKET socket pair: many to a datagram, descriptors beside them, never blocking, no event loop.
+"""A channel carries records over a SEQPACKET socket pair: many to a datagram, descriptors beside them, never blocking.
 
     datagram   | kind u8 | bytes |
     kind 0x01  a msgpack array of records
@@ -29,18 +29,18 @@ from tensord.shm.errors import InvalidArgument
 from tensord.shm.record import Record, encoder
 
 MAX_DATAGRAM = 64 << 10
-#: What of it is left for records.
+#: Bytes of a datagram that are left for records.
 _ROOM = MAX_DATAGRAM - 8
-#: A larger record is refused by the receiver.
+#: The receiver refuses records of this size and larger ones.
 MAX_RECORD = 256 << 20
 MAX_FDS = 4
 _WHOLE = b"\x01"
 _WHOLE_KIND = _WHOLE[0]
 _PART = b"\x02"
 _LAST_PART = b"\x03"
-#: The host is short of something for a moment: what could not be sent may go later.
+#: Errors of a host that is short of something for a moment: what could not be sent may go later.
 _SHORTAGES = frozenset((errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
-#: Before a record that is alone.
+#: The beginning of a datagram with one record.
 _ONE = _WHOLE + b"\x91"
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
@@ -52,11 +52,11 @@ _encode = encoder.encode
 
 
 class ChannelClosed(Exception):
-    """The peer's end is gone: it exited, or closed the channel."""
+    """Raised when the peer has closed its end of the channel, or has exited."""
 
 
 class DescriptorsLost(Exception):
-    """Records came whose descriptors this process could not take: it has as many as it may have."""
+    """Raised when records arrived but their descriptors did not: this process has as many open as it may have."""
 
     def __init__(self, records: list[Any]) -> None:
         super().__init__(f"descriptors of {', '.join(type(record).__name__ for record in records)} were lost")
@@ -64,29 +64,29 @@ class DescriptorsLost(Exception):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends, close-on-exec."""
+    """Creates two connected sockets, close-on-exec."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
 class Channel:
-    """One end. ``incoming`` decodes a list of the records this end may receive; anything else is malformed.
+    """A record channel's end. It takes the socket over and makes it non-blocking.
 
-    Takes the socket over and makes it non-blocking.
+    ``incoming`` decodes a list of the records that this end may receive; anything else is malformed.
     """
 
     def __init__(self, sock: socket.socket, incoming: msgspec.msgpack.Decoder[Any]) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._incoming = incoming
-        #: In order: encoded records, and whole datagrams with their descriptors for what travels alone.
+        #: Waiting in order: encoded records, and whole datagrams with their descriptors for records that travel alone.
         self._queue: deque[bytes | tuple[bytes, tuple[int, ...]]] = deque()
-        #: How many of the latter there are.
+        #: The number of whole datagrams in the queue.
         self._alone = 0
-        #: A packed datagram the socket would not take yet.
+        #: A packed datagram that the socket would not take yet.
         self._unsent: tuple[bytes, tuple[int, ...]] | None = None
-        # Kept: asking for a datagram's worth of memory each time costs more than most records.
+        # One buffer is kept: allocating a datagram's worth of memory each time costs more than most records.
         self._received = bytearray(MAX_DATAGRAM + 1)
-        #: Of a record that is larger than a datagram: what came so far.
+        #: The parts received so far of a record that is larger than a datagram.
         self._parts = bytearray()
 
     def fileno(self) -> int:
@@ -94,11 +94,11 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Records not yet sent, a packed datagram counting as one."""
+        """Counts records not yet sent; a packed datagram counts as one."""
         return len(self._queue) + (self._unsent is not None)
 
     def put(self, record: Record, *fds: int) -> None:
-        """Encodes and queues. Descriptors are duplicated: the caller keeps its own.
+        """Encodes and queues a record. Descriptors are duplicated: the caller keeps its own.
 
         Raises: InvalidArgument: larger than the peer takes.  OSError: this process has no descriptor left. Nothing is queued
           then, and what is queued cannot fail any more, so what is wrong with a record is the affair of who sends it.
@@ -128,11 +128,11 @@ class Channel:
         self._alone += len(datagrams)
 
     def send(self, record: Record) -> bool:
-        """``put`` and ``flush``, for a record without descriptors."""
+        """Queues and flushes a record without descriptors. Returns as ``flush``."""
         return self.send_alone(record) or self.flush()
 
     def send_alone(self, record: Record) -> bool:
-        """Sends a record without descriptors, where nothing waits. False: it is queued.
+        """Sends a record without descriptors if nothing is queued before it. Returns False if it was queued.
 
         Raises: as ``put``; then it is not queued.
         """
@@ -153,9 +153,9 @@ class Channel:
         return False
 
     def flush(self) -> bool:
-        """Sends what the socket takes. True: nothing is left. False: call again when it is writable.
+        """Sends as much as the socket takes. Returns True if nothing is left; False: call again when the socket is writable.
 
-        A peer that is gone swallows everything; ``receive`` tells of it.
+        When the peer is gone, records are dropped; ``receive`` reports it.
         """
         while True:
             if self._unsent is None:
@@ -178,27 +178,28 @@ class Channel:
                 descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
-        """A packed datagram that the socket would not take goes first. Only while nothing waits."""
+        """Puts first in line a packed datagram that the socket would not take. Call it only while nothing is waiting."""
         assert not self.waiting
         self._unsent = (datagram, ())
 
     def receive(self) -> tuple[list[Any], list[int]] | None:
-        """One datagram's records (none, of a part) and descriptors, which the caller then owns; None when nothing is waiting.
+        """Returns one datagram's records (none, for a part) and descriptors; None when nothing is waiting.
 
+        The caller owns the descriptors.
         Raises: ChannelClosed: end of file.  InvalidArgument: malformed; its descriptors are closed.  DescriptorsLost.
         """
         try:
             try:
                 size, ancillary, flags, _ = self._sock.recvmsg_into((self._received,), _ANCILLARY, _CLOEXEC)
             except ConnectionResetError:
-                # Said once, and before anything else, of a peer that ended with records unread. What it sent is still there.
+                # A peer that ended with records unread causes this error once, before anything else. What it sent is still there.
                 size, ancillary, flags, _ = self._sock.recvmsg_into((self._received,), _ANCILLARY, _CLOEXEC)
         except BlockingIOError:
             return None
         except OSError as error:
             raise ChannelClosed from error
         received = self._received
-        # The next datagram overwrites this one, and records may refer to what they were decoded from: that is a copy.
+        # The datagram is copied: the next one overwrites the buffer, and records may refer to what they were decoded from.
         if size and received[0] == _WHOLE_KIND and not (ancillary or self._parts or flags & _INCOMPLETE):
             try:
                 return self._incoming.decode(received[1:size]), []
@@ -211,7 +212,7 @@ class Channel:
         return self.read(bytes(received[:size]), fds, flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
-        """A datagram that was received, with the flags that ``recvmsg`` gave: as ``receive`` returns it, and raises."""
+        """Decodes a received datagram, given the flags of ``recvmsg``. Returns and raises as ``receive``."""
         try:
             lost = flags & _DESCRIPTORS_LOST
             if flags & _TRUNCATED or (lost and len(fds) == MAX_FDS):
@@ -241,7 +242,7 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Raises InvalidArgument: the record is too large."""
+        """Appends a part of a record. Raises InvalidArgument: the record is too large."""
         self._parts += memoryview(content)[1:]
         if len(self._parts) > MAX_RECORD:
             raise InvalidArgument(
@@ -249,14 +250,14 @@ class Channel:
             )
 
     def close(self) -> None:
-        """Idempotent; unsent records are dropped."""
+        """Closes the socket; unsent records are dropped. Idempotent."""
         self._discard()
         self._sock.close()
 
     def _pack(self) -> tuple[bytes, tuple[int, ...]]:
         queue = self._queue
         if not self._alone and len(queue) <= 0xFFFF and sum(map(len, queue)) <= _ROOM:
-            # All of them: what nearly every turn comes to.
+            # Common case: all queued records fit into one datagram.
             packed = b"".join((_WHOLE, _array_head(len(queue)), *queue))  # type: ignore[arg-type]
             queue.clear()
             return packed, ()
@@ -292,12 +293,12 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Whether the same may succeed later; else the peer is gone."""
+    """Returns whether sending may succeed later; otherwise the peer is gone."""
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 
 def _array_head(count: int) -> bytes:
-    """msgpack's array header, so that records encoded one by one become one list."""
+    """Encodes msgpack's array header, so that records encoded one by one become one list."""
     return bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
 
 
@@ -310,7 +311,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:
-    """Raises OSError: no descriptor is left; none was made."""
+    """Duplicates descriptors. Raises OSError: no descriptor is left; none was made."""
     made: list[int] = []
     try:
         for fd in fds:

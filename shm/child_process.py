@@ -1,4 +1,4 @@
-"""What a child process of the daemon arranges for itself when it starts, and the exit status that says more than "it failed"."""
+"""Process settings that every child of the daemon makes at its start, and an exit status with a meaning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 
-#: A worker cannot use its device at all, for a reason that another start would not change. Its last line in the log says which.
+#: A worker exits so when it can never use its device: another start would not help. Its last line in the log says why.
 NO_DEVICE = os.EX_UNAVAILABLE
 
 
@@ -16,15 +16,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent() -> None:
     """Asks the kernel for SIGKILL at the parent's death. Call first thing, from the main thread.
 
-    It is one of two independent cords, because each has a gap (measured): this signal fires within milliseconds but is tied to
-    the thread that spawned us; end-of-file on the control channel works for every death but only when the child's loop turns.
+    This is one of two independent safeguards, because each has a gap (measured): the signal fires within milliseconds but is
+    tied to the thread that spawned us; end-of-file on the control channel works for every death but only while the child's
+    loop runs.
 
     Raises: SystemExit: the parent was gone before we asked.
     """
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # It may have died before prctl took effect; an even earlier death is seen as end-of-file on the control channel.
+    # The parent may have died before prctl took effect; an even earlier death is seen as end-of-file on the control channel.
     if os.getppid() != parent:
         raise SystemExit("tensord: the parent process is gone")
 
@@ -37,7 +38,7 @@ _LARGEST_HEAP_BLOCK = 32 << 20
 
 
 def keep_freed_memory(byte_size: int) -> None:
-    """Lets the allocator keep so many bytes at the end of its heap, instead of giving them back to the kernel after each request.
+    """Lets the allocator keep so many bytes at the end of its heap, instead of returning them to the kernel after each request.
 
     Whether glibc does so by itself depends on what else lies there. Where it does not, every large block is made of fresh pages:
     1 to 3 ms of a request with a 16 MiB output, 5 ms of one with a MiB of tensors as JSON both ways (measured). Elsewhere than on

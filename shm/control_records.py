@@ -1,6 +1,6 @@
-"""The records of a control channel: what the supervisor and its children, fronts and workers, say to each other.
+"""The records of a control channel, between the supervisor and its children, fronts and workers.
 
-Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` says what they all are.
+Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` has their base.
 
                 supervisor --> front                     front --> supervisor
     control     Start Serve Stop LaneOpened              ChildReady Call Seen
@@ -26,72 +26,72 @@ from tensord.shm.record import Record
 
 
 class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a model that is not compiled, only the time is known."""
+    """The time and memory that a loaded model takes. For a model that is not compiled, only the time is known."""
 
-    #: From its files to its last program, run once.
+    #: Seconds from reading its files to its last program, run once.
     seconds: float = 0.0
-    #: Programs that were made, and how many of them had to be compiled; the others came from the cache.
+    #: The number of its programs, and how many of them had to be compiled; the others came from the cache.
     programs: int = 0
     compiled: int = 0
-    #: Of the parameters on the device.
+    #: Bytes of the parameters on the device.
     parameter_byte_size: int = 0
-    #: Of all programs, as they are kept.
+    #: Bytes of all programs, as they are stored.
     program_byte_size: int = 0
-    #: Inputs, outputs and what lies between them, of the program that takes most; and what that is for.
+    #: Bytes of inputs, outputs and temporaries of the program that takes most; and what that program is for.
     batch_byte_size: int = 0
     largest: str = ""
-    #: Floating-point operations of one run of it; -1: the back end does not say.
+    #: Floating-point operations of one run of that program; -1: the back end does not say.
     flops: float = -1.0
 
 
 class Start(Record, frozen=True, tag="start"):
-    """First record to a child: who it is and the whole configuration (``tensord.config.options.Options`` as msgpack)."""
+    """First record to a child: its identity and the whole configuration (``tensord.config.options.Options`` as msgpack)."""
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
     incarnation: int
-    #: "http-0", "worker-1": for logs and process titles.
+    #: The process's name in logs and process titles: "http-0", "worker-1".
     name: str
     options: msgspec.Raw
 
 
 class Stop(Record, frozen=True, tag="stop"):
-    """Finish what is in flight within ``grace_ns``, then exit 0. A front stops accepting at once."""
+    """Asks a child to finish what is in flight within ``grace_ns``, then to exit 0. A front stops accepting at once."""
 
     grace_ns: int
 
 
 class ChildReady(Record, frozen=True, tag="ready"):
-    """The child does its work: a front serves clients, a worker its control channel.
+    """The child is ready: a front serves clients, a worker its control channel.
 
     A worker's carries two descriptors: its status page (``tensord.shm.status_page``) and its sequence page
     (``tensord.shm.sequence_page``).
     """
 
     incarnation: int
-    #: What it goes without, for want of a C extension; a sentence each.
+    #: What the child goes without because a C extension is missing; a sentence each.
     missing: tuple[str, ...] = ()
-    #: What it goes without, because its JAX lacks an interface that is not public; a sentence each.
+    #: What the child goes without because its JAX lacks an interface that is not public; a sentence each.
     jax_lacks: tuple[str, ...] = ()
 
 
 class Told(Record, frozen=True, tag="told"):
-    """To a front: everything up to that edition of what fronts have to know was sent. Answered with Seen."""
+    """Tells a front that everything up to that edition of the published state was sent. Answered with Seen."""
 
     edition: int
 
 
 class Seen(Record, frozen=True, tag="seen"):
-    """The front acts upon everything up to that edition."""
+    """The front acknowledges that it acts upon everything up to that edition."""
 
     edition: int
 
 
 class Serve(Record, frozen=True, tag="serve"):
-    """The front knows all that the others know: from now on it may take clients."""
+    """The front has the whole published state: from now on it may take clients."""
 
 
 class LaneOpened(Record, frozen=True, tag="lane"):
-    """One end of a lane's SEQPACKET pair travels with this record.
+    """Carries one end of a lane's SEQPACKET pair.
 
     To a front: ``peer`` is the worker's incarnation, ``device`` its name ("cpu:0", "cuda:1"), and two further descriptors are
     that worker's status page (``tensord.shm.status_page``) and its sequence page. To a worker: ``peer`` is the submitter's
@@ -103,21 +103,21 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
 
 class LogChanged(Record, frozen=True, tag="log"):
-    """Log that way from now on. ``options``: ``tensord.config.options.Log`` as msgpack; ``name``: the receiver's, as in Start."""
+    """Changes the receiver's log settings. ``options``: ``tensord.config.options.Log`` as msgpack; ``name``: as in Start."""
 
     name: str
     options: msgspec.Raw
 
 
 class TraceChanged(Record, frozen=True, tag="trace"):
-    """Sample requests for a model, or ("") for all models without settings of their own, that way from now on.
+    """Changes how requests for a model are sampled, or ("") for all models without settings of their own.
 
-    Where anything is traced descriptors come along: whose turn it is, and under a limit the number of traces left
-    (``tensord.daemon.tracing.trace_counters``).
+    Where anything is traced descriptors come along: one for the shared counters of sampling, and under a limit one for the
+    number of traces left (``tensord.daemon.tracing.trace_counters``).
     """
 
     model: str
-    #: As Submit.trace; 0: none.
+    #: As RequestRecord.trace; 0: none.
     level: int
     #: One request in so many.
     rate: int
@@ -126,23 +126,23 @@ class TraceChanged(Record, frozen=True, tag="trace"):
 
 
 class TraceCleared(Record, frozen=True, tag="untrace"):
-    """That model has no trace settings of its own any more."""
+    """Removes a model's own trace settings."""
 
     model: str
 
 
 class WorkerFenced(Record, frozen=True, tag="fenced"):
-    """That worker process is certainly gone (pidfd), so its requests may be run elsewhere."""
+    """Reports that a worker process is certainly gone (pidfd), so its requests may be run elsewhere."""
 
     worker: int
 
 
 class ModelState(Record, frozen=True, tag="model"):
-    """What a front needs to know of one model version. Sent whole on every change; the last one holds."""
+    """Describes one model version to a front. Sent whole on every change; the last one holds."""
 
     name: str
     version: int
-    #: UNKNOWN, READY, UNAVAILABLE, LOADING, UNLOADING: Triton's index states.
+    #: One of UNKNOWN, READY, UNAVAILABLE, LOADING, UNLOADING: Triton's index states.
     state: str
     reason: str = ""
     #: Incarnations of the workers where it is READY.
@@ -150,40 +150,40 @@ class ModelState(Record, frozen=True, tag="model"):
     #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty unless READY.
     metadata: bytes = b""
     config: bytes = b""
-    #: Whether a request may be run again where a worker died or a batch failed: not if the model keeps anything between requests.
+    #: Whether a request may be run again after a worker died or a batch failed: not if the model keeps state between requests.
     repeatable: bool = True
     #: Whether requests of a sequence have to reach the worker that has it.
     sticky: bool = False
     #: Whether it answers a request with any number of responses (Triton: decoupled).
     streams: bool = False
-    #: Whether these can be joined along their first axes, for who wants one.
+    #: Whether several responses can be joined along their first axes, for a client that wants one.
     joins: bool = False
-    #: Its model says itself whether it is ready, and is asked by whoever wants to know.
+    #: Whether the model has a readiness check of its own, which is asked whenever a client wants to know.
     judges: bool = False
     #: The devices whose workers load it, whether they are there now or not; empty: all.
     devices: tuple[str, ...] = ()
 
 
 class ModelGone(Record, frozen=True, tag="gone"):
-    """That version is no longer known."""
+    """Removes a model version that is no longer known."""
 
     name: str
     version: int
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """The region is memory of that GPU, so requests that name it go there if their model is there. "": the region is gone.
+    """Says which GPU's memory a region is, so requests that name it go there if their model is there. "": the region is gone.
 
     Sent for CUDA regions where there are several workers; every other region is as near to all of them.
     """
 
     region: str
-    #: "cuda:1"; of workers that have several GPUs, their first one.
+    #: The GPU, "cuda:1"; for workers that have several GPUs, their first one.
     device: str
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Load one version and warm it; the answer is Loaded. The model before it keeps serving meanwhile."""
+    """Loads one version and warms it up; answered with Loaded. The version before it keeps serving meanwhile."""
 
     name: str
     version: int
@@ -192,64 +192,67 @@ class Load(Record, frozen=True, tag="load"):
     version_path: str
     #: Serialised ModelConfig protobuf as far as the operator gave it; the worker completes it.
     config: bytes
-    #: How many workers load it: they share its bounds.
+    #: The number of workers that load it: they share its bounds.
     workers: int = 1
-    #: Digest of its files and configuration but for the number of its instances: with the same one only that has changed.
+    #: Digest of its files and configuration except the number of instances: when it is unchanged, only that number has changed.
     content: str = ""
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Nobody wants what the loads of that version bring that came before: they end as soon as they can, each with its answer."""
+    """Cancels earlier loads of a version that nobody wants any more: each ends as soon as it can, with its answer."""
 
     name: str
     version: int
 
 
 class Loaded(Record, frozen=True, tag="loaded"):
-    """A version is ready, or failed with ``reason`` (one calm sentence)."""
+    """Reports that a version is ready, or failed with ``reason`` (one calm sentence)."""
 
     name: str
     version: int
     reason: str = ""
-    #: It did not fail: it was given up, because nobody wants it any more.
+    #: True if the load did not fail but was cancelled, because nobody wants the version any more.
     cancelled: bool = False
     metadata: bytes = b""
     config: bytes = b""
-    #: As in ModelState.
+    #: As in ModelState, with the fields below.
     repeatable: bool = True
     sticky: bool = False
     streams: bool = False
     joins: bool = False
-    #: Its model says itself whether it is ready, and is asked by whoever wants to know.
+    #: As in ModelState.
     judges: bool = False
     footprint: Footprint = Footprint()
 
 
 class Unload(Record, frozen=True, tag="unload"):
-    """Take no new requests for that version, finish the queued ones, drop it; answered with Unloaded."""
+    """Takes no new requests for a version, finishes the queued ones and drops it; answered with Unloaded."""
 
     name: str
     version: int
 
 
 class Unloaded(Record, frozen=True, tag="unloaded"):
-    """That version is gone from the worker."""
+    """Reports that a version is gone from the worker."""
 
     name: str
     version: int
 
 
 class Call(Record, frozen=True, tag="call"):
-    """A question with an answer. With a registration of a region travels a pidfd of the client's process, where there is one."""
+    """Asks for an operation; answered with Reply.
+
+    With a registration of a region travels a pidfd of the client's process, if any.
+    """
 
     call_id: int
     operation: Operation
-    #: For whom a front asks.
+    #: The client for whom a front asks.
     peer: Peer = ANONYMOUS
 
 
 class Reply(Record, frozen=True, tag="reply"):
-    """The answer to a Call: ``result`` (JSON, often empty) or a ServingError as code and message."""
+    """Answers a Call with ``result`` (JSON, often empty) or with a ServingError as code and message."""
 
     call_id: int
     code: str = ""

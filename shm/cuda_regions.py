@@ -1,4 +1,4 @@
-"""A client's GPU memory: an allocation of its own, opened by its handle in the workers that may use it.
+"""A CUDA region is an allocation of a client's GPU memory, opened by its IPC handle in the workers that may use it.
 
     client      cudaMalloc ─▶ cudaIpcGetMemHandle ─▶ 64 bytes over the protocol ─▶ register
     worker      cuIpcOpenMemHandle ─▶ address range checked ─▶ copies on a stream of ours ─▶ cuIpcCloseMemHandle
@@ -23,7 +23,7 @@ from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.regions import check_range
 
 _HANDLE_SIZE = 64
-#: Errors of the driver after which nothing in this process's context works any more: CUDA calls them sticky.
+#: The driver's sticky errors, after which nothing in this process's context works any more.
 _STICKY = frozenset(
     {
         "CUDA_ERROR_ASSERT",
@@ -48,10 +48,10 @@ _SONAME = "libcuda.so.1"
 
 
 class LastingCalls:
-    """One per context. The driver is loaded already: this is the same library."""
+    """Driver functions that may block, called through ctypes. One object per context; the driver is loaded already."""
 
     def __init__(self, code: Callable[[int], Any]) -> None:
-        """``code`` makes the bindings' code of a number; it raises ValueError for one that they do not know."""
+        """Loads the functions. ``code`` turns a number into the bindings' result code; ValueError: they do not know it."""
         self._code = code
         library = ctypes.CDLL(_SONAME)
         self.synchronize_stream = self._function(library.cuStreamSynchronize, c_void_p)
@@ -66,7 +66,7 @@ class LastingCalls:
         self._allocate = self._function(library.cuMemAlloc_v2, c_void_p, c_size_t)
 
     def allocate(self, byte_size: int) -> tuple[Any, int]:
-        """Device memory, and where it is."""
+        """Allocates device memory. Returns the result code and the address."""
         pointer = c_uint64(0)
         (code,) = self._allocate(byref(pointer), byte_size)
         return code, pointer.value
@@ -85,7 +85,7 @@ class LastingCalls:
 
 
 class NoCuda(Exception):
-    """There is no driver, no binding for it, or no such device; the text is for the log."""
+    """Raised when the driver, its binding or the device is missing; the text is for the log."""
 
 
 class CudaError(Exception):
@@ -101,7 +101,7 @@ class DeviceLost(Unavailable):
 
 
 class Driver:
-    """One per process. Contexts are opened on demand and live as long as it."""
+    """The CUDA driver as this process uses it. Contexts are opened on demand and live as long as it."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, Context] = {}
@@ -109,14 +109,14 @@ class Driver:
         self.lost = ""
 
     def context(self, ordinal: int) -> Context:
-        """The device with that number, as this process counts. Raises NoCuda."""
+        """Returns the context of the device with that number, as this process counts. Raises NoCuda."""
         found = self._contexts.get(ordinal)
         if found is None:
             found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
         return found
 
     def close(self) -> None:
-        """Gives streams and contexts back. Idempotent."""
+        """Releases streams and contexts. Idempotent."""
         for context in self._contexts.values():
             context.close()
         self._contexts.clear()
@@ -126,7 +126,7 @@ class Driver:
 
 
 def _bindings() -> Any:
-    """``cuda.bindings.driver``, initialised. Raises NoCuda."""
+    """Returns ``cuda.bindings.driver``, initialised. Raises NoCuda."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -141,7 +141,7 @@ def _bindings() -> Any:
 
 
 def driver_version() -> int:
-    """What the driver offers, 12080 for CUDA 12.8; 0: there is no driver."""
+    """Returns the CUDA version that the driver offers, 12080 for CUDA 12.8; 0: there is no driver."""
     try:
         driver = _bindings()
     except NoCuda:
@@ -151,18 +151,18 @@ def driver_version() -> int:
 
 
 def _name(driver: Any, code: Any) -> str:
-    """``CUDA_ERROR_ILLEGAL_ADDRESS``. Codes that the bindings do not know are plain numbers."""
+    """Returns a result code's name, e.g. CUDA_ERROR_ILLEGAL_ADDRESS. Codes that the bindings do not know are plain numbers."""
     return getattr(code, "name", f"CUDA error {code}")
 
 
 class Context:
     """The primary context of one device; every thread may use it, each with a stream of its own.
 
-    What one thread queues delays nobody else's copies, and what fails of it is told to nobody else.
+    What one thread queues delays no other thread's copies, and its errors are raised in no other thread.
     """
 
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
-        """Raises NoCuda: there is no such device, or it cannot be used."""
+        """Retains the device's primary context. Raises NoCuda: there is no such device, or it cannot be used."""
         self._owner = owner
         self.driver = driver
         self._closed = False
@@ -183,7 +183,7 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """The result of one call of the driver. Raises CudaError; DeviceLost: and every later call will."""
+        """Calls a driver function and returns its result. Raises CudaError; DeviceLost: and every later call will."""
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)
@@ -194,11 +194,11 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Makes it the calling thread's context, which every call below needs."""
+        """Makes this the calling thread's context, which every call below needs."""
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:
-        """The calling thread's, as DLPack names it. Raises CudaError, DeviceLost."""
+        """Returns the calling thread's stream, as DLPack names it. Raises CudaError, DeviceLost."""
         found: _Stream | None = getattr(self._own, "stream", None)
         if found is None:
             found = self._own.stream = _Stream(self)
@@ -228,14 +228,14 @@ class Context:
         self.call(self._lasting.synchronize_stream, self.stream())
 
     def check(self) -> None:
-        """Raises DeviceLost: the device failed, be it under somebody else's work."""
+        """Raises DeviceLost if the device failed, be it under somebody else's work."""
         self.enter()
         self.call(self._lasting.synchronize_context)
 
     # ------------------------------------------------------------------------------------------------------- memory
 
     def allocate(self, byte_size: int) -> int:
-        """Device memory of our own, aligned to 256. Raises Unavailable: the device has none left."""
+        """Allocates device memory, aligned to 256 bytes. Raises Unavailable: the device has none left."""
         self.enter()
         try:
             return int(self.call(self._lasting.allocate, byte_size))
@@ -243,14 +243,14 @@ class Context:
             raise Unavailable(f"the GPU has no {byte_size} bytes left for inputs ({error.name})") from error
 
     def free(self, pointer: int) -> None:
-        """Gives it back, when nothing that uses it is queued."""
+        """Frees device memory; call it when nothing that uses it is queued."""
         self.enter()
         self.call(self._lasting.free, pointer)
 
     def pin(self, address: int, byte_size: int) -> None:
-        """Page-locks host memory that this process may write to, so that copies to and from it are transfers and nothing else.
+        """Page-locks host memory that this process may write to, so that copies to and from it need no staging buffer.
 
-        Memory that may only be read is refused by many drivers, even when it is said to be such. Raises CudaError.
+        Many drivers refuse memory that may only be read, even when it is said to be such. Raises CudaError.
         """
         self.enter()
         self.call(self._lasting.register_host, address, byte_size, int(self.driver.CU_MEMHOSTREGISTER_PORTABLE))
@@ -263,11 +263,14 @@ class Context:
     # ----------------------------------------------------------------------------------------- memory of other processes
 
     def open(self, raw_handle: bytes) -> tuple[int, int]:
-        """Address and byte size of another process's allocation. Raises CudaError: there is none (any more) behind the handle."""
+        """Opens another process's allocation. Returns address and byte size.
+
+        Raises: CudaError: nothing is behind the handle (any more).
+        """
         self.enter()
         driver = self.driver
         handle = driver.CUipcMemHandle()
-        # Newer bindings give the struct's address only; older ones as well.
+        # Newer bindings give only the struct's address by this call; older ones have it as well.
         ctypes.memmove(handle.getPtr(), raw_handle, _HANDLE_SIZE)
         flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         pointer = int(self.call(driver.cuIpcOpenMemHandle, handle, flags.value))
@@ -279,13 +282,13 @@ class Context:
         return pointer, int(start) + int(byte_size) - pointer
 
     def close_opened(self, pointer: int) -> None:
-        """Ends one ``open``. What fails here has nobody to tell: the memory is not ours."""
+        """Ends one ``open``. A failure is ignored: the memory is not ours."""
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
             self.call(self.driver.cuIpcCloseMemHandle, pointer)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Destroys the streams and releases the device's context. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -296,33 +299,33 @@ class Context:
 
 
 class _Stream:
-    """One thread's; it ends with the thread, or with the context."""
+    """A thread's CUDA stream; it ends with the thread, or with the context."""
 
     def __init__(self, context: Context) -> None:
-        """Raises CudaError, DeviceLost."""
+        """Creates the stream. Raises CudaError, DeviceLost."""
         self._call, self.driver = context.call, context.driver
-        # It waits for no other stream: XLA's and the client's are ordered by what is said and waited for.
+        # The stream waits for no other one: XLA's and the client's are ordered by events and synchronization.
         made = self._call(self.driver.cuStreamCreate, self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._made: Any | None = made
         self.handle = int(made)
 
     def close(self) -> None:
-        """Returns when what was queued has happened. Idempotent."""
+        """Destroys the stream once its queued work has happened. Idempotent."""
         made, self._made = self._made, None
         if made is not None:
             with contextlib.suppress(CudaError, DeviceLost):
                 self._call(self.driver.cuStreamDestroy, made)
 
     def __del__(self) -> None:
-        # The values of a thread's own go when it ends, in that thread.
+        # A thread's own values are dropped when it ends, in that thread.
         self.close()
 
 
 class _Guarded:
-    """Says of an error of the driver that the region is at fault.
+    """Turns a driver's error inside the block into one that blames the region.
 
-    A class, as what a generator raises in the place of an error keeps all frames between alive until the next garbage
-    collection, and with them what the frames hold (Python 3.12 and newer).
+    It is a class: an error raised in a generator's place keeps all frames between alive until the next garbage collection,
+    and with them what the frames hold (Python 3.12 and newer).
     """
 
     __slots__ = ("_name",)
@@ -347,7 +350,7 @@ class CudaRegion:
     Like ``tensord.shm.regions.Region`` it is closed when ``leases`` is 0; unlike it, its bytes are reached by copies only.
     """
 
-    #: No page of it can be missing here.
+    #: Always 0: no page of GPU memory can be missing here.
     faults = 0
 
     def __init__(
@@ -381,14 +384,14 @@ class CudaRegion:
         self.name = name
         self.byte_size = byte_size
         self.context = context
-        #: Its memory is another GPU's.
+        #: True if the memory is another GPU's.
         self.peer = elsewhere is not None
-        #: Requests that use the region now.
+        #: The number of requests that use the region now.
         self.leases = 0
         self._start: int | None = pointer
 
     def pointer(self, offset: int, byte_size: int) -> int:
-        """The device address of a range. Raises InvalidArgument: not wholly inside the region."""
+        """Returns the device address of a range. Raises InvalidArgument: not wholly inside the region."""
         check_range(offset, byte_size, self.byte_size, self.name)
         if self._start is None:
             raise InvalidArgument(f"shared memory region '{self.name}' is not registered any more")
@@ -406,39 +409,39 @@ class CudaRegion:
             self.context.synchronize()
 
     def write(self, offset: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory into a range; call ``settle`` before anybody is told. Raises as ``read``."""
+        """Queues a copy from host memory into a range; call ``settle`` before it is announced. Raises as ``read``."""
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory into a range; like ``write``."""
+        """Queues a copy from device memory into a range; otherwise as ``write``."""
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.within_device(target, pointer, byte_size)
 
     def settle(self) -> None:
-        """Returns when what was written is there. Raises as ``read``."""
+        """Returns when queued writes have happened. Raises as ``read``."""
         with self.guarded():
             self.context.enter()
             self.context.synchronize()
 
     def guarded(self) -> _Guarded:
-        """Around copies to and from the region: what fails is said to be the region's fault."""
+        """Returns a context for copies to and from the region: an error inside it is said to be the region's."""
         return _Guarded(self.name)
 
     def lease(self) -> None:
-        """A request starts to use it."""
+        """Counts a request that starts to use the region."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """A request is done with it."""
+        """Ends a request's use of the region."""
         self.leases -= 1
 
     def close(self) -> None:
-        """Lets go of the allocation. Idempotent."""
+        """Closes the allocation. Idempotent."""
         pointer, self._start = self._start, None
         if pointer is not None:
             self.context.close_opened(pointer)

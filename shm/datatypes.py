@@ -38,12 +38,12 @@ MAX_ELEMENTS = (1 << 60) - 1
 
 
 def wire_name(datatype: str) -> str:
-    """The datatype that a client means; what nobody knows stays as it is."""
+    """Returns the canonical name of a client's datatype; an unknown name stays as it is."""
     return "BYTES" if datatype == _BYTES_ALIAS else datatype
 
 
 def from_model_config(data_type: str) -> str:
-    """``TYPE_FP32`` -> ``FP32``; ``TYPE_STRING`` is what the wire calls ``BYTES``. Raises InvalidArgument on anything else."""
+    """Converts ``TYPE_FP32`` to ``FP32``, and ``TYPE_STRING`` to ``BYTES``. Raises InvalidArgument: any other name."""
     name = "BYTES" if data_type == "TYPE_STRING" else data_type.removeprefix("TYPE_")
     if not data_type.startswith("TYPE_") or name not in ELEMENT_SIZES:
         raise InvalidArgument(f"unknown data type '{data_type}'")
@@ -51,12 +51,12 @@ def from_model_config(data_type: str) -> str:
 
 
 def to_model_config(datatype: str) -> str:
-    """``FP32`` -> ``TYPE_FP32``; ``BYTES`` -> ``TYPE_STRING``."""
+    """Converts ``FP32`` to ``TYPE_FP32``, and ``BYTES`` to ``TYPE_STRING``."""
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
 
 
 def element_count(shape: Sequence[int], what: str = "shape") -> int:
-    """The number of elements of a shape, with rank and product bounded.
+    """Returns the number of elements of a shape, with rank and product bounded.
 
     Raises: InvalidArgument: negative dimension, rank over ``MAX_RANK``, or a product over ``MAX_ELEMENTS``; the product leaves
     zeros out, because neither a record nor numpy can hold a shape like [0, 2**63] though it has no elements.
@@ -77,7 +77,7 @@ def element_count(shape: Sequence[int], what: str = "shape") -> int:
 
 
 def byte_size(datatype: str, shape: Sequence[int], what: str = "shape") -> int | None:
-    """Bytes of a tensor, or None for BYTES, whose size only its content tells.
+    """Returns a tensor's size in bytes, or None for BYTES, whose size depends on its content.
 
     Raises: InvalidArgument: unknown datatype, or a shape that ``element_count`` refuses.
     """

@@ -1,4 +1,4 @@
-"""Descriptors of this process: how many it may have, and what is kept of them for requests.
+"""File descriptors of this process: how many it may open, and how many of them are kept for requests.
 
 A client's region takes a descriptor for as long as it is registered, a large tensor takes some while its request runs. So that
 clients' regions never leave none for requests, a region is only taken while the reserve is untouched.
@@ -14,30 +14,30 @@ from collections.abc import Iterable, Iterator
 
 from tensord.shm.errors import Unavailable
 
-#: Kept for requests and connections, where the limit is not so small that a quarter of it is less.
+#: Descriptors kept for requests and connections; at most a quarter of the limit.
 _RESERVE = 256
 
 
 def limit() -> int:
-    """How many descriptors this process may have open."""
+    """Returns how many descriptors this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def close(fds: Iterable[int]) -> None:
-    """Closes them all."""
+    """Closes all the descriptors."""
     for fd in fds:
         os.close(fd)
 
 
 def raise_limit() -> int:
-    """Takes what the system allows this process; children inherit it. Returns the limit that holds now."""
+    """Raises the limit to what the system allows; children inherit it. Returns the limit that holds now."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
 def check_reserve(fd: int, what: str) -> None:
-    """Whether there are descriptors left besides the reserve, once ``fd`` was opened for ``what``.
+    """Checks that opening ``fd`` for ``what`` left the reserve of descriptors untouched.
 
     The system gives out the lowest number that is free, so all below it are in use.
 
@@ -54,7 +54,7 @@ def check_reserve(fd: int, what: str) -> None:
 
 @contextlib.contextmanager
 def needed(what: str) -> Iterator[None]:
-    """Around a call that makes a descriptor. Raises Unavailable: there is none left."""
+    """Turns a lack of descriptors inside the block into Unavailable."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What workers' devices are called, in records, logs and errors.
+"""The names of workers' devices, in records, logs and errors.
 
     cpu:0        the first CPU worker
     cuda:1       the worker of the daemon's GPU 1, or the first of several
@@ -10,35 +10,35 @@ What depends on where memory lies asks for the GPU, ``gpu_of``; what is kept apa
 
 from __future__ import annotations
 
-#: No model has it in its name.
+#: Separates the device from an isolated model; no model has it in its name.
 _ALONE = "#"
 
 
 def gpu_of(device: str) -> str:
-    """The GPU of a worker's device, "cuda:1"; "": the worker has none."""
+    """Returns the GPU of a worker's device, "cuda:1"; "" if the worker has none."""
     return device.partition(_ALONE)[0].partition("/")[0] if device.startswith("cuda:") else ""
 
 
 def number_of(gpu: str) -> int:
-    """1, of "cuda:1"."""
+    """Returns the number of a GPU: 1, of "cuda:1"."""
     return int(gpu.removeprefix("cuda:"))
 
 
 def name(gpu: int, share: int = 0) -> str:
-    """The device of one of a GPU's workers, ``share`` counted from 0."""
+    """Names the device of one of a GPU's workers, ``share`` counted from 0."""
     return f"cuda:{gpu}/{share}" if share else f"cuda:{gpu}"
 
 
 def alone(device: str, model: str) -> str:
-    """Names the device of a worker that has that model alone. ``device``: of a worker that all models share."""
+    """Names the device of a worker that serves one isolated model. ``device``: that of the worker that other models share."""
     return f"{gpu_of(device) or device}{_ALONE}{model}"
 
 
 def model_of(device: str) -> str:
-    """Returns the model that has the worker of that device to itself; "": models share it."""
+    """Returns the isolated model of that device's worker; "": models share the worker."""
     return device.partition(_ALONE)[2]
 
 
 def shared(device: str) -> str:
-    """Returns the device of the worker that models share, where that one is of an isolated model."""
+    """Returns the device of the shared worker beside an isolated model's one."""
     return device.partition(_ALONE)[0]

@@ -1,4 +1,4 @@
-"""The one exception family. Which HTTP status or gRPC code each becomes is known only to ``tensord.daemon.front.status``.
+"""The one exception family of tensord. Only ``tensord.daemon.front.status`` maps it to HTTP statuses and gRPC codes.
 
 Across processes go ``code`` and text, never a pickled exception: ``ServingError.code`` out, ``from_code`` in.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-#: What a client is told of a defect of ours.
+#: The message that a client gets for a defect of ours.
 DEFECT = "internal error; the server's log has the details"
 
 
 class ServingError(Exception):
-    """An error with a calm sentence for the client. It names the thing and the numbers, never a path, key or handle."""
+    """An error with a calm sentence for the client, which names the thing and the numbers, never a path, key or handle."""
 
     code: ClassVar[str] = "INTERNAL"
 
@@ -28,7 +28,7 @@ class InvalidArgument(ServingError):
 
 
 class FileTooLarge(InvalidArgument):
-    """A file of a model is larger than anything that is read of its kind."""
+    """A file of a model is larger than any that is read of its kind."""
 
     def __init__(self, name: str, byte_size: int, limit: int) -> None:
         super().__init__(f"{name} has {byte_size} bytes, at most {limit} are read")
@@ -40,7 +40,7 @@ class NotFound(ServingError):
     code = "NOT_FOUND"
 
 
-#: How the sentence of NotFound begins where a model or a version of it is not served.
+#: NotFound's message begins so where a model or a version of it is not served.
 UNKNOWN_MODEL = "Request for unknown model: "
 
 
@@ -57,7 +57,7 @@ class Unavailable(ServingError):
 
 
 class Unsupported(ServingError):
-    """Understood, and deliberately not offered."""
+    """The request was understood, and is deliberately not offered."""
 
     code = "UNSUPPORTED"
 
@@ -69,7 +69,7 @@ class Cancelled(ServingError):
 
 
 class DeadlineExceeded(Cancelled):
-    """Its client gave it up: the time that it had for the call has passed."""
+    """The client's deadline for the call has passed."""
 
     code = "DEADLINE_EXCEEDED"
 
@@ -106,5 +106,5 @@ _BY_CODE: dict[str, type[ServingError]] = {
 
 
 def from_code(code: str, message: str) -> ServingError:
-    """Rebuilds an error that crossed a process border; an unheard-of code becomes ``Unknown``."""
+    """Rebuilds an error that crossed a process border; an unknown code becomes ``Unknown``."""
     return _BY_CODE.get(code, Unknown)(message)

@@ -1,4 +1,4 @@
-"""Parts that are written in C: which of a process's own are missing, or stale, and what it does without them.
+"""C extensions of the package: which of them are missing or stale in this process, and what it does without them.
 
 Where no compiler was at hand the package installs all the same (``setup.py``). Each module says by ``available``, or by what it
 offers, whether its part is there; this one says it to the operator, with the reason that the import gives.
@@ -17,18 +17,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-#: Why a part is not used that is there.
+#: The reason for not using an extension that exists.
 STALE = "it was built from other sources than those that lie beside it"
 
 
 def sources(files: Sequence[Path]) -> str:
-    """What is compiled into the module that they are the sources of: their names, and a hash of what they hold."""
+    """Returns the names of source files and a hash of their contents, as they are compiled into the extension built from them."""
     found = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
     return " ".join([*(file.name for file in files), found.hexdigest()])
 
 
 def check(module: ModuleType) -> None:
-    """Raises ImportError: the module was not built from the sources that lie beside it. (Beside an installed one lie none.)"""
+    """Raises ImportError if the module was not built from the sources beside it. (No sources lie beside an installed one.)"""
     assert module.__file__ is not None
     folder, built = Path(module.__file__).parent, getattr(module, "SOURCES", "")
     files = [folder / name for name in built.split()[:-1]]
@@ -41,9 +41,9 @@ def _are(files: Sequence[Path], built: str) -> bool:
 
 
 def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
-    """A sentence for each part that is off; the last one says what to do. Nothing where all are there.
+    """Returns a sentence for each extension that cannot be used, and one of advice; nothing where all can be used.
 
-    ``parts``: module -> what is so without it.
+    ``parts``: module -> what the process does without it.
     """
     found = [f"{what} ({name}: {reason})" for name, what in parts.items() if (reason := _reason(name))]
     if not found:
@@ -53,7 +53,7 @@ def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _reason(name: str) -> str:
-    """Why that module cannot be used; "": it can."""
+    """Returns why that module cannot be used; "" if it can."""
     try:
         check(importlib.import_module(name))
     except ModuleNotFoundError:

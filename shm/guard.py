@@ -1,4 +1,4 @@
-"""The fault guard of client memory: what stands between a truncated region and the death of a worker.
+"""The guard of client memory keeps a worker alive when a client truncates a region that is mapped here.
 
 ``Guarded`` wraps one mapping. Whoever reads or writes it takes ``faults`` before and compares after: a difference means that
 some of what was read were zeros and some of what was written went nowhere, so the result is void. The handler is in
@@ -25,23 +25,23 @@ else:
 
 
 def any_faults() -> bool:
-    """Whether a page of anything that is guarded now was missing: one cheap question for all mappings together."""
+    """Returns whether a page of any guarded mapping was missing: one cheap question for all of them."""
     return available and _guard.any()
 
 
 def may_be_missing(address: int) -> bool:
-    """Whether the memory there is guarded and no driver has locked its pages."""
+    """Returns whether that memory is guarded and no driver has locked its pages."""
     return available and _guard.may_be_missing(address)
 
 
 def install() -> None:
-    """Installs the handler in this process, before the first region is mapped. A no-op where the extension is missing."""
+    """Installs the signal handler in this process, before the first region is mapped. A no-op where the extension is missing."""
     if available:
         _guard.install()
 
 
 class Guarded:
-    """A mapping under guard, until ``release``."""
+    """Guards one mapping until ``release``."""
 
     __slots__ = ("_slot",)
 
@@ -50,11 +50,11 @@ class Guarded:
 
     @property
     def faults(self) -> int:
-        """How often a page of the mapping was missing so far."""
+        """Counts how often a page of the mapping was missing so far."""
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """A driver has locked the mapping's pages, or is about to unlock them. From any thread."""
+        """Notes that a driver has locked the mapping's pages, or is about to unlock them. For any thread."""
         if self._slot is not None:
             _guard.hold(self._slot, held)
 

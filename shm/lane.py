@@ -1,4 +1,4 @@
-"""A lane: the connection between one submitter and one worker, seen from each end.
+"""A lane is the connection between one submitter and one worker; this module has a class for each end.
 
     submitter                                            worker
     request arena (owner)  ── SegmentOpened + fd ──▶     ArenaMap, read-only
@@ -55,71 +55,74 @@ from tensord.shm.record import decoder
 
 _FROM_WORKER = decoder(ToSubmitter)
 _FROM_SUBMITTER = decoder(ToWorker)
-#: Of one Release: it fits into a datagram however large the numbers are.
+#: The most leases in one Release: it fits into a datagram however large the numbers are.
 _MAX_RELEASES = 1024
 _REQUESTS = (RequestRecord, Prepare, Cancel, Taken)
-#: What a worker's dispatcher is told by its submitters.
+#: The records that a submitter sends to a worker's dispatcher.
 Instruction = RequestRecord | Prepare | Cancel | Taken
 
 
 class SubmitterLane:
-    """The submitter's end. ``arena`` is the submitter's own, shared by its lanes, and outlives this lane."""
+    """The submitter's end of a lane. ``arena`` is the submitter's own, shared by its lanes, and outlives this lane."""
 
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
-        """``writable``: the worker has a GPU, and page-locks the arena (``tensord.shm.segment``)."""
+        """Begins the lane. ``writable``: the worker has a GPU and page-locks the arena (``tensord.shm.segment``)."""
         self._channel = Channel(sock, _FROM_WORKER)
         self._channel.send(WireVersion(WIRE_VERSION))
-        #: Whether the other end has said that it speaks the same edition.
+        #: True once the other end has said that it speaks the same version of the wire.
         self._agreed = False
         look = select.poll()
         look.register(sock, select.POLLIN)
-        #: Whether something is to be received, within so many milliseconds: to try it in vain costs ten times as much.
+        #: Polls for something to receive, for so many milliseconds: receiving in vain costs ten times as much.
         self.ready = look.poll
         self._announcer = Announcer(self._channel, arena, writable)
         self._responses = ArenaMap()
         self._releases: list[LeaseKey] = []
         self._published: PublishedNumbers[PreparedRequest] = PublishedNumbers(self._channel, Prepare)
-        #: With the number of tensors that each answer's record has of its own.
+        #: Prepared answers by number, each with the number of tensors that its answers carry in their own records.
         self._received: ReceivedNumbers[tuple[PreparedAnswer, int]] = ReceivedNumbers()
-        #: Whether what was received has an answer of the lane's own, which waits for a flush.
+        #: True while an answer of the lane itself to what was received waits for a flush.
         self.unsaid = False
 
     def fileno(self) -> int:
         return self._channel.fileno()
 
     def announce(self, leases: Iterable[Lease]) -> None:
-        """Says where the segments are that a request's inputs lie in. Raises Unavailable: no descriptor is left to send."""
+        """Announces the segments that a request's inputs lie in. Raises Unavailable: no descriptor is left to send."""
         announced = self._announcer.announced
         for lease in leases:
             if lease.place.segment not in announced:
                 self._announcer.announce(lease.place.segment)
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
-        """Queues a request whose inputs are in place, and announced. ``numbered``: what its number stands for."""
+        """Queues a request whose inputs are in place and announced. ``numbered``: what its number stands for."""
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         self._channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
-        """Sends a request where nothing else waits, as ``submit`` queues one. False: it is queued, and to be flushed."""
+        """Sends a request at once if nothing else waits. Returns False if it was queued and needs a flush.
+
+        The arguments are those of ``submit``.
+        """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         return self._channel.send_alone(record)
 
     def cancel(self, request_id: int) -> None:
-        """Nobody waits for it any more; the final answer still comes."""
+        """Tells the worker that nobody waits for that request any more; the final answer still comes."""
         self._channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:
-        """So much of a request's responses has left since that was last said."""
+        """Acknowledges so many bytes of a request's responses since the last acknowledgement."""
         self._channel.put(Taken(request_id, byte_size))
 
     def release(self, key: LeaseKey) -> None:
-        """The bytes of that answer have left. Travels with the next flush."""
+        """Returns the lease of an answer whose bytes have left; it travels with the next flush."""
         self._releases.append(key)
 
     def flush(self) -> bool:
-        """True: all is sent. False: call again when the lane is writable."""
+        """Sends what is queued. Returns True if nothing is left; False: call again when the lane is writable."""
         self.unsaid = False
         self._announcer.withdraw_closed()
         if self._releases:
@@ -132,7 +135,7 @@ class SubmitterLane:
         return self._channel.flush()
 
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
-        """One datagram's answers (possibly none), each with what was prepared for it; None when nothing is waiting.
+        """Returns one datagram's answers (possibly none), each with its prepared part; None when nothing is waiting.
 
         Raises: ChannelClosed: the worker is going; requests may be run again only once it is fenced.  InvalidArgument: malformed,
           of another edition of the wire, or with a number that was never prepared, or not like what that stands for.
@@ -155,7 +158,7 @@ class SubmitterLane:
         for record in records:
             if type(record) is AnswerRecord:
                 number = record.prepared
-                # Looked up now: behind it the number may stand for something else.
+                # The number is resolved now: a later record may give it another meaning.
                 prepared, own = known[number] if type(number) is int else (number, own_count(number.outputs))  # type: ignore[union-attr]
                 if len(record.contents) != own:
                     raise InvalidArgument(
@@ -171,7 +174,7 @@ class SubmitterLane:
         return answers
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives what follows the version of the wire. Raises InvalidArgument: the worker has another one."""
+        """Receives the first datagrams, behind the version of the wire. Raises InvalidArgument: the worker has another one."""
         received = self._channel.receive()
         if received is None:
             return None
@@ -196,7 +199,7 @@ class SubmitterLane:
         self.unsaid = True
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """The error that takes the place of an answer that lies where this process cannot look."""
+        """Makes the error that replaces an answer whose segment could not be mapped here."""
         self._say(Release((lease,)))
         try:
             self._responses.view(Slice(lease[0], lease[1], 0))
@@ -205,7 +208,7 @@ class SubmitterLane:
         raise AssertionError("an answer that can be reached")
 
     def view(self, place: Slice) -> memoryview:
-        """Bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it."""
+        """Returns bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it."""
         return self._responses.view(place)
 
     def close(self) -> None:
@@ -215,7 +218,7 @@ class SubmitterLane:
 
 
 class WorkerLane:
-    """The worker's end; owns the response arena, whose first segment is made with the lane."""
+    """The worker's end of a lane; it owns the response arena, whose first segment is made with the lane."""
 
     def __init__(
         self,
@@ -226,14 +229,17 @@ class WorkerLane:
         on_segment: OnSegment | None = None,
         writable: bool = False,
     ) -> None:
-        """``on_segment``: told of every segment of both arenas. ``writable``: page-lock them (``tensord.shm.segment``)."""
+        """Begins the lane.
+
+        ``on_segment`` is called with every segment of both arenas; ``writable``: page-lock them (``tensord.shm.segment``).
+        """
         self._channel = Channel(sock, _FROM_SUBMITTER)
         #: Whether what came calls for a flush: a segment was refused, or closed while the submitter still has it mapped.
         self.unsaid = False
         #: Its descriptor, for epoll.
         self.fileno = sock.fileno
         self._channel.send(WireVersion(WIRE_VERSION))
-        #: Whether the other end has said that it speaks the same edition.
+        #: True once the other end has said that it speaks the same version of the wire.
         self._agreed = False
         self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment)
         self._announcer = Announcer(self._channel, self._arena, False)
@@ -244,16 +250,16 @@ class WorkerLane:
 
     @property
     def waiting(self) -> int:
-        """Records not yet sent."""
+        """Counts records not yet sent."""
         return self._channel.waiting
 
     @property
     def arena(self) -> Arena:
-        """The response arena, for statistics."""
+        """Returns the response arena, for statistics."""
         return self._arena
 
     def receive(self) -> list[Instruction] | None:
-        """One datagram's requests and what is said of them (possibly none), in order; None when nothing is waiting.
+        """Returns one datagram's requests and instructions about them (possibly none), in order; None when nothing is waiting.
 
         Raises: ChannelClosed: the submitter is gone.  InvalidArgument: malformed, or a lease given back that is not on loan.
         """
@@ -270,8 +276,9 @@ class WorkerLane:
         return self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """What a datagram holds that ``tensord.workers.dispatch.fast_path`` received, as from ``receive``; ``flags``:
-        ``recvmsg``'s.
+        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` received. Returns as ``receive``.
+
+        ``flags`` are those of ``recvmsg``.
 
         Raises: InvalidArgument: malformed, or a lease given back that is not on loan.
         """
@@ -316,23 +323,23 @@ class WorkerLane:
         return wanted
 
     def view(self, place: Slice) -> memoryview:
-        """Bytes of a request in the submitter's arena, read-only. Raises InvalidArgument: outside it."""
+        """Returns bytes of a request in the submitter's arena, read-only. Raises InvalidArgument: outside it."""
         return self._requests.view(place)
 
     def loan(self, byte_size: int) -> Lease | None:
-        """Room for an answer; None when the arena is full now. Raises InvalidArgument: larger than the whole arena."""
+        """Lends room for an answer; returns None when the arena is full now. Raises InvalidArgument: larger than the arena."""
         return self._arena.loan(byte_size)
 
     def is_announced(self, lease: Lease) -> bool:
-        """Whether the submitter knows where that is, and nothing else has to be told it of the arena."""
+        """Returns whether the submitter knows the lease's segment and every closure in the arena."""
         return self._announcer.is_told(lease.place.segment)
 
     def number(self, prepared: PreparedAnswer) -> Numbered[PreparedAnswer]:
-        """Returns the number of answers like that."""
+        """Returns the number that stands for such answers."""
         return self._numbers.number(prepared)
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer whose bytes are in place, or what went wrong with announcing where they are.
+        """Queues an answer whose bytes are in place, or an error if its segment cannot be announced.
 
         Args:
           numbered: what the number in it stands for.
@@ -344,13 +351,13 @@ class WorkerLane:
         self._channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues answers that are encoded (``AnswerRecord``), of that number and with their outputs in the records."""
+        """Queues encoded answers (``AnswerRecord``) that share one number and carry their outputs in the records."""
         if numbered not in self.published:
             self.published.publish(numbered)
         self._channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of a lease. Otherwise the lease is taken back; returns what the request is answered with."""
+        """Announces the segment of a lease. If that fails, releases the lease and returns the error to answer with."""
         try:
             self._announcer.announce(lease[0])
         except Unavailable as error:
@@ -359,25 +366,25 @@ class WorkerLane:
         return None
 
     def adopt(self, datagram: bytes) -> None:
-        """Answers that were packed elsewhere and could not be sent, while nothing else waits here."""
+        """Queues answers that were packed elsewhere and could not be sent. Call it only while nothing else waits."""
         self._channel.adopt(datagram)
 
     def flush(self) -> bool:
-        """True: all is sent. False: call again when the lane is writable."""
+        """Sends what is queued. Returns True if nothing is left; False: call again when the lane is writable."""
         self.unsaid = False
         if self._announcer.closures != self._arena.closures:
             self._announcer.withdraw_closed()
         return self._channel.flush()
 
     def close(self) -> None:
-        """Closes the socket and both arenas' mappings."""
+        """Closes the socket and unmaps both arenas."""
         self._channel.close()
         self._requests.close()
         self._arena.close()
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
-    """Takes the other end's edition of the wire out of a lane's first records. Raises InvalidArgument: it is not this one."""
+    """Removes the other end's version of the wire from a lane's first records. Raises InvalidArgument: it is not this one."""
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:
         return True
@@ -388,14 +395,14 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
 
 
 def _segment_of(lost: DescriptorsLost) -> int:
-    """The segment whose descriptor could not be taken. Raises InvalidArgument: on a lane nothing else has any."""
+    """Returns the segment whose descriptor was lost. Raises InvalidArgument: nothing else on a lane carries descriptors."""
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
     return lost.records[0].segment
 
 
 def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> None:
-    """Opens or closes a segment. Raises Unavailable: it cannot be mapped now.  InvalidArgument: it is neither, or malformed."""
+    """Opens or closes a segment. Raises Unavailable: it cannot be mapped now.  InvalidArgument: another or a malformed record."""
     if type(record) is SegmentOpened and len(fds) == 1:
         segments.open(record.segment, record.byte_size, fds[0])
     elif type(record) is SegmentClosed and not fds:

@@ -1,4 +1,4 @@
-"""Processes that models start, as whoever has to end them finds them: by a mark in their environment, which is inherited.
+"""Finds and ends the processes that models start, by a mark in their environment, which children inherit.
 
     _TENSORD_MARK    of a worker: what any of its models started, whatever became of parents, groups and sessions
     _TENSORD_MODEL   of one load of a model there
@@ -17,31 +17,31 @@ import sys
 import time
 from typing import NamedTuple
 
-#: In the environment of a worker.
+#: The variable in the environment of a worker and of all that its models start.
 MARK = "_TENSORD_MARK"
-#: And of what one of its models starts.
+#: The variable in the environment of what one load of a model starts.
 MODEL_MARK = "_TENSORD_MODEL"
-#: Looks for those that were started while one looked.
+#: Each look may miss processes that were started meanwhile, so there are several.
 _MAX_LOOKS = 20
 _INTERVAL = 0.02
-#: For a supervisor that dies with its worker.
+#: How long a supervisor may take to die with its worker.
 _SUPERVISOR_MS = 2000
 
 
 class Found(NamedTuple):
-    """A process; its number is its own only together with its start."""
+    """Identifies a process: a pid is unique only together with its start time."""
 
     pid: int
     parent: int
-    #: As the kernel counts it.
+    #: The start time as the kernel counts it.
     started: str
 
 
 def look(pid: int) -> Found | None:
-    """A process that lives, or None."""
+    """Returns the living process with that pid, or None."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, which may hold anything, stands in parentheses.
+            # The process's name, which may hold anything, stands in parentheses.
             state, parent, *rest = file.read().decode(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -49,12 +49,12 @@ def look(pid: int) -> Found | None:
 
 
 def everybody() -> list[Found]:
-    """All processes that live."""
+    """Returns all living processes."""
     return [found for name in os.listdir("/proc") if name.isdigit() and (found := look(int(name))) is not None]
 
 
 def has(found: Found, variable: bytes) -> bool:
-    """Whether it was started with that variable, NAME=value, in its environment."""
+    """Returns whether the process was started with that variable, NAME=value, in its environment."""
     try:
         with open(f"/proc/{found.pid}/environ", "rb") as file:
             return variable in file.read().split(b"\0")
@@ -63,9 +63,9 @@ def has(found: Found, variable: bytes) -> bool:
 
 
 def send(found: Found, number: int) -> bool:
-    """Sends it a signal. Returns whether it lived."""
+    """Sends the process a signal. Returns whether it lived."""
     try:
-        # Held before it is looked at again: its number may be another's by now.
+        # The pidfd is opened before the second look: by now the pid may be another process's.
         held = os.pidfd_open(found.pid)
     except OSError:
         return False
@@ -83,7 +83,7 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(variable: bytes) -> int:
-    """Kills those with that variable until there is none. Returns how many there were."""
+    """Kills processes with that variable until there is none. Returns how many there were."""
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):
         found = [each for each in everybody() if has(each, variable) and send(each, signal.SIGKILL)]
@@ -96,7 +96,7 @@ def kill_all(variable: bytes) -> int:
 
 def _main(worker: int, supervisor: int, mark: str) -> None:
     above = _held(supervisor)
-    # It started this process: where it is the parent no more, it has ended.
+    # The worker started this process: where it is the parent no more, it has ended.
     _ended(_held(worker) if os.getppid() == worker else -1, None)
     if _ended(above, _SUPERVISOR_MS):
         kill_all(f"{MARK}={mark}".encode())
@@ -110,7 +110,7 @@ def _held(pid: int) -> int:
 
 
 def _ended(process: int, timeout_ms: int | None) -> bool:
-    """Waits for the end of a process that is held; -1: it had ended before. Returns whether it has."""
+    """Waits for the end of a process by its pidfd; -1: it had ended before. Returns whether it has ended."""
     if process < 0:
         return True
     poll = select.poll()

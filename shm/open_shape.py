@@ -1,4 +1,4 @@
-"""Shapes with one open dimension, -1: a client leaves it to be found from the data. Pure.
+"""Shapes with one open dimension, -1, whose size is found from the data. Pure functions.
 
 Source: KServe's schema of inference requests, "Use -1 for variable-length or batch dimensions".
 """
@@ -14,12 +14,12 @@ OPEN = -1
 
 
 def is_open(shape: Sequence[int]) -> bool:
-    """Whether a dimension is left open."""
+    """Returns whether a dimension is left open."""
     return OPEN in shape
 
 
 def check(shape: Sequence[int], what: str) -> None:
-    """Raises InvalidArgument: more than one dimension is open, or what is given is no shape."""
+    """Raises InvalidArgument if more than one dimension is open, or the others are no shape."""
     if shape.count(OPEN) > 1:
         raise InvalidArgument(
             f"{what} {_shown(shape)} has {shape.count(OPEN)} dimensions of -1, at most 1 can be found from the data"
@@ -28,7 +28,7 @@ def check(shape: Sequence[int], what: str) -> None:
 
 
 def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """The shape with so many elements. Raises InvalidArgument: as ``check``, or there is none."""
+    """Returns the shape with its open dimension set for ``count`` elements. Raises InvalidArgument: no size fits."""
     check(shape, what)
     given = element_count([dim for dim in shape if dim != OPEN], what)
     if not given or count % given:
@@ -37,7 +37,7 @@ def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
 
 
 def elements(datatype: str, content: bytes | memoryview, what: str) -> int:
-    """How many there are in a tensor's wire bytes. Raises InvalidArgument: not a whole number."""
+    """Counts the elements in a tensor's wire bytes. Raises InvalidArgument: not a whole number."""
     size = ELEMENT_SIZES[datatype]
     if size is not None:
         if len(content) % size:

@@ -1,6 +1,6 @@
-"""What is asked by calls: of the supervisor by a front, and of a worker by the supervisor (``tensord.shm.control_records.Call``).
+"""The operations that processes ask of each other in a ``tensord.shm.control_records.Call``, by front, worker or supervisor.
 
-Each says what its Reply holds. Who asks is a ``Peer``, which comes with the call.
+Each docstring says what its Reply holds. Who asks is a ``Peer``, which comes with the call.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import msgspec
 
 from tensord.shm.record import Record
 
-#: What is answered where an operation met a defect of ours.
+#: The message where an operation met a defect of ours.
 FAILED = "the server failed to carry out the operation"
-#: What is answered where models are not loaded on request. Triton's sentence.
+#: The message where models are not loaded on request: Triton's sentence.
 NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
 
 
 class LoadModel(Record, frozen=True, tag="c.load"):
-    """Repository load by name; ``config`` is a JSON override, ``files`` override version files (path -> content)."""
+    """Loads a model by name; ``config`` is a JSON override, ``files`` override version files (path -> content)."""
 
     name: str
     config: str = ""
@@ -26,41 +26,41 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 
 
 class UnloadModel(Record, frozen=True, tag="c.unload"):
-    """Repository unload by name."""
+    """Unloads a model by name."""
 
     name: str
     unload_dependents: bool = False
 
 
 class ModelReady(Record, frozen=True, tag="c.isready"):
-    """Asked by a worker. Reply: JSON, whether that version, or any (0), is served by any worker."""
+    """A worker asks whether any worker serves that version, or any version (0). Reply: JSON."""
 
     name: str
     version: int = 0
 
 
 class RepositoryIndex(Record, frozen=True, tag="c.index"):
-    """Reply: JSON array of {name, version?, state?, reason?}; ``detailed``: and what the version takes, for operators."""
+    """Asks for the repository's index. Reply: JSON array of {name, version?, state?, reason?}; ``detailed`` adds footprints."""
 
     ready: bool = False
     detailed: bool = False
 
 
 class ModelStatistics(Record, frozen=True, tag="c.stats"):
-    """Reply: JSON {"model_stats": [...]}; "" and 0 mean all. A worker answers for itself, the supervisor merges."""
+    """Asks for statistics; "" and 0 mean all. Reply: JSON {"model_stats": [...]}; a worker's own, which the supervisor merges."""
 
     name: str = ""
     version: int = 0
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Who asks. Filled in from the socket (``tensord.daemon.front.peer``), never from what the client says."""
+    """Identifies the client that asks, as the socket tells it (``tensord.daemon.front.peer``), never as the client says."""
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"
-    #: HOST:PORT of a TCP client.
+    #: The HOST:PORT of a TCP client.
     address: str = ""
-    #: Of a unix peer when it connected; 0: in another PID namespace.
+    #: The process id of a unix peer when it connected; 0: in another PID namespace.
     pid: int = 0
     uid: int = -1
     gid: int = -1
@@ -68,16 +68,16 @@ class Peer(Record, frozen=True, tag="peer"):
 
     @property
     def owner(self) -> str:
-        """Whom quotas count: a user, or a TCP host, whose clients cannot be told apart for longer than a connection."""
+        """Returns whom quotas count: a user, or a TCP host, whose clients cannot be told apart for longer than a connection."""
         return f"uid {self.uid}" if self.kind == "unix" else f"{self.kind} {self.address.rpartition(':')[0]}".strip()
 
 
-#: A client of TCP of whom nothing is known.
+#: A TCP client of whom nothing is known.
 ANONYMOUS = Peer()
 
 
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
-    """Map part of a POSIX object. The first worker opens it, replies its descriptor and JSON {"access"}; the others get both."""
+    """Maps part of a POSIX object. The first worker opens it, replies its descriptor and JSON {"access"}; the others get both."""
 
     name: str
     key: str
@@ -85,29 +85,30 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     byte_size: int
     #: How workers use it: "guarded", "snapshot" or "sealed" (``tensord.shm.regions``). "": the first worker decides by policy.
     access: str = ""
-    #: Whoever asks must have access to the object itself: the daemon lends nobody its own.
+    #: The client that asks must have access to the object itself: the daemon lends nobody its own.
     peer: Peer = ANONYMOUS
-    #: To a worker: a region of that name may be there, and this one takes its place in one step.
+    #: In a call to a worker: a region of that name may exist, and this one replaces it in one step.
     renews: bool = False
 
 
 class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
-    """Open an allocation of a client's GPU memory under a name. Whoever holds the handle can open it: it goes into no log."""
+    """Opens an allocation of a client's GPU memory under a name. Whoever holds the handle can open it: it goes into no log."""
 
     name: str
-    #: cudaIpcMemHandle_t: 64 bytes.
+    #: A cudaIpcMemHandle_t: 64 bytes.
     raw_handle: bytes
     #: The GPU, counted as the daemon sees them.
     device_id: int
     byte_size: int
-    #: As of a system region.
+    #: As in RegisterSystemRegion.
     renews: bool = False
-    #: Whether this worker opens it now. Else another one has that GPU, and it does so when a request needs it here.
+    #: Whether this worker opens it now. Otherwise another worker has that GPU, and this one opens it when a request needs it
+    #: here.
     near: bool = True
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """No later request finds the region. Name "", to the supervisor alone: every one that the peer may unregister.
+    """Unregisters a region: no later request finds it. Name "", to the supervisor alone: every one that the peer may unregister.
 
     A worker's reply: JSON, how many tensors of requests are in it now.
     """
@@ -117,13 +118,13 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Reply, empty, when no request uses a region that had that name any more, and it is closed."""
+    """Waits for the end of a region. Reply, empty: no request uses a region that had that name, and it is closed."""
 
     name: str
 
 
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
-    """Reply: JSON array with everything known of the region, or of all ("").
+    """Asks for everything known of a region, or of all (""). Reply: JSON array.
 
     A worker's: JSON object, name -> the tensors of requests that are in the region of that name, and in those that had it.
     """
@@ -132,18 +133,18 @@ class RegionRecords(Record, frozen=True, tag="c.regrec"):
 
 
 class WorkerFigures(Record, frozen=True, tag="c.figures"):
-    """Asked of a worker. Reply: ``tensord.shm.figures.Figures`` as JSON."""
+    """Asks a worker for its metrics. Reply: ``tensord.shm.figures.Figures`` as JSON."""
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
-    """Reply: JSON array of the region or of all ("") of that kind, "system" or "cuda"."""
+    """Asks for the status of a region, or of all (""), of a kind, "system" or "cuda". Reply: JSON array."""
 
     kind: str
     name: str
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Reply, empty, when every front acts upon all that was sent to this one before."""
+    """Waits for the fronts. Reply, empty: every front acts upon all that was sent to the asking one before."""
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):

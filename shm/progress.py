@@ -1,4 +1,4 @@
-"""The records that say how far the daemon is: sent whole on every change, and the last one holds."""
+"""The records that say how far the daemon is: each is sent whole on every change, and the last one holds."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from tensord.shm.record import Record
 
 
 class Readiness(Record, frozen=True, tag="readiness"):
-    """Whether the daemon is ready, and which of the wanted models serve nothing now."""
+    """Says whether the daemon is ready, and which of the wanted models serve nothing now."""
 
     ready: bool = False
-    #: Models that should be served, and how many of them are not.
+    #: The number of models that should be served, and of those that are not.
     wanted: int = 0
     unserved: int = 0
-    #: The first of those, by name.
+    #: The first names of the models that are not served, sorted.
     names: tuple[str, ...] = ()
-    #: What a worker loads now, and how far it is.
+    #: The worker's current loading step.
     at: str = ""
 
     def sentence(self) -> str:
-        """Which models serve nothing; "": none of the wanted ones."""
+        """Returns a sentence on which models serve nothing; "" if all wanted ones are served."""
         if not self.unserved:
             return ""
         more = f" and {self.unserved - len(self.names)} more" if self.unserved > len(self.names) else ""
@@ -27,17 +27,17 @@ class Readiness(Record, frozen=True, tag="readiness"):
 
 
 class Loading(Record, frozen=True, tag="loading"):
-    """What the loader is at: executable ``number`` of ``total``; 0 of 0 while it is not known yet how many there are."""
+    """Says what the loader is at: executable ``number`` of ``total``; 0 of 0 until the total is known."""
 
     name: str
     version: int
     number: int = 0
     total: int = 0
-    #: Of those before it, how many had to be compiled, and were not in the cache.
+    #: The number of earlier executables that had to be compiled, because they were not in the cache.
     compiled: int = 0
 
     def __str__(self) -> str:
-        """``loading digits``, ``compiling digits 3/16, 1 from the cache``."""
+        """Words the step: ``loading digits``, ``compiling digits 3/16, 1 from the cache``."""
         if not self.total:
             return f"loading {self.name}"
         cached = self.number - 1 - self.compiled

@@ -1,4 +1,4 @@
-"""What every record that crosses a process border is, and how records are read.
+"""The base of every record that crosses a process border, with its encoder and decoders.
 
 Each is a msgpack array whose first element is its tag, so a reader that knows the union of a direction decodes and type-checks in
 one pass; anything else is refused as malformed. Integers that are sizes or offsets are bytes; ``*_ns`` are nanoseconds; deadlines
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """Base of everything that travels. Positional on the wire: both ends come from one source tree."""
+    """Base class of every record. Positional on the wire: both ends come from one source tree."""
 
 
 #: Encoders are cheap and stateless; one is enough for a process.
@@ -21,5 +21,5 @@ encoder = msgspec.msgpack.Encoder()
 
 
 def decoder(union: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A typed decoder for a datagram: a list of the records of one direction."""
+    """Makes a typed decoder for datagrams, each a list of the records of one direction."""
     return msgspec.msgpack.Decoder(list[union])

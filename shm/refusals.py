@@ -1,4 +1,4 @@
-"""Requests that are answered 503 because there is no room, time or worker for them: by reason, for metrics and the log.
+"""Requests that are answered 503 because there is no room, time or worker for them, counted by reason for metrics and the log.
 
 Whoever refuses counts for himself: workers for each model version (``tensord.shm.figures``), fronts on their tally
 (``tensord.daemon.control.tally``). The log of each gets one line a minute at most, however many there are.
@@ -11,40 +11,43 @@ import logging
 from collections import Counter
 
 _log = logging.getLogger(__name__)
-#: What comes with the first refusal is in its line, too.
+#: Waiting so long gathers the refusals that come with the first one into its line.
 _GATHER_NS = 1_000_000_000
 _INTERVAL_NS = 60_000_000_000
-#: Models that one line names; others are only counted.
+#: The most models that one line names; others are only counted.
 _MAX_ENTRIES = 10
 
 
 class Refusal(enum.Enum):
-    """Why; the value is the label in metrics and the word in the log."""
+    """The reason of a refusal; the value is the label in metrics and the word in the log."""
 
-    #: As many requests as may wait for the model on this worker do.
+    #: As many requests wait for the model on this worker as may.
     QUEUE_FULL = "queue_full"
-    #: It waited in the queue for longer than the model's policy, or its client, lets it.
+    #: The request waited in the queue for longer than the model's policy, or its client, lets it.
     QUEUE_TIMEOUT = "queue_timeout"
     #: Too many other shapes of the model are being compiled.
     COMPILING = "compiling"
-    #: No room for its answer in the arena: its front does not take what it is sent.
+    #: The arena has no room for the answer: its front does not take what it is sent.
     ANSWER_ROOM = "answer_room"
-    #: No room for its tensors in the front's arena.
+    #: The front's arena has no room for the tensors.
     REQUEST_ROOM = "request_room"
-    #: Bodies that have to be collected in ordinary memory come to too much.
+    #: Bodies that have to be collected in ordinary memory exceed their limit.
     BODIES = "bodies"
-    #: As many requests as a front may have in flight are.
+    #: As many requests are in flight in a front as may be.
     IN_FLIGHT = "in_flight"
     #: No worker that serves the model was up in time.
     NO_WORKER = "no_worker"
-    #: Its client has not taken its answers, and holds its share of the arenas for them.
+    #: The client has not taken its answers, and holds its share of the arenas for them.
     ANSWERS_HELD = "answers_held"
-    #: No answer within ``requests.timeout``.
+    #: No answer came within ``requests.timeout``.
     NO_ANSWER = "no_answer"
 
 
 class RefusalLog:
-    """What one process refused since its last line. Belongs to its loop, which calls ``settle`` when ``due_ns`` has come."""
+    """Counts what one process refused since its last line in the log.
+
+    It belongs to the process's loop, which calls ``settle`` when ``due_ns`` has come.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, Refusal]] = Counter()
@@ -53,7 +56,7 @@ class RefusalLog:
         self._last_ns = -_INTERVAL_NS
 
     def note(self, model: str, refusal: Refusal, now_ns: int) -> None:
-        """One request. ``model``: "" where it was not known yet."""
+        """Counts one refused request. ``model``: "" where it was not known yet."""
         if not self._counts:
             self._began_ns = now_ns
         if (model, refusal) in self._counts or len(self._counts) < _MAX_ENTRIES:
@@ -63,11 +66,11 @@ class RefusalLog:
 
     @property
     def due_ns(self) -> int | None:
-        """When there will be something to say (CLOCK_MONOTONIC); None: there is nothing."""
+        """Returns when the line is due (CLOCK_MONOTONIC); None: there is nothing to say."""
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:
-        """Writes the line, if it is due."""
+        """Writes the line if it is due."""
         due_ns = self.due_ns
         if due_ns is None or now_ns < due_ns:
             return

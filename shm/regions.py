@@ -1,4 +1,4 @@
-"""A client's POSIX shared memory: opened carefully, mapped in workers only, held as long as a request uses it.
+"""A region is a range of a client's POSIX shared memory: opened carefully, mapped in workers only, held while a request uses it.
 
 The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system and nothing else: no
 path, no symbolic link, no FIFO, device or directory, no semaphore; whose are welcome is
@@ -35,21 +35,23 @@ except ModuleNotFoundError:  # it has no wheel for this Python (setup.cfg)
     posix_ipc = None
 
 _KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", re.ASCII)
-#: Named semaphores lie in the same folder.
+#: The prefix of named semaphores, which lie in the same folder.
 _REFUSED = "sem."
-#: Of a key in a message; its owner knows the rest.
+#: How much of a key a message shows; its owner knows the rest.
 _SHOWN = 512
 _DIRECTORY = "/dev/shm"
 _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, since 5.14; the mmap module has no name for it
 _POPULATE_LIMIT = 1 << 30
 #: Offsets are at most int64, like everything on the wire.
 _LIMIT = (1 << 63) - 1
-#: Without the last of them its owner could still add or keep back others: the set is final.
+#: The seals that a descriptor must have. F_SEAL_SEAL makes the set final: without it the owner could still add others.
 _SEALS = {"F_SEAL_SHRINK": fcntl.F_SEAL_SHRINK, "F_SEAL_GROW": fcntl.F_SEAL_GROW, "F_SEAL_SEAL": fcntl.F_SEAL_SEAL}
 
 
 def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
-    """The one range check of client regions, on Python integers, so that nothing can wrap.
+    """Checks a range of a client region, on Python integers, so that nothing can wrap.
+
+    Every access to a region passes through here.
 
     Raises: InvalidArgument: ``[offset, offset + byte_size)`` is not wholly inside ``limit`` bytes.
     """
@@ -98,14 +100,14 @@ def _shm_open(bare: str) -> int:
     Raises: OSError, ValueError: it cannot be opened; ``errno`` tells only whether this process may have no more files open.
     """
     if posix_ipc is None:
-        # What shm_open of the C library does on Linux: the name is that of a file, and a symbolic link is none.
+        # This is what shm_open of the C library does on Linux: the name is that of a file, and a symbolic link is refused.
         return os.open(f"{_DIRECTORY}/{bare}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fd: int = posix_ipc.SharedMemory("/" + bare).fd
     except posix_ipc.Error as error:  # a family of its own, beside OSError
         raise OSError(str(error)) from error
     except OSError as error:
-        # It says in words only that the process, or the system, has as many files open as it may.
+        # posix_ipc says in words only that the process, or the system, has as many files open as it may.
         if error.errno is None and "files" in str(error):
             raise OSError(errno.EMFILE, str(error)) from error
         raise
@@ -113,7 +115,7 @@ def _shm_open(bare: str) -> int:
 
 
 def check_sealed(name: str, fd: int) -> None:
-    """Whether a descriptor is memory that keeps its size for ever, whatever its owner does.
+    """Checks that a descriptor is memory that keeps its size for ever, whatever its owner does.
 
     Raises: InvalidArgument: it is not a memfd of ordinary pages with the seals for that.
     """
@@ -137,7 +139,7 @@ def check_sealed(name: str, fd: int) -> None:
 
 
 def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.stat_result:
-    """Whether a range can be registered; what the object is now. Raises InvalidArgument: empty, or not inside the object."""
+    """Checks that a range can be registered, and returns the object's status. Raises InvalidArgument: empty, or not inside it."""
     found = os.fstat(fd)
     if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
         raise InvalidArgument(
@@ -148,7 +150,7 @@ def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.st
 
 
 class Region:
-    """A registered range of a client's object, mapped read-write in this worker: the guarded and the sealed way.
+    """A registered range of a client's object, mapped read-write in this worker; used for guarded and sealed access.
 
     It is closed when ``leases`` is 0: every request takes one from its validation to its completion.
     """
@@ -173,57 +175,59 @@ class Region:
         self.key = key
         self.fd = fd
         found = os.fstat(fd)
-        #: Which object it is, whatever names it has: two regions can be of the same memory.
+        #: Identifies the object, whatever names it has: two regions can be of the same memory.
         self.file = (found.st_dev, found.st_ino)
         self.offset = offset
         self.byte_size = byte_size
-        #: Requests that use the region now.
+        #: The number of requests that use the region now.
         self.leases = 0
         self._whole = memoryview(self._mapping)
 
     def view(self, offset: int, byte_size: int) -> memoryview:
-        """Writable bytes at ``offset`` from the region's start. Raises InvalidArgument: not wholly inside it."""
+        """Returns writable bytes at ``offset`` from the region's start. Raises InvalidArgument: not wholly inside it."""
         check_range(offset, byte_size, self.byte_size, self.name)
         return self._whole[offset : offset + byte_size]
 
     @property
     def backed(self) -> bool:
-        """Whether all of its object's pages exist: touching them allocates nothing."""
+        """Returns whether all pages of the object exist, so that touching them allocates nothing."""
         found = os.fstat(self.fd)
         return found.st_blocks * 512 >= found.st_size
 
     @property
     def faults(self) -> int:
-        """How often its memory was missing when it was touched: its owner truncated the object, or the host had no page for a
-        hole. A request during which this grew has no valid answer. Always 0 without the guard, where such an access is fatal.
+        """Counts how often the region's memory was missing when it was touched.
+
+        Its owner truncated the object, or the host had no page for a hole. A request during which this grew has no valid
+        answer. Always 0 without the guard, where such an access is fatal.
         """
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """A GPU's driver has locked its pages, or is about to unlock them. From any thread."""
+        """Notes that a GPU's driver has locked the pages, or is about to unlock them. For any thread."""
         if self._guard is not None:
             self._guard.hold(held)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
-        """Writes contiguous bytes. Raises InvalidArgument: not wholly inside."""
+        """Writes contiguous bytes. Raises InvalidArgument: not wholly inside the region."""
         byte_size = len(content)
         check_range(offset, byte_size, self.byte_size, self.name)
         self._whole[offset : offset + byte_size] = content
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """A copy that nobody else can write to, for whatever is parsed. Raises InvalidArgument: not wholly inside."""
+        """Copies bytes out of the region, for parsing what its owner could change. Raises InvalidArgument: not inside it."""
         return bytes(self.view(offset, byte_size))
 
     def lease(self) -> None:
-        """A request starts to use it."""
+        """Counts a request that starts to use the region."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """A request is done with it."""
+        """Ends a request's use of the region."""
         self.leases -= 1
 
     def close(self) -> None:
-        """Unmaps it. Idempotent. A view that is still referenced keeps the mapping until it is dropped."""
+        """Unmaps the region. Idempotent. A view that is still referenced keeps the mapping until it is dropped."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -232,7 +236,7 @@ class Region:
         try:
             self._mapping.close()
         except BufferError:
-            # A model keeps an array of it: the memory is guarded until that is gone, or its owner could still kill us.
+            # A model keeps an array of this memory: it stays guarded until that is gone, or its owner could still kill us.
             if self._guard is not None:
                 weakref.finalize(self._mapping, self._guard.release)
         else:
@@ -261,9 +265,9 @@ def _map(name: str, fd: int, offset: int, byte_size: int) -> mmap.mmap:
         raise InvalidArgument(
             f"failed to register shared memory region '{name}': it cannot be mapped: {os.strerror(error.errno or 0)}"
         ) from None
-    # Only what is there already: populating a sparse object would allocate memory nobody asked for.
+    # Only existing pages are mapped: populating a sparse object would allocate memory nobody asked for.
     if found.st_blocks * 512 >= found.st_size and byte_size <= _POPULATE_LIMIT:
-        # A convenience: the first request then pays no page faults. Kernels without it, and full memory, are no errors here.
+        # The first request then pays no page faults. Kernels without this call, and full memory, are no errors here.
         with contextlib.suppress(OSError):
             mapping.madvise(_MADV_POPULATE_WRITE)
     return mapping

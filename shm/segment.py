@@ -1,4 +1,4 @@
-"""One sealed piece of nameless memory: created by the process that allocates in it, read by its peers.
+"""A segment is one sealed piece of nameless memory, created by the process that allocates in it and read by its peers.
 
 A segment is a memfd, so it has no name that a client could register or guess, and it vanishes with its last descriptor however
 the processes die. Its seals, applied before anyone else sees the descriptor:
@@ -30,15 +30,15 @@ _READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Segment:
-    """A mapping of a sealed memfd; its view is writable for its creator, read-only for everybody else."""
+    """Maps a sealed memfd; the view is writable for its creator and read-only for everybody else."""
 
-    #: The whole mapping.
+    #: The view of the whole mapping.
     view: memoryview
     #: Called once before the mapping ends, by whoever did more with it than read and write.
     before_close: Callable[[], None] | None = None
 
     def __init__(self, fd: int, byte_size: int, mapping: mmap.mmap, view: memoryview) -> None:
-        #: Owned by this object; what is sent to peers, see ``share``.
+        #: The descriptor is owned by this object; peers get it from ``share``.
         self.fd = fd
         self.byte_size = byte_size
         self._mapping = mapping
@@ -47,7 +47,10 @@ class Segment:
 
     @classmethod
     def create(cls, byte_size: int) -> Segment:
-        """Raises Unavailable: the host has no memory left for it, or this process no descriptor."""
+        """Creates a segment of so many bytes.
+
+        Raises: Unavailable: the host has no memory left for it, or this process no descriptor.
+        """
         with descriptors.needed("another arena segment"):
             fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -62,7 +65,7 @@ class Segment:
         return cls(fd, byte_size, mapping, memoryview(mapping))
 
     def share(self, writable: bool) -> int:
-        """The descriptor for a peer, sealed for good before the first one gets it.
+        """Returns the descriptor to send to a peer; the first call seals it for good.
 
         Args:
           writable: peers have to map it writable, to page-lock it. What holds for the first peer holds for all.
@@ -105,7 +108,10 @@ class Segment:
         return cls(fd, byte_size, mapping, memoryview(mapping).toreadonly())
 
     def close(self) -> None:
-        """Idempotent. A view still in use keeps the mapping, not the descriptor, until it is dropped."""
+        """Closes the descriptor and unmaps the memory. Idempotent.
+
+        A view still in use keeps the mapping, not the descriptor, until it is dropped.
+        """
         if self.fd < 0:
             return
         if self.before_close is not None:

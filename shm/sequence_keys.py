@@ -1,6 +1,7 @@
 """The keys of sequences: 128 bits that stand for a model version and a correlation id, the same in every process.
 
-What has one key by chance is sent to a wrong worker, which compares whole ids. So it costs an error, never another's state.
+A sequence that shares its key with another one by chance is sent to a wrong worker, which compares whole ids: that costs an
+error, never another's state.
 """
 
 from __future__ import annotations
@@ -10,26 +11,26 @@ from struct import Struct
 
 from tensord.shm.messages import SequenceId
 
-#: Neither half is 0.
+#: Neither half of a key is 0.
 Key = tuple[int, int]
 _HALVES = Struct("<QQ")
-#: A sequence has many requests, and a key costs as much as looking for it on two pages.
+#: Keys are cached: a sequence has many requests, and a key costs as much as looking for it on two pages.
 _MOST_KNOWN = 4096
 
 
 class SequenceKeys:
-    """Those of one model version. A load of it anew has the same: a sequence goes on in the load that it began in."""
+    """Makes the keys of one model version. A reload has the same keys: a sequence goes on in the load that it began in."""
 
     __slots__ = ("_digest", "_known", "slots")
 
     def __init__(self, model: str, version: int) -> None:
         self._digest = blake2b(repr((model, version)).encode("utf-8", "surrogatepass"), digest_size=16)
-        #: Of the model version itself.
+        #: The key of the model version itself.
         self.slots = _halves(self._digest.digest())
         self._known: dict[SequenceId, Key] = {}
 
     def key(self, sequence: SequenceId) -> Key:
-        """A number and the string of its digits are two sequences."""
+        """Returns the key of a sequence. A number and the string of its digits are two sequences."""
         key = self._known.get(sequence)
         if key is None:
             if len(self._known) >= _MOST_KNOWN:

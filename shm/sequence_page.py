@@ -1,4 +1,4 @@
-"""A worker's sequence page: the sequences it has, in memory that every front reads without asking, also when the worker is dead.
+"""A worker's sequence page lists the sequences it has; every front reads it without asking, even when the worker is dead.
 
 Nameless and sealed like every segment. Only the worker writes, nobody locks. Words of u64:
 
@@ -35,25 +35,25 @@ _LAYOUT = 1
 _HEADER, _ENTRY = 4, 3
 _MASK = (1 << 64) - 1
 _MOST_SLOTS = (1 << 20) - 1
-#: Model versions whose slots are told; of more nothing is known.
+#: Model versions whose slots are published; of more nothing is known.
 _MOST_MODELS = 1024
 
 
 class SequenceState(enum.IntEnum):
-    """How far a sequence is."""
+    """The state of a sequence."""
 
-    #: It is admitted, and nothing of it has run.
+    #: The sequence is admitted, and no request of it has run.
     WAITING = 1
-    #: The model may have state of it.
+    #: The model may have state of the sequence.
     BEGUN = 2
-    #: All of it has run or is refused. It stays on the page until its answers have left the worker.
+    #: All its requests have run or are refused. It stays on the page until its answers have left the worker.
     ENDED = 3
 
 
 class Slots(NamedTuple):
-    """What is free of a model version on one worker."""
+    """The free slots for sequences of a model version on one worker."""
 
-    #: Another number each time that it is told.
+    #: A number that changes each time the slots are published.
     edition: int
     free: int
     #: Sequences that wait for a slot.
@@ -61,7 +61,7 @@ class Slots(NamedTuple):
 
 
 class SequencePage:
-    """One page; writable for the worker that created it."""
+    """A worker's sequence page; writable for the worker that created it."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -71,16 +71,16 @@ class SequencePage:
         self._end = _HEADER + (_ENTRY << bits)
         #: Sequences that may have ended: with as many that live, and the models, a part of the page stays free.
         self._most_ended = (1 << bits) // 3
-        #: How many of each kind there are, for the writer alone.
+        #: The number of sequences and of models on it; for the writer alone.
         self._sequences = self._models = 0
         self._edition = 0
         self._last_ns = 0
-        #: Sequences that have ended, and since when they had been there.
+        #: Ended sequences, each with the time at which it was admitted.
         self._ended: deque[tuple[Key, int]] = deque()
 
     @classmethod
     def create(cls, sequences: int) -> SequencePage:
-        """``sequences``: how many may live at a time. Raises Unavailable: the host has no memory for it."""
+        """Creates a page for so many live sequences. Raises Unavailable: the host has no memory for it."""
         # About as many again may have ended.
         bits = ((2 * sequences + _MOST_MODELS) * 3 // 2).bit_length()
         segment = Segment.create(8 * (_HEADER + (_ENTRY << bits)))
@@ -91,7 +91,10 @@ class SequencePage:
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Takes the descriptor over. Raises InvalidArgument: not a sequence page.  Unavailable: it cannot be mapped."""
+        """Maps a page and takes its descriptor over. Raises InvalidArgument: not a sequence page.
+
+        Unavailable: it cannot be mapped.
+        """
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
         whole = (
@@ -115,26 +118,27 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def find(self, key: Key) -> tuple[SequenceState, int] | None:
-        """How far a sequence is, and since when it is there (CLOCK_MONOTONIC ns). None: it is not."""
+        """Returns the state of a sequence and since when it is there (CLOCK_MONOTONIC ns); None: it is not on the page."""
         value = self.value(key)
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
     def slots(self, key: Key) -> Slots | None:
-        """What is free of a model version. None: nothing is told of it."""
+        """Returns the free slots of a model version; None: nothing is published of it."""
         value = self.value(key)
         return Slots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
     def sequences(self) -> Iterator[tuple[Key, SequenceState, int]]:
-        """All of them, with since when they are there; of a dead worker: what it had."""
+        """Yields all sequences, with their state and since when they are there; a dead worker's page still has what it had."""
         words = self._words
         for number, low in enumerate(words[_HEADER::_ENTRY].tolist()):
             at = _HEADER + _ENTRY * number
-            # High 0: the worker died while it wrote over this place. What stood there stands elsewhere too, or was removed.
+            # High is 0 where the worker died while it overwrote this entry. What stood there stands elsewhere too, or was
+            # removed.
             if low and words[at + 1] and words[at + 2] & 3:
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """What stands there, as drawn above: of two sequences the later one has the larger. 0: it is not there."""
+        """Returns the value of a key, as drawn above; 0: it is not there. Of two sequences the later one has the larger value."""
         low, high = key
         words = self._words
         home = _HEADER + _ENTRY * ((low * self._multiplier & _MASK) >> self._shift)
@@ -144,7 +148,7 @@ class SequencePage:
             while found := words[at]:
                 if found == low and words[at + 1] == high:
                     value = words[at + 2]
-                    # Whether the entry was still this one's after that was read.
+                    # The entry may have been overwritten while its value was read.
                     if words[at] == low and words[at + 1] == high and words[1] == moves:
                         return value
                     break
@@ -158,18 +162,18 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def admit(self, key: Key, now_ns: int) -> int:
-        """A sequence is there from now on, WAITING. Returns since when, which tells it from others of its key."""
+        """Enters a sequence as WAITING. Returns since when it is there, which tells it from others of its key."""
         self._last_ns = since_ns = max(self._last_ns + 1, now_ns)
         self._sequences += self._store(key, since_ns << 2 | SequenceState.WAITING)
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """It has BEGUN; ignored where a later one has its place."""
+        """Marks a sequence as BEGUN; ignored where a later one has its place."""
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """It has ENDED, and is gone after the next ``settle``; ignored where a later one has its place."""
+        """Marks a sequence as ENDED; the next ``settle`` removes it. Ignored where a later one has its place."""
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)
             self._ended.append((key, since_ns))
@@ -177,7 +181,7 @@ class SequencePage:
                 self._forget_ended()
 
     def settle(self) -> None:
-        """The answers of all sequences that have ENDED have left."""
+        """Removes all ENDED sequences, once their answers have left."""
         while self._ended:
             self._forget_ended()
 
@@ -188,18 +192,18 @@ class SequencePage:
             self._sequences -= 1
 
     def tell_slots(self, key: Key, free: int, backlog: int) -> None:
-        """What is free of a model version from now on."""
+        """Publishes the free slots of a model version."""
         self._edition = self._edition % _MOST_SLOTS + 1
         if self._models < _MOST_MODELS or self.value(key):
             free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def forget_slots(self, key: Key) -> None:
-        """No new sequence of that model version is taken here."""
+        """Withdraws the slots of a model version: no new sequence of it is taken here."""
         self._models -= self._remove(key)
 
     def __len__(self) -> int:
-        """Sequences on it, for its writer."""
+        """Counts the sequences on the page, for its writer."""
         return self._sequences
 
     def _home(self, low: int) -> int:
@@ -209,14 +213,14 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Where it is, or else the empty place where it belongs."""
+        """Returns the position of a key's entry, or the empty one where it belongs."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)
         return at
 
     def _store(self, key: Key, value: int) -> bool:
-        """Whether it is new."""
+        """Writes an entry. Returns whether the key is new."""
         words, at = self._words, self._place(key)
         if words[at]:
             words[at + 2] = value
@@ -227,13 +231,13 @@ class SequencePage:
         return True
 
     def _remove(self, key: Key) -> bool:
-        """Whether it was there."""
+        """Removes an entry, and moves up those behind it. Returns whether it was there."""
         words, hole = self._words, self._place(key)
         if not words[hole]:
             return False
         span, at = self._end - _HEADER, self._next(hole)
         while low := words[at]:
-            # It may stand anywhere from its home on, and the hole lies there.
+            # An entry may stand anywhere from its home on, and the hole lies there.
             if (at - self._home(low)) % span >= (at - hole) % span:
                 words[hole + 1] = 0
                 words[hole + 2] = words[at + 2]
@@ -247,13 +251,13 @@ class SequencePage:
         return True
 
     def longest_way(self) -> int:
-        """For tests: entries that a reader looks at for the key that is hardest to find."""
+        """Returns, for tests, how many entries a reader looks at for the key that is hardest to find."""
         words, span = self._words, self._end - _HEADER
         places = range(_HEADER, self._end, _ENTRY)
         return max(((at - self._home(words[at])) % span // _ENTRY + 1 for at in places if words[at]), default=0)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Unmaps the page. Idempotent."""
         self._words.release()
         self._segment.close()
 
@@ -261,5 +265,5 @@ class SequencePage:
         return f"<SequencePage {sum(1 for _ in self.sequences())} sequences>"
 
 
-#: By number: making one of a number costs as much as finding it on a page.
+#: States by number: looking one up here is cheaper than making the enum's member of it.
 _STATES = (SequenceState.WAITING, *SequenceState)

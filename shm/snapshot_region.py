@@ -1,4 +1,4 @@
-"""A client's region that is never mapped: read and written with system calls, so its owner can take nothing away under our feet.
+"""A client's region that is never mapped: system calls read and write it, so its owner cannot take memory away under our feet.
 
     read    preadv into memory of ours; a short count is an error
     write   pwritev, after a look at the object's size: writing beyond its end would make it grow
@@ -16,13 +16,13 @@ from tensord.shm.regions import check_object_range, check_range
 
 
 class SnapshotRegion:
-    """A registered range of a client's object, behind a descriptor. Leases are as ``tensord.shm.regions.Region``'s."""
+    """A registered range of a client's object, behind a descriptor; leases work as in ``tensord.shm.regions.Region``."""
 
-    #: It has no memory that could go missing: every call finds out for itself.
+    #: Always 0: no memory is mapped that could go missing, and every call finds out for itself.
     faults = 0
 
     def __init__(self, name: str, key: str, fd: int, offset: int, byte_size: int) -> None:
-        """Takes the descriptor over, also when it refuses. Raises InvalidArgument: empty, or not inside the object."""
+        """Takes the descriptor over, also when it refuses the range. Raises InvalidArgument: empty, or not inside the object."""
         try:
             found = check_object_range(name, fd, offset, byte_size)
         except BaseException:
@@ -31,15 +31,15 @@ class SnapshotRegion:
         self.name = name
         self.key = key
         self.fd = fd
-        #: As ``tensord.shm.regions.Region``'s.
+        #: Identifies the object, as in ``tensord.shm.regions.Region``.
         self.file = (found.st_dev, found.st_ino)
         self.offset = offset
         self.byte_size = byte_size
-        #: Requests that use the region now.
+        #: The number of requests that use the region now.
         self.leases = 0
 
     def check(self, offset: int, byte_size: int) -> None:
-        """Raises InvalidArgument: not wholly inside the region."""
+        """Raises InvalidArgument if the range is not wholly inside the region."""
         check_range(offset, byte_size, self.byte_size, self.name)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -56,7 +56,7 @@ class SnapshotRegion:
             done += count
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """A copy. Raises as ``read_into``."""
+        """Returns a copy of the range. Raises as ``read_into``."""
         self.check(offset, byte_size)
         made = bytearray(byte_size)
         self.read_into(offset, memoryview(made))
@@ -88,15 +88,15 @@ class SnapshotRegion:
         )
 
     def lease(self) -> None:
-        """A request starts to use it."""
+        """Counts a request that starts to use the region."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """A request is done with it."""
+        """Ends a request's use of the region."""
         self.leases -= 1
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the descriptor. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

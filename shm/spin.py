@@ -1,4 +1,4 @@
-"""When it pays to look again instead of sleeping.
+"""Decides when a process polls for its next record instead of sleeping.
 
 Waking a process costs tens of microseconds, more in a virtual machine; a small request costs about as much. So both ends of a
 lane look for the next record for a moment before they sleep, but only while records have lately followed each other within that
@@ -14,7 +14,7 @@ from time import monotonic_ns
 
 
 class Spin:
-    """Decides: it is told the time. ``limit_ns`` 0: never."""
+    """Decides whether to poll, from the times it is given. ``limit_ns`` 0: never."""
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
 
@@ -24,22 +24,22 @@ class Spin:
         self._worth = False
 
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
-        """The wait for the next record begins. Returns until when to look for it; 0: sleep.
+        """Begins the wait for the next record. Returns until when to poll for it; 0: sleep at once.
 
-        ``worked_ns``: how long was worked since the last one. Beside much work a wake-up is little, and whoever has sent much, or
-        reads it, wants the processor.
+        ``worked_ns``: time spent on work since the last record. Beside much work a wake-up costs little, and whoever has sent
+        much, or reads it, wants the processor.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0
 
     @staticmethod
     def give_way() -> int:
-        """Gives the processor away between two looks. Returns what time it is then."""
+        """Yields the processor between two polls. Returns the time afterwards."""
         os.sched_yield()
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """A record came, or the time was up without one: the next wait learns from this one."""
+        """Ends a wait, with a record or without: the next one learns from its length."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

@@ -1,14 +1,14 @@
-"""A worker's status page: what it is doing, in memory its supervisor and its submitters can read without asking.
+"""A worker's status page says what it is doing; its supervisor and its submitters read it without asking.
 
 A worker that executes, compiles or has just been killed cannot answer a question, but its page still says which of the three it
 is and which requests it was running. Nameless and sealed like every segment; only the worker writes. Layout, u64 each:
 
     word 0   state (WorkerState)        word 1   since (ns)
     word 2   last turn of the loop (ns) word 3   outputs (Outputs)
-    desk k   at word 512 * (k + 1):     count, then count x (submitter, request id); word 510 model (``model_key``), 511 since
+    slot k   at word 512 * (k + 1):     count, then count x (submitter, request id); word 510 model (``model_key``), 511 since
 
-A desk belongs to one execution thread. ``begin`` writes the count last and ``end`` clears it, so a reader of a dead worker's page
-never sees an id of an earlier batch. Desk 0 is the main loop's: what that executes shows in word 0 as well.
+A slot belongs to one execution thread. ``begin`` writes the count last and ``end`` clears it, so a reader of a dead worker's page
+never sees an id of an earlier batch. Slot 0 is the main loop's: what that executes shows in word 0 as well.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from tensord.shm.segment import Segment
 
 _WORDS = 512
 _MODEL, _SINCE = 510, 511
-#: More execution threads than this share no desk: what they run is not recorded.
-DESKS = 63
-#: Ids beyond this in one batch are not recorded, so they are run again without a strike.
-IDS_PER_DESK = (_MODEL - 1) // 2
-_BYTE_SIZE = (DESKS + 1) * _WORDS * 8
+#: The number of slots: further execution threads have none, and what they run is not recorded.
+SLOTS = 63
+#: Ids beyond this in one batch are not recorded, so those requests are run again without a crash being counted.
+IDS_PER_SLOT = (_MODEL - 1) // 2
+_BYTE_SIZE = (SLOTS + 1) * _WORDS * 8
 
 
 class WorkerState(enum.IntEnum):
-    """What the worker's main loop is doing; each state has its own deadline at the supervisor."""
+    """The state of the worker's main loop; each has its own deadline at the supervisor."""
 
-    #: Importing and opening the device.
+    #: The worker imports and opens the device.
     STARTING = 0
-    #: Waiting for requests; the loop turns.
+    #: The loop waits for requests and iterates.
     IDLE = 1
-    #: Inside a model.
+    #: The loop is inside a model.
     EXECUTING = 2
-    #: Told to stop, finishing what is in flight.
+    #: The worker is stopping: it finishes what is in flight.
     STOPPING = 3
 
 
 class Outputs(enum.IntEnum):
-    """How large outputs get to where clients want them."""
+    """The way by which large outputs get to where clients want them."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0
@@ -54,21 +54,21 @@ class Outputs(enum.IntEnum):
 
 
 class Running(NamedTuple):
-    """Something that is being executed."""
+    """An execution that is under way."""
 
-    #: CLOCK_MONOTONIC.
+    #: When it began (CLOCK_MONOTONIC).
     since_ns: int
-    #: ``model_key`` of what it is.
+    #: The ``model_key`` of the model.
     model: int
 
 
 def model_key(name: str, version: int) -> int:
-    """A model version in one word; whoever knows the models finds it again."""
+    """Hashes a model version into one word; whoever knows the models finds it again."""
     return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 
 class StatusPage:
-    """One page; writable for the worker that created it."""
+    """A worker's status page; writable for the worker that created it."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -80,7 +80,7 @@ class StatusPage:
 
     @classmethod
     def attach(cls, fd: int) -> StatusPage:
-        """Takes the descriptor over. Raises InvalidArgument: not a status page."""
+        """Maps a page and takes its descriptor over. Raises InvalidArgument: not a status page."""
         return cls(Segment.attach(fd, _BYTE_SIZE))
 
     @property
@@ -89,27 +89,27 @@ class StatusPage:
 
     @property
     def memory(self) -> memoryview:
-        """The page itself, for who writes it outside of Python (``tensord.workers.dispatch.fast_path``)."""
+        """Returns the page's memory, for code outside of Python that writes it (``tensord.workers.dispatch.fast_path``)."""
         return self._segment.view
 
     def set_state(self, state: WorkerState, now_ns: int) -> None:
-        """Also counts as a turn of the loop."""
+        """Sets the state; this counts as a heartbeat, too."""
         self._words[0] = state
         self._words[1] = now_ns
         self._words[2] = now_ns
 
     def beat(self, now_ns: int) -> None:
-        """The loop turned."""
+        """Notes a heartbeat of the loop."""
         self._words[2] = now_ns
 
     @property
     def state(self) -> tuple[WorkerState, int]:
-        """The state and since when (CLOCK_MONOTONIC ns)."""
+        """Returns the state and since when it holds (CLOCK_MONOTONIC ns)."""
         return WorkerState(self._words[0]), self._words[1]
 
     @property
     def outputs(self) -> Outputs:
-        """What was found when the worker started."""
+        """Returns how large outputs are written, as was found when the worker started."""
         return Outputs(self._words[3])
 
     @outputs.setter
@@ -121,15 +121,15 @@ class StatusPage:
         return self._words[2]
 
     @staticmethod
-    def word(desk: int) -> int:
-        """Where a desk begins."""
-        return _WORDS * (desk + 1)
+    def word(slot: int) -> int:
+        """Returns the index of a slot's first word."""
+        return _WORDS * (slot + 1)
 
-    def begin(self, desk: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Notes what the thread at that desk starts to run: (submitter, request id) each. ``model``: its ``model_key``."""
-        if desk >= DESKS:
+    def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
+        """Notes which requests, (submitter, request id) each, the slot's thread starts to run. ``model``: its ``model_key``."""
+        if slot >= SLOTS:
             return
-        at = _WORDS * (desk + 1)
+        at = _WORDS * (slot + 1)
         words = self._words
         words[at + _MODEL] = model
         words[at + _SINCE] = now_ns
@@ -137,37 +137,37 @@ class StatusPage:
             ((words[at + 1], words[at + 2]),) = requests
             words[at] = 1
             return
-        recorded = requests[:IDS_PER_DESK]
+        recorded = requests[:IDS_PER_SLOT]
         for i, (submitter, request_id) in enumerate(recorded):
             words[at + 1 + 2 * i] = submitter
             words[at + 2 + 2 * i] = request_id
         words[at] = len(recorded)
 
-    def end(self, desk: int) -> None:
-        """The thread at that desk runs nothing."""
-        if desk < DESKS:
-            self._words[_WORDS * (desk + 1)] = 0
+    def end(self, slot: int) -> None:
+        """Notes that the thread of that slot runs nothing."""
+        if slot < SLOTS:
+            self._words[_WORDS * (slot + 1)] = 0
 
     def executing(self) -> set[tuple[int, int]]:
-        """Every (submitter, request id) being run; of a dead worker: what it died with."""
+        """Returns every (submitter, request id) being run; for a dead worker those that it died with."""
         found: set[tuple[int, int]] = set()
-        for desk in range(DESKS):
-            at = self.word(desk)
-            for i in range(min(self._words[at], IDS_PER_DESK)):
+        for slot in range(SLOTS):
+            at = self.word(slot)
+            for i in range(min(self._words[at], IDS_PER_SLOT)):
                 found.add((self._words[at + 1 + 2 * i], self._words[at + 2 + 2 * i]))
         return found
 
     def oldest(self) -> Running | None:
-        """What has been executed for longest, of what is being executed now."""
+        """Returns the execution that has been under way for longest, or None."""
         words, state = self._words, self.state
-        busy = [at for at in map(self.word, range(1, DESKS)) if words[at]]
+        busy = [at for at in map(self.word, range(1, SLOTS)) if words[at]]
         running = [Running(words[at + _SINCE], words[at + _MODEL]) for at in busy]
         if state[0] is WorkerState.EXECUTING:
             running.append(Running(state[1], words[self.word(0) + _MODEL]))
         return min(running, default=None)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Unmaps the page. Idempotent."""
         self._words.release()
         self._segment.close()
 

@@ -1,4 +1,4 @@
-"""Names of the moments at which a traced request was somewhere, as they stand in a trace.
+"""The names of a trace's timestamps, as clients read them.
 
 Source: Triton docs/user_guide/trace.md.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-#: In a front.
+#: Taken in a front.
 HTTP_RECV_START: Final = "HTTP_RECV_START"
 HTTP_RECV_END: Final = "HTTP_RECV_END"
 HTTP_SEND_START: Final = "HTTP_SEND_START"
@@ -16,10 +16,10 @@ GRPC_WAITREAD_START: Final = "GRPC_WAITREAD_START"
 GRPC_WAITREAD_END: Final = "GRPC_WAITREAD_END"
 GRPC_SEND_START: Final = "GRPC_SEND_START"
 GRPC_SEND_END: Final = "GRPC_SEND_END"
-#: In a front; in a worker for the requests that were made there.
+#: Taken in a front, or in a worker for requests that were made there.
 REQUEST_START: Final = "REQUEST_START"
 REQUEST_END: Final = "REQUEST_END"
-#: In a worker.
+#: Taken in a worker.
 QUEUE_START: Final = "QUEUE_START"
 COMPUTE_START: Final = "COMPUTE_START"
 COMPUTE_INPUT_END: Final = "COMPUTE_INPUT_END"

@@ -10,7 +10,7 @@ _ROOT = str(Path(__file__).parents[1])
 
 
 def run() -> None:
-    """The command. Signals are answered before anything else is imported, where it serves."""
+    """Runs the command. Where it serves, signals are handled before anything else is imported."""
     first_signals = FirstSignals()
     if "serve" in sys.argv[1:2]:
         first_signals.watch()
@@ -20,7 +20,7 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    # Found in the current folder, as in a checkout: the processes that it starts, which do not look there, run the same code.
+    # In a checkout the package is found in the current folder: child processes, which do not look there, must run the same code.
     if not sys.flags.safe_path and sys.path[0] == _ROOT:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
     run()

@@ -1,4 +1,4 @@
-"""For those who write models: parameters from files, models written as folders without Python, other models, metrics."""
+"""Functions for the authors of models: parameters from files, model folders without Python, other models, metrics."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def export(
 
 
 def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> dict[str, Array]:
-    """Asks another model of the server, from within a host model or a generator, and waits for its outputs.
+    """Calls another model of the server, from within a host model or a generator, and waits for its outputs.
 
     Args:
       inputs: name -> array, in the shapes that clients send: with the batch dimension.
@@ -82,7 +82,10 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
-    """As ``call``, without waiting: ``result()`` does. Several that were begun share batches of the model they are for."""
+    """Begins a call without waiting; ``result()`` waits. Several calls share batches of the model they are for.
+
+    Arguments as for ``call``.
+    """
     from tensord.workers.calls.asking import begin as begun
 
     return begun(model, inputs, outputs, **own)
@@ -91,7 +94,10 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """As ``call``, of a model with any number of responses: one by one, as they come. Closed, it ends the call."""
+    """Calls a model with any number of responses, and yields them as they come; closing ends the call.
+
+    Arguments as for ``call``.
+    """
     from tensord.workers.calls.asking import stream as streamed
 
     return streamed(model, inputs, outputs, **own)
@@ -112,21 +118,21 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
 
 def unload_model(name: str, dependents: bool = False) -> None:
-    """Has the server begin to take a model away, and with ``dependents`` what it consists of. Raises as ``load_model``."""
+    """Begins to unload another model, and with ``dependents`` its members. Raises as ``load_model``."""
     from tensord.workers.calls.other_models import unload
 
     unload(name, dependents)
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Whether the server answers requests for that version of a model, or for any (0). Raises as ``load_model``."""
+    """Returns whether the server answers requests for that version of a model, or for any (0). Raises as ``load_model``."""
     from tensord.workers.calls.other_models import is_ready
 
     return is_ready(name, version)
 
 
 def counter(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Counter:
-    """A metric of this model that only grows: ``increment(by=1)``, ``value``. Shown as long as the model keeps what it gets.
+    """Makes a metric of this model that only grows: ``increment(by=1)``, ``value``. Shown as long as the model keeps the object.
 
     Raises: InvalidArgument: the name or a label cannot be one, or it is there as another kind; or no model runs this.
     """
@@ -136,7 +142,7 @@ def counter(name: str, description: str = "", labels: Mapping[str, str] | None =
 
 
 def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Gauge:
-    """As ``counter``, of something that goes up and down: ``set(to)`` besides."""
+    """Makes a metric of something that goes up and down, with ``set(to)`` besides; otherwise as ``counter``."""
     from tensord.workers.calls.own_metrics import Gauge
 
     return Gauge(name, description, labels)
@@ -145,7 +151,7 @@ def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = N
 def histogram(
     name: str, buckets: Sequence[float], description: str = "", labels: Mapping[str, str] | None = None
 ) -> Histogram:
-    """As ``counter``, of values by size: ``observe(value)``. ``buckets``: their upper bounds, growing."""
+    """Makes a metric of values by size: ``observe(value)``. ``buckets``: their growing upper bounds. Otherwise as ``counter``."""
     from tensord.workers.calls.own_metrics import Histogram
 
     return Histogram(name, description, labels, buckets)

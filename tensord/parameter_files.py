@@ -1,4 +1,4 @@
-"""Parameters from the files that JAX users keep them in.
+"""Reads parameters from the files that JAX users keep them in.
 
 .safetensors    dict of names to arrays
 .npz            dict of names to arrays
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-#: Of Flax's msgpack: how an array, a complex number and a number of numpy are marked.
+#: The codes by which Flax's msgpack marks an array, a complex number and a number of numpy.
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _CHUNKED = "__msgpack_chunked_array__"
 _MAX_RANK = 32
@@ -62,7 +62,7 @@ def _load(path: Path, sharding: Any) -> Any:
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """The leaves of nested mappings and sequences by the keys on the way to them, joined by dots: ``layers.0.w``."""
+    """Returns the leaves of nested mappings and sequences by the keys on the way to them, joined by dots: ``layers.0.w``."""
     found: dict[str, Any] = {}
 
     def walk(node: Any, name: str) -> None:
@@ -85,7 +85,7 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def _nested(tree: Any) -> Any:
-    """Raises ValueError: a name is that of an array and the beginning of another one's."""
+    """Nests arrays by their names. Raises ValueError: a name is also the beginning of another one."""
     if not isinstance(tree, Mapping):
         return tree
     separator = "/" if any("/" in str(name) for name in tree) else "."
@@ -177,7 +177,7 @@ def _dtype(name: str) -> Any:
 
 
 def _joined(node: Any) -> Any:
-    """Flax cuts large arrays up."""
+    """Joins the large arrays that Flax cuts up."""
     if not isinstance(node, dict):
         return node
     if _CHUNKED in node:
@@ -194,7 +194,7 @@ def _orbax(path: Path) -> Any:
     try:
         with orbax.PyTreeCheckpointer() as reader:
             tree = reader.metadata(path).item_metadata.tree
-            # As numpy arrays, wherever the devices were that saved them.
+            # Arrays are restored as numpy's, wherever the devices were that saved them.
             how = jax.tree.map(lambda _: orbax.RestoreArgs(restore_type=np.ndarray), tree)
             return reader.restore(path, restore_args=how)
     except Exception as error:  # what a damaged one raises is of many kinds

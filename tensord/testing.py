@@ -37,18 +37,18 @@ __all__ = ["InvalidArgument", "Model", "ModelSequence", "NotFound", "ServingErro
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One that a model takes or gives."""
+    """A tensor that a model takes or gives."""
 
     name: str
     datatype: str
-    #: As clients are told: with the batch dimension, -1 where the size varies.
+    #: The shape that clients see: with the batch dimension, -1 where the size varies.
     shape: tuple[int, ...]
 
 
 class Answer(dict[str, Array]):
     """Outputs by name."""
 
-    #: What the model gave its answer besides.
+    #: The parameters of the model's answer.
     parameters: Mapping[str, Parameter] = {}
 
 
@@ -76,7 +76,7 @@ def load(
 
     options = layers.load(None if config is None else Path(config), os.environ)
     path = Path(folder).absolute()
-    # Once the files are read: what is wrong with those needs no device.
+    # The device is needed only once the files were read: an error in these needs none.
     found = _found(path, version)
     worker = LocalWorker(options, device or jax.devices()[0])
     try:
@@ -90,7 +90,7 @@ def load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """The version to load, and before it those that the steps of an ensemble need. Raises NotFound, InvalidArgument."""
+    """Finds the version to load, and before it those that the steps of an ensemble need. Raises NotFound, InvalidArgument."""
     found: dict[tuple[FoundModel, int], None] = {}
     under_way: list[str] = []
 
@@ -114,7 +114,7 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
 
 
 def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) -> FoundModel:
-    """An ensemble as its members, which are loaded, make it; any other model as it is."""
+    """Completes an ensemble from its members, which are loaded; any other model stays as it is."""
     if not model.members:
         return model
 
@@ -140,9 +140,9 @@ class Model:
         described = msgspec.json.decode(version.loaded.metadata)
         self.inputs = _tensors(described["inputs"])
         self.outputs = _tensors(described["outputs"])
-        #: The completed configuration, as the protocol tells it.
+        #: The completed configuration, as the protocol has it.
         self.config: dict[str, Any] = msgspec.json.decode(version.loaded.config)
-        # Also where nobody closes it, and at the end of the process.
+        # The worker is closed also where nobody does so, and at the end of the process.
         self._end = weakref.finalize(self, worker.close)
 
     def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
@@ -161,7 +161,9 @@ class Model:
             return _answer(next(answers))
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
-        """The responses to one request, as the model makes them; who stops early has cancelled it. Arguments as of a call.
+        """Returns an iterator over the responses to one request, as the model makes them; stopping early cancels it.
+
+        Arguments are those of a call.
 
         Raises: ServingError: with the response that is one.
         """
@@ -174,17 +176,17 @@ class Model:
         return taken()
 
     def sequence(self, sequence_id: int | str = 0) -> ModelSequence:
-        """A sequence of requests to a model that keeps state of it. ``sequence_id``: 0: one that nobody has."""
+        """Makes a sequence of requests to a model that keeps state of it. ``sequence_id`` 0: an unused one."""
         return ModelSequence(self, sequence_id or (1 << 62) + next(self._worker.numbers))
 
     def end_sequence(self, sequence_id: int | str) -> None:
-        """Ends one without a further request."""
+        """Ends a sequence without a further request."""
         sequences = self._version.sequences
         if sequences is not None and self._end.alive:
             self._worker.call(lambda: sequences.close(sequence_id))
 
     def close(self) -> None:
-        """Ends the model when what it was asked is answered. Idempotent."""
+        """Ends the model once all requests are answered. Idempotent."""
         self._end()
 
     def __enter__(self) -> Model:
@@ -208,7 +210,7 @@ class Model:
 
 
 class ModelSequence:
-    """Requests that belong together, one after the other: the first begins the sequence, the one with ``end`` ends it."""
+    """A sequence of requests, one after the other: the first begins it, the one with ``end`` ends it."""
 
     def __init__(self, model: Model, sequence_id: int | str) -> None:
         self._model = model
@@ -217,7 +219,7 @@ class ModelSequence:
         self._ended = False
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
-        """The next step. Arguments and errors as of a call of the model."""
+        """Runs the next step. Arguments and errors as for a call of the model."""
         start, self._begun = not self._begun, True
         self._ended = end
         own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
@@ -238,7 +240,7 @@ def _tensors(described: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
 
 
 def _array(name: str, value: Any, datatype: str | None) -> Array:
-    """One that nobody else writes to, as requests have it."""
+    """Makes an array that nobody else writes to, as requests have it."""
     if not hasattr(value, "dtype") and datatype is not None:
         try:
             made = np.array(value, DTYPES[datatype])
@@ -257,7 +259,7 @@ def _array(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def _answer(result: dict[str, Array]) -> Answer:
-    """The caller's, to do with as it likes."""
+    """Copies a result, so that the caller may do with it as it likes."""
     answer = Answer({name: np.array(array) for name, array in result.items()})
     answer.parameters = getattr(result, "parameters", {})
     return answer

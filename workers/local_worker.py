@@ -29,7 +29,7 @@ from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import PreparedRequest, RequestRecord
-from tensord.shm.status_page import DESKS
+from tensord.shm.status_page import SLOTS
 from tensord.workers.engine import Engine
 from tensord.workers.imports import import_system
 from tensord.workers.loading.ensemble_declaration import joined
@@ -144,7 +144,7 @@ class LocalWorker:
     def _adopt(self, loaded: LoadedModel) -> ModelVersion:
         for instance in (*loaded.instances, *loaded.passive):
             # None is of use where nobody looks for who killed this process.
-            instance.desk = DESKS
+            instance.desk = SLOTS
         return self._engine.adopt(loaded)
 
     def call(self, function: Callable[[], T]) -> T:

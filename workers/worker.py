@@ -32,7 +32,7 @@ from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.lane import Instruction, WorkerLane
 from tensord.shm.messages import Cancel, Prepare, Taken
-from tensord.shm.status_page import DESKS, Outputs, WorkerState, model_key
+from tensord.shm.status_page import SLOTS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
 from tensord.workers.devices.device import DeviceName
@@ -137,7 +137,7 @@ class Worker:
         )
         self._cache = ResponseCache(options.response_cache.byte_size)
         self._submitters: dict[int, Submitter[Request]] = {}
-        self._free_desks = list(range(DESKS - 1, FIRST_INSTANCE_DESK - 1, -1))
+        self._free_desks = list(range(SLOTS - 1, FIRST_INSTANCE_DESK - 1, -1))
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
         self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
@@ -356,7 +356,7 @@ class Worker:
         """Gives each instance a desk on the status page for as long as it lives."""
         for instance in loaded.instances:
             # Those of the version before it have one.
-            instance.desk = instance.desk or (self._free_desks.pop() if self._free_desks else DESKS)
+            instance.desk = instance.desk or (self._free_desks.pop() if self._free_desks else SLOTS)
             instance.page_key = model_key(loaded.name, loaded.version)
         version = self._engine.adopt(loaded)
         if loaded.cached and self._cache.max_byte_size:
@@ -367,7 +367,7 @@ class Worker:
             )
         version.when_closed(
             lambda: self._free_desks.extend(
-                instance.desk for instance in version.own_instances if 0 < instance.desk < DESKS
+                instance.desk for instance in version.own_instances if 0 < instance.desk < SLOTS
             )
         )
         return version

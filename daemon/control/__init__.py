@@ -1,1 +1,1 @@
-"""What goes between the supervisor and its children, and the places of its unix sockets."""
+"""This room has the channels between the supervisor and its children, and the paths of its unix sockets."""

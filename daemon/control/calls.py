@@ -1,4 +1,4 @@
-"""Questions to the supervisor: what concerns the whole daemon and not one request."""
+"""Calls of a front to the supervisor, which concern the whole daemon and not one request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tensord.shm.control_records import Call, Reply
 from tensord.shm.errors import Unavailable, from_code
 from tensord.shm.operations import ANONYMOUS, Operation, Peer
 
-#: Questions waiting for their answers; a client that floods the control endpoints is refused, not queued.
+#: The most calls that wait for answers; a client that floods the control endpoints is refused, not queued.
 _LIMIT = 1024
 
 
 class Calls:
-    """Asks over the control connection; each answer finds its asker by number."""
+    """Sends calls over the control connection, and matches the answers by number."""
 
     def __init__(self, connection: ControlChannel) -> None:
         self._connection = connection
@@ -22,7 +22,7 @@ class Calls:
         self._last = 0
 
     async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
-        """The result, JSON or empty.
+        """Calls an operation and returns the result, JSON or empty.
 
         Args:
           peer: for whom, where that matters.
@@ -45,7 +45,7 @@ class Calls:
         return reply.result
 
     def answered(self, reply: Reply) -> None:
-        """A reply came; of a question nobody waits for any more it is dropped."""
+        """Handles a reply; it is dropped if nobody waits for it any more."""
         waiter = self._waiting.get(reply.call_id)
         if waiter is not None and not waiter.done():
             waiter.set_result(reply)

@@ -1,4 +1,4 @@
-"""A channel on an asyncio loop: records in by callback, records out with one flush per turn of the loop.
+"""A channel on an asyncio loop: records in by callback, records out with one flush per iteration of the loop.
 
 Used by the supervisor for each child and by each front for its supervisor. Its one rule: nothing here waits.
 """
@@ -17,7 +17,7 @@ from tensord.shm.errors import InvalidArgument
 from tensord.shm.record import Record
 
 _log = logging.getLogger(__name__)
-#: Datagrams taken per wake-up, so that one busy peer cannot starve the loop.
+#: Datagrams received per wake-up, so that one busy peer cannot starve the loop.
 _BATCH = 64
 
 
@@ -27,7 +27,7 @@ class ControlChannel:
     def __init__(
         self, channel: Channel, on_record: Callable[[Any, list[int]], None], on_close: Callable[[], None]
     ) -> None:
-        """``on_record(record, fds)`` owns the descriptors; only a record that travels alone has any."""
+        """Takes ``on_record(record, fds)``, which owns the descriptors; only a record that travels alone has any."""
         self._channel = channel
         self._on_record = on_record
         self._on_close = on_close
@@ -42,7 +42,10 @@ class ControlChannel:
         self._loop.add_reader(self._channel.fileno(), self._readable)
 
     def send(self, record: Record, *fds: int) -> None:
-        """Queues; everything sent in one turn of the loop leaves together. Descriptors are duplicated. Ignored once closed."""
+        """Queues a record. Descriptors are duplicated. Ignored once closed.
+
+        Everything sent in one iteration of the loop leaves together.
+        """
         if self._closed:
             return
         self._channel.put(record, *fds)
@@ -51,7 +54,7 @@ class ControlChannel:
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Idempotent; unsent records are dropped."""
+        """Closes the channel; unsent records are dropped. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -96,7 +99,7 @@ class ControlChannel:
             self._lost()
 
     def _received(self) -> tuple[list[Any], list[int]] | None:
-        """As ``Channel.receive``; a reply that came without its descriptors is its caller's affair.
+        """Receives as ``Channel.receive``; a reply that came without its descriptors is its caller's problem.
 
         Raises: InvalidArgument: something else came without them. A peer that is not understood is of no use.
         """

@@ -1,4 +1,4 @@
-"""The log settings in force, and how a client changes them. Owned by the supervisor, which tells every process.
+"""The log settings in force, which clients can change. The supervisor owns them and publishes them to every process.
 
 A client switches levels and the text format. It never names a file: where the log goes is the operator's alone.
 Source: Triton docs/protocol/extension_logging.md; keys and texts as recorded against a real Triton.
@@ -14,22 +14,22 @@ import msgspec
 from tensord.config.options import Log
 from tensord.shm.operations import ChangeLog
 
-#: What ``log_format`` may be.
+#: The values of ``log_format``.
 FORMATS = ("default", "ISO8601", "json")
-#: What ``log_verbose_level`` may be at most.
+#: The largest ``log_verbose_level``.
 MAX_VERBOSE = (1 << 32) - 1
 FILE_REFUSED = "log file location can not be updated through network protocol"
 
 
 class LogSettings:
-    """``publish`` is called with every value that comes into force."""
+    """Holds the log settings. ``publish`` is called with every value that comes into force."""
 
     def __init__(self, options: Log, publish: Callable[[Log], None]) -> None:
         self._current = options
         self._publish = publish
 
     def change(self, wanted: ChangeLog) -> bytes:
-        """Applies what is given, all of it checked by the front. Returns the settings then in force, JSON."""
+        """Applies the given settings, all of them checked by the front. Returns the settings then in force, as JSON."""
         given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
         self.replace(msgspec.structs.replace(self._current, **given))
         return msgspec.json.encode(described(self._current))
@@ -42,7 +42,7 @@ class LogSettings:
 
 
 def described(log: Log) -> dict[str, Any]:
-    """The settings by the protocol's names, in its order."""
+    """Returns the settings by the protocol's names, in its order."""
     return {
         "log_file": log.file,
         "log_info": log.info,

@@ -1,4 +1,4 @@
-"""What a front refuses for want of room, time or a worker: counted on its tally, and told to the operator once a minute."""
+"""Counts what a front refuses for want of room, time or a worker, and logs it once a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 from tensord.shm.errors import ServingError
 from tensord.shm.refusals import Refusal, RefusalLog
 
-#: The reasons for which fronts refuse, in the order of their words in a tally (``tensord.daemon.control.tally``).
+#: The reasons for which fronts refuse, in the order of their shared counters (``tensord.daemon.control.tally``).
 OF_FRONTS = (
     Refusal.REQUEST_ROOM,
     Refusal.BODIES,
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 def uncounted(refusal: Refusal) -> None:
-    """For a front without a tally."""
+    """Does nothing, in place of counting, in a front without shared counters."""
 
 
 class Refusals:
-    """One per front; belongs to its loop."""
+    """The refusals of one front; belongs to its loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: OnRefusal = uncounted) -> None:
         self._loop = loop
@@ -38,13 +38,13 @@ class Refusals:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, model: str, refusal: Refusal) -> None:
-        """One request. ``model``: "" where it is not known yet."""
+        """Notes one refused request. ``model``: "" where it is not known yet."""
         self._count(refusal)
         self._log.note(model, refusal, time.monotonic_ns())
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Whoever waits for room and is told what became of that: an error is noted."""
+        """Wraps the callback of a wait for room, so that an error is noted."""
 
         def told(given: T | ServingError) -> None:
             if isinstance(given, ServingError):
@@ -54,7 +54,7 @@ class Refusals:
         return told
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the last line to the log."""
         if self._timer is not None:
             self._timer.cancel()
         if (due_ns := self._log.due_ns) is not None:

@@ -1,4 +1,4 @@
-"""Where a daemon's sockets stand when no configuration names a place: one rule for the daemon and for tensorctl.
+"""The folder of a daemon's sockets if no configuration names one: one rule for the daemon and for tensorctl.
 
     as a service      $RUNTIME_DIRECTORY, which systemd makes: /run/tensord
     otherwise         $XDG_RUNTIME_DIR/tensord, else /tmp/tensord-UID: the user's own, nobody else may look into it
@@ -20,13 +20,13 @@ TEMPORARY = Path("/tmp")
 
 
 def of_service(environment: Mapping[str, str]) -> Path | None:
-    """What systemd made for this process; None: it is no service."""
+    """Returns the folder that systemd made for this process; None: it is no service."""
     first = environment.get("RUNTIME_DIRECTORY", "").split(":")[0]
     return Path(first) if first else None
 
 
 def own(environment: Mapping[str, str]) -> Path:
-    """The user's folder, made where it is not there. Raises OSError: it cannot be made, or it is not the user's alone."""
+    """Returns the user's folder, creating it if needed. Raises OSError: it cannot be made, or it is not the user's alone."""
     *first, last = _owns(environment)
     for path in first:
         with contextlib.suppress(OSError):
@@ -41,12 +41,15 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Where tensorctl looks, in order."""
+    """Returns the folders in which tensorctl looks, in order."""
     return [*(path for path in _owns(environment) if not _bad(path)), SERVICE]
 
 
 def _owns(environment: Mapping[str, str]) -> list[Path]:
-    """A shell may lack the variable that the daemon was started with, so both are searched."""
+    """Returns the user's possible folders.
+
+    A shell may lack the variable that the daemon was started with, so both are searched.
+    """
     temporary = TEMPORARY / f"tensord-{os.geteuid()}"
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return [Path(runtime, "tensord"), temporary] if runtime else [temporary]

@@ -1,7 +1,7 @@
-"""How many connections each front of a protocol has: one page that all of them and the supervisor map.
+"""Shared counters of the fronts of a protocol: one page that all of them and the supervisor map.
 
-A client's connection is taken by whichever front is quickest, so they have to know of each other to share them out evenly and to
-keep one limit together, without asking anybody. Nameless and sealed against resizing. Layout, u64 each:
+A client's connection is accepted by whichever front is quickest, so they have to know of each other to share them out evenly
+and to keep one limit together, without asking anybody. Nameless and sealed against resizing. Layout, u64 each:
 
     row k at word 16 * k:   serves (0 or 1), connections, forms, forms minted, forms evicted,
                             refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``)
@@ -22,26 +22,26 @@ from tensord.daemon.control.refusals import OF_FRONTS
 from tensord.shm.refusals import Refusal
 
 _WORDS = 16
-#: Where a row's counts of forms begin, and those of refused requests.
+#: The offsets in a row of the counts of prepared requests, and of those of refused requests.
 _FORMS, _REFUSED = 2, 5
 _BYTE_SIZE = MAX_PROCESSES * _WORDS * 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Tally:
-    """The page. Owns its descriptor."""
+    """The page of shared counters. It owns its descriptor."""
 
     def __init__(self, fd: int) -> None:
-        """Takes the descriptor over, as ``create`` made it in the supervisor. Raises OSError, ValueError: it is another thing."""
+        """Maps a page that ``create`` made, and takes its descriptor over. Raises OSError, ValueError: it is something else."""
         self.fd = fd
         self._mapping = mmap.mmap(fd, _BYTE_SIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._words = memoryview(self._mapping).cast("Q")
-        #: A word of each row.
+        #: The first and second word of each row.
         self._serves, self._connections = self._words[::_WORDS], self._words[1::_WORDS]
 
     @classmethod
     def create(cls) -> Tally:
-        """Raises OSError: there is no memory or no descriptor for it."""
+        """Creates a page. Raises OSError: there is no memory or no descriptor for it."""
         fd = os.memfd_create("tensord-tally", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, _BYTE_SIZE)
@@ -52,30 +52,30 @@ class Tally:
             raise
 
     def seat(self, row: int) -> Seat:
-        """The row of one front."""
+        """Returns the row of one front, to write it."""
         return Seat(self._words, self._serves, self._connections, row)
 
     def connections(self, row: int) -> int:
-        """Of one front."""
+        """Returns the connections of one front."""
         return self._words[row * _WORDS + 1]
 
     def forms(self, row: int) -> tuple[int, int, int]:
-        """Of that row: the forms that have a number now; those that were given one, and those that were forgotten, ever."""
+        """Counts a row's prepared requests: those that have a number now, those that were given one, and those evicted, ever."""
         at = row * _WORDS + _FORMS
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
-        """Requests that the fronts of that row have refused, by reason."""
+        """Returns the requests that the fronts of that row have refused, by reason."""
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def clear(self, row: int) -> None:
-        """That front is gone."""
+        """Clears the row of a front that is gone, except what only grows."""
         at = row * _WORDS
         self._words[at] = self._words[at + 1] = self._words[at + _FORMS] = 0
 
     def close(self) -> None:
-        """Once; seats must not be used any more."""
+        """Unmaps the page; call it once, and use no row afterwards."""
         for view in (self._serves, self._connections, self._words):
             view.release()
         self._mapping.close()
@@ -83,7 +83,7 @@ class Tally:
 
 
 class Seat:
-    """What one front writes into its row, and reads of the others'."""
+    """The row of one front, for the front itself: it writes its own counts and reads the others'."""
 
     def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:
         self._words = words
@@ -93,34 +93,37 @@ class Seat:
         self._at = row * _WORDS
 
     def serve(self, serving: bool) -> None:
-        """Whether this front takes connections: others leave some to it only then."""
+        """Says whether this front accepts connections: others leave some to it only then."""
         self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:
-        """This front has that many now."""
+        """Sets the number of this front's connections."""
         self._connections[self._row] = connections
 
     def mint(self, forms: int, evicted: int) -> None:
-        """This front has given a form a number, and forgotten so many others for that; it has so many forms now."""
+        """Counts a prepared request that was given a number.
+
+        So many others were ``evicted`` for it; ``forms`` is the number of prepared requests now.
+        """
         at = self._at + _FORMS
         self._words[at] = forms
         self._words[at + 1] += 1
         self._words[at + 2] += evicted
 
     def refuse(self, refusal: Refusal) -> None:
-        """This front refuses a request."""
+        """Counts a request that this front refuses."""
         self._words[self._at + _REFUSED + OF_FRONTS.index(refusal)] += 1
 
     def own(self) -> int:
-        """Connections of this front."""
+        """Returns the connections of this front."""
         return self._connections[self._row]
 
     def total(self) -> int:
-        """Connections of all fronts."""
+        """Returns the connections of all fronts."""
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """The fewest connections that another front has which takes some; None: there is no other."""
+        """Returns the fewest connections of another front that accepts some; None: there is no other."""
         serves = self._serves.tolist()
         serves[self._row] = 0
         return min(compress(self._connections.tolist(), serves)) if any(serves) else None

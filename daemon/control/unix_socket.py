@@ -1,4 +1,4 @@
-"""The supervisor's own unix sockets in the file system: where they are, and how their names come to be."""
+"""Binds the supervisor's own unix sockets in the file system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """As configured, else that name in systemd's runtime directory, else nowhere."""
+    """Returns the configured path, else that name in systemd's runtime directory, else None."""
     if configured:
         return Path(configured)
     folder = runtime_directory.of_service(environment)
@@ -20,7 +20,7 @@ def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | N
 
 
 def bind(path: Path, kind: int, mode: int) -> socket.socket:
-    """A bound socket (not listening yet) whose name has that mode from its first moment on. Raises OSError."""
+    """Binds a socket (not listening yet) whose file has that mode from its first moment on. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     try:
         _remove_stale(path, kind)
@@ -36,7 +36,7 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
 
 
 def _remove_stale(path: Path, kind: int) -> None:
-    """A socket that nobody listens on is a killed predecessor's; anything else is left, and bind says so."""
+    """Removes a socket that nobody listens on, which a killed predecessor left; anything else stays, and bind reports it."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             return

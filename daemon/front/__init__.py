@@ -1,1 +1,1 @@
-"""What every front has, whatever protocol it speaks."""
+"""This room has what every front needs, whatever protocol it speaks."""

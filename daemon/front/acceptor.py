@@ -1,4 +1,4 @@
-"""Taking connections from the listening sockets that all fronts of a protocol share, so that each gets its part.
+"""Accepts connections from the listening sockets that all fronts of a protocol share, so that each front gets its part.
 
 A new connection wakes every front. One that has clearly more connections than another leaves it to that one for a moment; if
 it still waits then, the other is busy, hung or dead, and the connection is taken after all. So connections are shared out evenly
@@ -17,24 +17,24 @@ from tensord.daemon.control.tally import Seat
 from tensord.daemon.front.peer import owner_of
 
 _log = logging.getLogger(__name__)
-#: How long a connection is left to a front that has fewer, in seconds. A loop that turns needs less.
+#: Seconds for which a connection is left to a front that has fewer. A loop that is not busy needs less.
 _PATIENCE = 0.001
-#: Of those that have ended, so many are still made up for.
+#: The most ended connections that are replaced at once.
 _MOST_REPLACED = 16
-#: Until the next attempt after there was no descriptor or no memory for a connection, in seconds.
+#: Seconds until the next attempt after there was no descriptor or no memory for a connection.
 _PAUSE = 0.1
-#: How often it is looked whether all that was taken is open, at the end.
+#: Seconds between checks, while closing, whether all accepted connections are open.
 _OPENING_POLL_SECONDS = 0.005
-#: Taken at the end at most: no more can have waited (``tensord.daemon.processes.listening``), and a flood must not put the end
-#: off.
+#: The most connections accepted while closing: no more can have waited (``tensord.daemon.processes.listening``), and a flood
+#: must not delay the end.
 _MAX_WAITING = 1024
-#: Taken in one turn of the loop at most: a crowd of new connections must not starve the old.
+#: The most connections accepted in one iteration of the loop: many new ones must not starve the old.
 _MAX_ROOM = 64
 _MAX_ALONE = 15
 
 
 class Acceptor:
-    """Owns this process's descriptors of the listening sockets.
+    """Owns this process's descriptors of the listening sockets, and accepts connections on them.
 
     Args:
       open_: takes a connection and whose it is, as ``Peer.owner`` tells it; its protocol counts it in ``seat`` until it is lost.
@@ -55,17 +55,17 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._crowd = Crowd()
-        #: Connections that this front had when it last left one to others, with what it took then.
+        #: The connections that this front had when it last left one to others, with those accepted then.
         self._most = 0
         self._complained = False
         self._closed = False
 
     def start(self) -> None:
-        """Takes connections from now on."""
+        """Accepts connections from now on."""
         self._go_on()
 
     async def close(self, timeout: float) -> None:
-        """Takes what has connected already, then no more; returns when all of that is open, or after ``timeout`` seconds."""
+        """Accepts what has connected already, then no more; returns when all of it is open, or after ``timeout`` seconds."""
         if self._closed:
             return
         self._seat.serve(False)
@@ -83,13 +83,13 @@ class Acceptor:
 
     @property
     def leaves_it(self) -> bool:
-        """Whether new connections are left to others at this moment."""
+        """Returns whether new connections are left to others at this moment."""
         return self._timer is not None
 
     def _readable(self, listener: ListeningSocket) -> None:
         mine, least = self._seat.own() + len(self._opening), self._seat.least()
         if least is not None and mine > least + (least >> 3) and not self._replaces(mine):
-            # Somebody else's.
+            # Another front has fewer.
             self._pause()
             self._timer = self._loop.call_later(_PATIENCE, self._resume)
             return
@@ -101,7 +101,7 @@ class Acceptor:
         crowd.took(taken, room)
 
     def _replaces(self, mine: int) -> bool:
-        """Whether a connection may be taken in the place of one that has ended, so that there are no more than there were."""
+        """Returns whether a connection may replace one that has ended, so that there are no more than there were."""
         if mine < self._most:
             self._most = min(self._most, mine + _MOST_REPLACED)
             return True
@@ -121,7 +121,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     def _resume(self) -> None:
-        """After a pause: whatever waits was not taken by anybody else."""
+        """Accepts again after a pause: whatever still waits was not accepted by another front."""
         self._timer = None
         self._go_on()
         for listener in self._listeners:
@@ -130,7 +130,7 @@ class Acceptor:
         self._most = max(self._most, self._seat.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
-        """Whether there was a connection to take."""
+        """Accepts a connection. Returns whether there was one."""
         try:
             connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):
@@ -138,7 +138,7 @@ class Acceptor:
         except ConnectionError:  # the client has gone again
             return True
         except OSError as error:
-            # No descriptors, no memory: who connected waits, here or for another front.
+            # There are no descriptors or no memory: the client waits, here or for another front.
             if not self._complained:
                 _log.error("new connections have to wait: %s", error.strerror)
                 self._complained = True
@@ -152,10 +152,10 @@ class Acceptor:
 
 
 class Crowd:
-    """Decides how many connections are taken in one turn of the loop; pure.
+    """Decides how many connections are accepted in one iteration of the loop; pure.
 
-    After one that came alone a second one is tried for ever more seldom, as long as there is none; of a crowd more are taken with
-    each turn.
+    After a connection that came alone a second ``accept`` is tried ever more seldom, as long as it finds none; while there
+    are many, more are accepted with each iteration.
 
         alone:   1 | 1, 2? | 1 1 1, 2? | 1 x 7, 2? | ...
         a crowd: 2 | 4 | 8 | ... | 64
@@ -164,13 +164,13 @@ class Crowd:
     __slots__ = ("_alone", "_skips", "room")
 
     def __init__(self) -> None:
-        #: How many may be taken in this turn.
+        #: How many connections may be accepted in this iteration.
         self.room = 1
-        #: After how many that came alone a second one is tried for, and how many of these are still to come.
+        #: After how many single connections a second one is tried for, and how many of these are still to come.
         self._alone = self._skips = 0
 
     def took(self, taken: int, room: int) -> None:
-        """So many were there, of as many as were tried for."""
+        """Notes how many connections there were, of as many as were tried for."""
         if taken < room:
             self.room = 1
             self._alone = min(2 * self._alone + 1, _MAX_ALONE) if taken <= 1 else 0
@@ -187,11 +187,10 @@ class Crowd:
 
 
 class ListeningSocket:
-    """Owns a socket that listens, whose ``accept`` does not block, and does not ask anew what is the same for all.
+    """Owns a listening socket; its ``accept`` does not block and makes cheap sockets.
 
-    ``socket.accept`` makes a ``socket.socket``, and whoever is handed one looks up family and kind five times in tables of
-    constants, which costs as much as the kernel's part of taking a connection. What it is made of, ``socket.SocketType``, knows
-    them as numbers.
+    ``socket.accept`` makes a ``socket.socket``, which looks up family and kind five times in tables of constants: that costs
+    as much as the kernel's part of accepting a connection. Its base, ``socket.SocketType``, has them as numbers.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -200,7 +199,7 @@ class ListeningSocket:
         listener.setblocking(False)
 
     def accept(self) -> tuple[socket.SocketType, object]:
-        """A connection, blocking or not, and the address of its client. Raises OSError as ``socket.accept``."""
+        """Accepts a connection, blocking or not; returns it with its client's address. Raises OSError as ``socket.accept``."""
         fd, address = self._listener._accept()  # type: ignore[attr-defined]
         return socket.SocketType(self._family, self._kind, self._proto, fd), address
 

@@ -1,4 +1,4 @@
-"""Who may call what: every call of every protocol belongs to a group, and an operator may restrict groups to whoever has a key.
+"""Restricts calls to clients with a key: every call of every protocol belongs to a group that an operator may restrict.
 
 This is the one table. A front looks its calls up when it starts, so a call that is not in it cannot be served at all.
 Source: Triton docs/customization_guide/inference_protocols.md, "Limit Endpoint Access"; answers as recorded.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tensord.config.restrictions import Restriction
 from tensord.shm.errors import Unavailable
 
-#: Call, by its name in gRPC's service where it has one -> group.
+#: The group of each call; calls have their name in gRPC's service, if any.
 CALLS: Mapping[str, str] = {
     "ServerLive": "health",
     "ServerReady": "health",
@@ -51,18 +51,18 @@ class Restricted(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a call needs."""
+    """The header that a call needs."""
 
-    #: Lower case.
+    #: The header's name in lower case.
     header: bytes
     value: bytes = field(repr=False)
     message: str
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """``headers``: names in lower case, and values. The first of the name counts. Raises Restricted."""
+        """Checks headers, with names in lower case; the first of the name counts. Raises Restricted."""
         for name, value in headers:
             if name == self.header:
-                # In constant time: how much of the key was right must not show.
+                # The comparison takes constant time: how much of the key was right must not show.
                 if hmac.compare_digest(value, self.value):
                     return
                 break
@@ -70,10 +70,10 @@ class Rule:
 
 
 class Access:
-    """The rules of one protocol."""
+    """The access rules of one protocol."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
-        """``sentence`` ends in the quoted name of the header; ``prefix`` begins that name."""
+        """Takes the rules by group. ``sentence`` ends in the quoted name of the header; ``prefix`` begins that name."""
         self._rules = {
             group: Rule(
                 (prefix + restriction.key).encode(),
@@ -84,15 +84,15 @@ class Access:
         }
 
     def rule(self, call: str) -> Rule | None:
-        """None: open to everybody. Raises KeyError: the table does not know the call."""
+        """Returns the rule of a call; None: it is open to everybody. Raises KeyError: the table does not know the call."""
         return self._rules.get(CALLS[call])
 
 
 def http_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """The rules for HTTP: the header is the key itself."""
+    """Makes the rules for HTTP: the header is the key itself."""
     return Access(restrictions, "This API is restricted, expecting header")
 
 
 def grpc_access(restrictions: Mapping[str, Restriction]) -> Access:
-    """The rules for gRPC: the key of the metadata has a prefix."""
+    """Makes the rules for gRPC: the key of the metadata has a prefix."""
     return Access(restrictions, "This protocol is restricted, expecting header", "triton-grpc-protocol-")

@@ -1,4 +1,4 @@
-"""Reading a connection that sends large bodies: straight into where they go, past whatever parses the protocol.
+"""Reads large bodies from a connection straight to their place, past whatever parses the protocol.
 
 What is large is the body of an HTTP/1 request, or a frame's part of one tensor in HTTP/2. While its bytes arrive there is nothing
 to parse; reading them where they go saves two copies of each.
@@ -15,14 +15,14 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-#: What is read before it is known what comes.
+#: Bytes that are read before it is known what comes.
 _FIRST_BYTE_SIZE = 16 << 10
-#: What has more to come than this is read straight to where it goes.
+#: A body with more bytes to come than this is read straight to its place.
 DIRECT_BYTE_SIZE = 64 << 10
 
 
 class Connection(Protocol):
-    """Whose bodies they are."""
+    """A connection that sends large bodies."""
 
     def data_received(self, data: bytes) -> None: ...
     def direct_body_complete(self) -> None: ...
@@ -33,30 +33,30 @@ class Connection(Protocol):
 
 
 class Body(Protocol):
-    """Where the bytes go."""
+    """The destination of a body."""
 
     def rest(self) -> memoryview:
-        """What is still to come; empty: all is there."""
+        """Returns the memory for what is still to come; empty: the body is complete."""
 
     def advance(self, byte_size: int) -> None:
-        """That many bytes were written into ``rest``."""
+        """Notes that so many bytes were written into ``rest``."""
 
 
 class BodyReader(asyncio.BufferedProtocol):
-    """Stands in for a connection that sends large bodies."""
+    """Reads in place of a connection's protocol while the connection sends large bodies."""
 
     def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
         self._connection = connection
         self._transport = transport
-        #: The one that is arriving; None: what arrives is the connection's to understand.
+        #: The body that is arriving; None: the connection's protocol gets what arrives.
         self._body: Body | None = None
         self._first = memoryview(bytearray(_FIRST_BYTE_SIZE))
-        #: Where the next bytes go.
+        #: Memory for the next bytes.
         self._room = self._first
         self._started = False
 
     def receive(self, body: Body) -> None:
-        """What arrives next is the rest of ``body``; it is read even if nothing else were."""
+        """Reads what arrives next into ``body``; reading is resumed if it was paused."""
         self._body = body
         self._room = body.rest()
         if self._started:
@@ -66,11 +66,11 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """The body will not be whole."""
+        """Stops reading a body that will not be complete."""
         self._body, self._room = None, self._first
 
     def leave(self) -> None:
-        """Gives the transport back."""
+        """Returns the transport to the connection's protocol."""
         self._exchange(self._connection)
 
     def get_buffer(self, sizehint: int) -> memoryview:

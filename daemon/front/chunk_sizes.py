@@ -1,5 +1,6 @@
-"""The framing of a chunked body, followed beside the parser, which says nothing of it: what is announced and is too much is
-refused when it is seen, and not when it has come. Sans-I/O.
+"""Follows the framing of a chunked body beside the parser, to refuse a chunk that is announced as too large before it comes.
+
+Sans-I/O.
 
     size [;extension] CRLF | so many bytes | CRLF     ...     0 [;extension] CRLF | trailers | CRLF
 
@@ -18,7 +19,7 @@ _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 
 
 class Refusal(Exception):
-    """What comes is not taken."""
+    """The body is not accepted."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -27,20 +28,20 @@ class Refusal(Exception):
 
 
 class _Phase(enum.Enum):
-    """What comes next."""
+    """The next element of the framing."""
 
     #: A line with a size.
     SIZE = "size"
     #: A line of the trailers, or the one that ends them.
     TRAILERS = "trailers"
-    #: What follows the body.
+    #: The body has ended.
     ENDED = "ended"
-    #: Nobody knows: it is no chunked body.
+    #: It is unknown: the bytes are no chunked body.
     LOST = "lost"
 
 
 class ChunkSizes:
-    """Of one body.
+    """Follows the framing of one body.
 
     Args:
       max_body: bytes of it, without its framing.
@@ -53,9 +54,9 @@ class ChunkSizes:
         self._max_body = max_body
         self._max_lines = max_lines
         self._phase = _Phase.SIZE
-        #: Of the chunk under way, with its CRLF.
+        #: Bytes to come of the current chunk, with its CRLF.
         self._left = 0
-        #: A line that is not whole.
+        #: The beginning of a line that is not complete.
         self._line = b""
         self._total = 0
         #: Bytes of extensions, or of trailers.
@@ -80,7 +81,7 @@ class ChunkSizes:
 
     @property
     def ended(self) -> bool:
-        """Whether what comes next is no part of the body."""
+        """Returns whether the body has ended."""
         return self._phase is _Phase.ENDED
 
     def _take_line(self, line: bytes) -> None:

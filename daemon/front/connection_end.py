@@ -1,4 +1,4 @@
-"""When a client's connection ends, for other processes: a descriptor that becomes readable then.
+"""Tells other processes when a client's connection ends, by a descriptor that becomes readable then.
 
     whoever serves the connection    the writing half of a pipe, closed with the connection, or by the kernel with the process
     the supervisor                   the reading half (``tensord.daemon.regions.region_record``)
@@ -16,7 +16,7 @@ from tensord.shm.errors import Unavailable
 
 
 class ConnectionEnd:
-    """One per connection; costs descriptors only once somebody asks."""
+    """The end of one connection; it costs descriptors only once somebody asks."""
 
     __slots__ = ("_closed", "_reader", "_writer")
 
@@ -26,7 +26,10 @@ class ConnectionEnd:
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Open inside the block; readable from the end of the connection on. Raises Unavailable: no descriptors are left."""
+        """Opens a descriptor inside the block; it is readable once the connection ended.
+
+        Raises: Unavailable: no descriptors are left.
+        """
         try:
             if self._reader < 0:
                 self._reader, self._writer = os.pipe2(os.O_CLOEXEC)
@@ -41,7 +44,7 @@ class ConnectionEnd:
             os.close(reader)
 
     def close(self) -> None:
-        """The connection has ended. Idempotent."""
+        """Notes that the connection has ended. Idempotent."""
         self._closed = True
         self._release()
 

@@ -1,4 +1,4 @@
-"""Calls for many, each apart: what one of them meets is logged, and the others are called as well."""
+"""Calls several functions independently: an exception in one is logged, and the others are called as well."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 def call_each(calls: Iterable[Callable[[], object]], what: str) -> None:
-    """Calls all of them in order. ``what`` one of them is, for the log."""
+    """Calls all functions in order; ``what`` names one of them in the log."""
     for call in calls:
         try:
             call()

@@ -1,4 +1,4 @@
-"""What both protocols answer besides infer: from the front's own table of models, or by asking the supervisor.
+"""The endpoints of both protocols besides infer, answered from the front's own table of models or by asking the supervisor.
 
 A protocol reads a request into the arguments of one of these and writes the result in its own form. Errors are ServingErrors.
 What a front says of a model holds for every front: its client may send the next request to another one.
@@ -34,12 +34,12 @@ from tensord.shm.operations import (
     UnregisterRegion,
 )
 
-#: What works, in Triton's order and spelling.
+#: The extensions that work, in Triton's order and spelling.
 EXTENSIONS = (
     "classification",
     "sequence",
     "model_repository",
-    # Nothing depends on another model here, so it asks for nothing.
+    # No model depends on another one here, so this asks for nothing.
     "model_repository(unload_dependents)",
     "schedule_policy",
     "model_configuration",
@@ -52,32 +52,32 @@ EXTENSIONS = (
     "logging",
 )
 _INT64 = (1 << 63) - 1
-#: Files of one load request, and their bytes together: they travel in one record to the supervisor.
+#: The most files of one load request, and bytes of all of them: they travel in one record to the supervisor.
 MAX_FILES = 256
 MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
-    """The answers, over what a front knows and whom it can ask. JSON results are the supervisor's bytes, unread."""
+    """Answers the endpoints. JSON results are the supervisor's bytes, unread."""
 
     def __init__(self, table: ModelTable, calls: Calls, options: Options) -> None:
         self._table = table
         self._calls = calls
         self._name = options.server_name
         self._version = importlib.metadata.version("tensord")
-        #: When regions go by themselves (``regions.reclaim``).
+        #: When regions are reclaimed (``regions.reclaim``).
         self.reclaim = options.regions.reclaim
-        #: The table's edition that every front is known to act upon.
+        #: The table's edition that every front is known to have acknowledged.
         self._settled = -1
-        #: Of a request that carries files.
+        #: The limit for a request that carries files.
         self.max_body_byte_size = options.http.max_body_byte_size
-        #: Told to stop: not ready any more.
+        #: True once the front was asked to stop: it is not ready any more.
         self.stopping = False
 
     # ------------------------------------------------------------------------------------------------ health
 
     async def unreadiness(self) -> str:
-        """Why the daemon is not ready, naming the models; "": it is. See ``tensord.shm.progress.Readiness``."""
+        """Returns why the daemon is not ready, naming the models; "": it is. See ``tensord.shm.progress.Readiness``."""
         if self.stopping:
             return "the server is stopping"
         readiness = self._table.readiness
@@ -87,7 +87,7 @@ class Endpoints:
         return ""
 
     async def _everywhere(self) -> None:
-        """Returns when every front acts upon what this one knows of the models now."""
+        """Returns when every front has acknowledged what this one knows of the models now."""
         edition = self._table.edition
         if self._settled < edition:
             await self._calls.ask(Settle())
@@ -96,11 +96,11 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ models
 
     def server_metadata(self) -> dict[str, Any]:
-        """``name``, ``version``, ``extensions``."""
+        """Returns ``name``, ``version``, ``extensions``."""
         return {"name": self._name, "version": self._version, "extensions": EXTENSIONS}
 
     async def model_is_ready(self, model: str, version: int) -> bool:
-        """Whether requests for it are answered now; 0 is the newest version, an unknown model is not ready."""
+        """Returns whether requests for a model are answered now; 0 is the newest version, an unknown model is not ready."""
         if not self._table.is_ready(model, version):
             return False
         await self._everywhere()
@@ -109,7 +109,7 @@ class Endpoints:
         return True
 
     async def model_metadata(self, model: str, version: int) -> dict[str, Any]:
-        """``name``, ``versions`` (as text, ascending), ``platform``, ``inputs``, ``outputs``. Raises NotFound.
+        """Returns ``name``, ``versions`` (as text, ascending), ``platform``, ``inputs``, ``outputs``. Raises NotFound.
 
         ``versions`` are all that are served, or the one that is asked for.
         """
@@ -119,19 +119,19 @@ class Endpoints:
         return {"name": metadata.pop("name"), "versions": versions, **metadata}
 
     async def model_config(self, model: str, version: int) -> bytes:
-        """The full ModelConfig as JSON. Raises NotFound."""
+        """Returns the full ModelConfig as JSON. Raises NotFound."""
         config = self._table.find(model, version).config
         await self._everywhere()
         return config
 
     async def statistics(self, model: str, version: int) -> bytes:
-        """JSON {"model_stats": [...]}; "" is all models, 0 all versions."""
+        """Returns JSON {"model_stats": [...]}; "" is all models, 0 all versions."""
         return await self._calls.ask(ModelStatistics(model, version))
 
     # -------------------------------------------------------------------------------------------- repository
 
     async def index(self, ready: bool) -> bytes:
-        """JSON array of {name, version?, state?, reason?}; ``ready``: only what is."""
+        """Returns a JSON array of {name, version?, state?, reason?}; ``ready``: of ready models only."""
         return await self._calls.ask(RepositoryIndex(ready))
 
     async def load(self, model: str, parameters: Mapping[str, Any]) -> None:
@@ -194,28 +194,28 @@ class Endpoints:
         peer: Peer = ANONYMOUS,
         end: int = -1,
     ) -> None:
-        """Registers an allocation of a client's GPU memory by its 64-byte handle. The rest is as for system regions."""
+        """Registers an allocation of a client's GPU memory by its 64-byte handle; otherwise as ``register_system``."""
         await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size), peer, end)
 
     async def unregister(self, kind: str, name: str, peer: Peer = ANONYMOUS) -> None:
-        """Forgets a region, or all of that kind ("") that are the client's. Raises ServingError."""
+        """Unregisters a region, or all of that kind ("") that are the client's. Raises ServingError."""
         await self._calls.ask(UnregisterRegion(kind, name), peer)
 
     async def region_status(self, kind: str, name: str) -> bytes:
-        """JSON array of the region, or of all of that kind (""). Raises NotFound."""
+        """Returns a JSON array of the region, or of all of that kind (""). Raises NotFound."""
         return await self._calls.ask(RegionStatus(kind, name))
 
     # ---------------------------------------------------------------------------------------------- settings
 
     async def log_settings(self, wanted: ChangeLog) -> bytes:
-        """Changes what is given, and answers all settings then in force: a JSON object."""
+        """Changes the given settings; returns all settings then in force, as a JSON object."""
         return await self._calls.ask(wanted)
 
     async def check_traced(self, model: str) -> None:
-        """Looks for a model ("": all) before anybody looks at the settings it is to have. Raises InvalidArgument: unknown."""
+        """Checks that a model ("": all) exists before its settings are read. Raises InvalidArgument: unknown."""
         if model:
             await self._calls.ask(ChangeTrace(model))
 
     async def trace_settings(self, wanted: ChangeTrace) -> bytes:
-        """Changes the given settings (``tensord.daemon.tracing.trace_settings.parse``). Answers those then in force, as JSON."""
+        """Changes the given settings (``tensord.daemon.tracing.trace_settings.parse``); returns those then in force, as JSON."""
         return await self._calls.ask(wanted)

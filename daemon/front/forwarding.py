@@ -1,4 +1,4 @@
-"""Headers that become parameters of a request, for models that want to see them. The operator's pattern says which.
+"""Forwards headers as parameters of a request, for models that want to see them. The operator's pattern says which.
 
 A header beats a parameter of the body with the same name. Names that mean something to the server are refused.
 Source: Triton's --http-header-forward-pattern and --grpc-header-forward-pattern; behaviour as recorded.
@@ -11,23 +11,23 @@ from collections.abc import Iterable
 from tensord.config import header_pattern
 from tensord.shm.errors import InvalidArgument
 
-#: Parameters that the server takes for itself, and so cannot be headers.
+#: Parameters that the server uses itself, and that cannot be headers therefore.
 _RESERVED = frozenset(
     {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
-#: Names remembered; more than the clients of a server use.
+#: The most names that are cached; more than the clients of a server use.
 _REMEMBERED = 1024
 
 
 class Forwarding:
-    """One pattern. It matches anywhere in a header's name, in any case."""
+    """Forwards headers by one pattern, which matches anywhere in a header's name, in any case."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = header_pattern.compiled(pattern)
         self._known: dict[bytes, bool] = {}
 
     def wants(self, name: bytes) -> bool:
-        """Whether a header of that name is forwarded."""
+        """Returns whether a header of that name is forwarded."""
         known = self._known.get(name)
         if known is None:
             if len(self._known) >= _REMEMBERED:
@@ -36,7 +36,7 @@ class Forwarding:
         return known
 
     def parameters(self, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-        """The forwarded ones among the headers, named as they were sent. Raises InvalidArgument: a reserved name."""
+        """Returns the forwarded headers, named as they were sent. Raises InvalidArgument: a reserved name."""
         found: dict[str, str] = {}
         for name, value in headers:
             if self.wants(name):
@@ -48,7 +48,7 @@ class Forwarding:
 
 
 def _text(content: bytes) -> str:
-    """Header values are bytes; most are ASCII, some UTF-8, and the rest is what HTTP once said it is."""
+    """Decodes a header's name or value: most are ASCII, some UTF-8, and the rest is Latin-1, as HTTP once had it."""
     try:
         return content.decode()
     except UnicodeDecodeError:

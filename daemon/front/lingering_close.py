@@ -1,4 +1,4 @@
-"""The last of a connection: our side is ended at once, the client's is waited for, and only then is the socket closed.
+"""Closes connections without losing answers: ends our side at once, waits for the client's, and only then closes the socket.
 
     last bytes written ─▶ our side ends ─▶ what still comes is thrown away ─▶ the client's end, or it was long enough ─▶ closed
 
@@ -22,16 +22,16 @@ from time import monotonic
 
 from tensord.daemon.front.pace import Pace
 
-#: For a client that takes nothing more and does not close.
+#: Seconds to wait for a client that reads nothing more and does not close.
 LINGER_SECONDS = 5.0
-#: At a time; the oldest one makes room.
+#: The most lingering connections; the oldest one is closed for a new one.
 MOST_LINGERING = 1024
-#: Bytes that are thrown away of one. Of a body that is refused the client mostly sends the rest before it reads why.
+#: The most bytes discarded of one connection. A client mostly sends the rest of a refused body before it reads why.
 MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """Of one front.
+    """The lingering connections of one front.
 
     Args:
       min_rate: bytes a second that a client takes at least.
@@ -39,11 +39,13 @@ class LingeringClose:
 
     def __init__(self, min_rate: int) -> None:
         self._min_rate = min_rate
-        #: Oldest first.
+        #: The lingering connections, oldest first.
         self._lingering: dict[Lingering, None] = {}
 
     def see_out(self, transport: asyncio.Transport) -> None:
-        """Ends a connection, once what its protocol is doing is done. That is told that it is lost, and hears no more of it.
+        """Ends a connection, once what its protocol is doing is done.
+
+        The protocol is told that it is lost, and gets no more data.
 
         What was written has left for the kernel, or is the transport's own (TLS).
         """
@@ -65,13 +67,13 @@ class LingeringClose:
         former.connection_lost(None)
 
     def check(self, now: float) -> None:
-        """Closes those that have taken long enough; called about once a second. ``now``: monotonic seconds."""
+        """Closes connections that have lingered long enough; called about once a second. ``now``: monotonic seconds."""
         for lingering in list(self._lingering):
             if lingering.is_late(now, self._min_rate):
                 lingering.cut()
 
     def forget(self, lingering: Lingering) -> None:
-        """It is closed."""
+        """Forgets a connection that is closed."""
         self._lingering.pop(lingering, None)
 
     def __len__(self) -> int:
@@ -82,7 +84,7 @@ class LingeringClose:
 
 
 class Lingering(asyncio.Protocol):
-    """Stands in for a connection that is over."""
+    """The protocol of a connection that lingers: it discards what arrives."""
 
     __slots__ = ("_dropped", "_lingering_close", "_pace", "_since", "_transport")
 
@@ -102,23 +104,23 @@ class Lingering(asyncio.Protocol):
         self._lingering_close.forget(self)
 
     def is_late(self, now: float, min_rate: int) -> bool:
-        """Whether it has taken fewer than ``min_rate`` bytes a second for ``LINGER_SECONDS``, or had nothing more to take."""
+        """Returns whether it has read fewer than ``min_rate`` bytes a second for ``LINGER_SECONDS``, or had nothing to read."""
         untaken = _waiting(self._transport, termios.TIOCOUTQ)
         return self._pace.is_slow(self._since, untaken, now, LINGER_SECONDS, min_rate)
 
     def cut(self) -> None:
-        """Closes it, whatever the client does."""
+        """Closes the connection, whatever the client does."""
         self._lingering_close.forget(self)
         self._transport.abort()
 
 
 def is_quiet(transport: asyncio.Transport) -> bool:
-    """Whether the client's side has taken everything that was written, and nothing of what it sent waits to be read."""
+    """Returns whether the client has received everything that was written, and nothing that it sent waits to be read."""
     return not (_waiting(transport, termios.TIOCOUTQ) or _waiting(transport, termios.FIONREAD))
 
 
 def _waiting(transport: asyncio.Transport, request: int) -> int:
-    """Bytes in one of the socket's queues."""
+    """Returns the bytes in one of the socket's queues."""
     sock = transport.get_extra_info("socket")
     if transport.is_closing() or sock is None:
         return 0

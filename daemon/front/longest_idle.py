@@ -1,6 +1,6 @@
-"""Who makes room when a protocol has as many connections as it may: those of this front that have asked nothing for longest.
+"""Makes room for a new connection when a protocol has as many as it may: the one that has been idle longest is closed.
 
-Whoever opens connections and asks nothing cannot shut others out: a new one takes the place of an old one that is of no use.
+A client that opens connections and asks nothing cannot shut others out.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from collections.abc import Collection
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
-#: Found at a time, so that a crowd of new connections does not look at all others for each.
+#: Connections found in one search, so that not every new connection searches all others.
 _FOUND_AT_ONCE = 32
-#: Until the next search where nobody was found, and until the next line in the log; seconds.
+#: Seconds until the next search if none was found, and until the next line in the log.
 _SEARCH_SECONDS = 0.1
 _LOG_SECONDS = 60.0
 
 
 class Guest(Protocol):
-    """A connection."""
+    """A connection that may have to make room."""
 
     @property
     def used_at(self) -> float:
-        """When it was last of use to its client; rising, whatever the clock."""
+        """Returns when it was last of use to its client; rising, whatever the clock."""
 
     @property
     def asks_nothing(self) -> bool:
-        """Whether it waits for no answer, nor for all of one to leave."""
+        """Returns whether it waits for no answer, nor for all of one to leave."""
 
     def make_room(self) -> None:
-        """Ends it."""
+        """Closes the connection."""
 
 
 class LongestIdle:
-    """Of one front.
+    """Finds the longest idle connections of one front.
 
     Args:
       connections: all of them, as they come and go.
@@ -44,12 +44,12 @@ class LongestIdle:
     def __init__(self, connections: Collection[Guest], limit: int) -> None:
         self._connections = connections
         self._limit = limit
-        #: With when each was last of use, when it was found.
+        #: Idle connections, each with when it was last of use, as it was found.
         self._found: deque[tuple[float, Guest]] = deque()
         self._search_at = self._log_at = 0.0
 
     def make_room(self, now: float) -> bool:
-        """Ends one connection. False: all of them are asking something. ``now``: seconds."""
+        """Closes one idle connection. Returns False if all of them are in use. ``now``: seconds."""
         for _ in range(2):
             while self._found:
                 used_at, guest = self._found.popleft()

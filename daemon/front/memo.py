@@ -1,4 +1,4 @@
-"""What was found before, within a bound.
+"""A bounded cache that keeps what is looked up often.
 
     put ─▶ young ─full─▶ old ─full─▶ forgotten
              ▲────found────╯
@@ -16,9 +16,10 @@ V = TypeVar("V")
 
 
 class Memo(dict[K, V | None]):
-    """Values by key; at least the last ``count`` that were put or found, at most twice as many. 0: none.
+    """A cache of values by key: it keeps at least the last ``count`` that were put or found, at most twice as many. 0: none.
 
-    ``memo[key]`` finds one, or None: nothing is known of it, or not any more. What is young is found without any Python.
+    ``cache[key]`` returns a value, or None if there is none, or not any more. A young entry is found without running Python
+    code.
     """
 
     __slots__ = ("_count", "_old", "forgotten")
@@ -27,7 +28,7 @@ class Memo(dict[K, V | None]):
         super().__init__()
         self._count = count
         self._old: dict[K, V | None] = {}
-        #: How many values had to go.
+        #: Counts the values that were evicted.
         self.forgotten = 0
 
     def __missing__(self, key: K) -> V | None:
@@ -37,7 +38,7 @@ class Memo(dict[K, V | None]):
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Remembers it."""
+        """Caches a value."""
         if not self._count:
             return
         if len(self) >= self._count:

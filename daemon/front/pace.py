@@ -1,25 +1,25 @@
-"""Whether a client takes what waits for it, looked at about once a second. Sans-I/O: times come in, in monotonic seconds."""
+"""Decides whether a client reads too slowly, checked about once a second. Sans-I/O: times come in, in monotonic seconds."""
 
 from __future__ import annotations
 
-#: What a client sends may come as slowly as it likes for that long.
+#: Seconds for which a client may send as slowly as it likes.
 GRACE_SECONDS = 2.0
-#: While the server stops, whoever does not go on with what it sends is waited for that long.
+#: While the server stops, a client that sends nothing is waited for so many seconds.
 SILENCE_SECONDS = 2.0
 
 
 class Pace:
-    """Of what waits for one client. Times and bytes begin anew whenever enough of it was taken."""
+    """The rate at which one client takes what waits for it; measured anew whenever it took enough."""
 
     __slots__ = ("_left", "_since")
 
     def __init__(self) -> None:
-        #: Since when it is looked at, and what was to be taken then.
+        #: Since when the rate is measured, and the bytes that were waiting then.
         self._since = 0.0
         self._left = 0
 
     def is_slow(self, since: float, left: int, now: float, seconds: float, rate: int) -> bool:
-        """Whether less than ``rate`` bytes a second were taken for ``seconds``.
+        """Returns whether less than ``rate`` bytes a second were taken for ``seconds``.
 
         Args:
           since: when the wait began; 0: nothing waits.

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, as the kernel tells it: nothing here is the client's own word.
+"""Identifies the client of a connection as the kernel tells it; nothing here is the client's own word.
 
 unix socket   pid, uid, gid and groups at the time of its connect, and a descriptor of the very process (pidfd)
 TCP           the address, which says nothing about who it is
@@ -25,13 +25,13 @@ _MAX_GROUPS = 1024
 
 @contextlib.contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """Whatever wraps the connection (asyncio's sockets answer less than the kernel does), this is a plain socket."""
+    """Opens a plain socket of the connection, whatever wraps it (asyncio's sockets answer less than the kernel does)."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
 
 
 def peer_of(fd: int) -> Peer:
-    """The identity of the client of a connection. One that is gone already is one of TCP without an address."""
+    """Returns the identity of a connection's client. One that is gone already is a TCP client without an address."""
     try:
         with _opened(fd) as sock:
             if sock.family != socket.AF_UNIX:
@@ -45,7 +45,7 @@ def peer_of(fd: int) -> Peer:
 
 
 def owner_of(connection: socket.SocketType, address: object) -> str:
-    """``Peer.owner`` of who connected from that address; of a client of TCP without a question to the kernel."""
+    """Returns ``Peer.owner`` of the client at that address; for a TCP client without asking the kernel."""
     return f"tcp {address[0]}" if isinstance(address, tuple) else peer_of(connection.fileno()).owner
 
 
@@ -59,9 +59,9 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
-    """What tells when a client's regions are to go (``regions.reclaim``), open inside the block; -1: they stay.
+    """Opens, inside the block, a descriptor that tells when a client's regions are to go (``regions.reclaim``); -1: they stay.
 
-    Where the kernel does not tell the process, its connection stands for it. Raises Unavailable: no descriptors are left.
+    If the kernel does not tell the process, its connection stands for it. Raises Unavailable: no descriptors are left.
     """
     if reclaim == "never" or not _is_unix(fd):
         yield -1
@@ -81,7 +81,7 @@ def _is_unix(fd: int) -> bool:
 
 @contextlib.contextmanager
 def process_of(fd: int) -> Iterator[int]:
-    """A pidfd of the process that connected, open inside the block; -1: not a unix socket, or the kernel does not say."""
+    """Opens a pidfd of the process that connected, inside the block; -1: not a unix socket, or the kernel does not say."""
     process = _pidfd(fd)
     try:
         yield process
@@ -106,7 +106,7 @@ def _pidfd(fd: int) -> int:
 
 
 def _pidfd_by_number(sock: socket.socket) -> int:
-    """For older kernels: the process of that number is the client if its connection is still open afterwards.
+    """Opens a pidfd by the process id, for older kernels: it is the client's if its connection is still open afterwards.
 
     Raises: OSError: there is no such process, or the client has hung up, so that its number may be another one's by now.
     """

@@ -1,4 +1,4 @@
-"""The life of a front process, whatever protocol it speaks: its control connection, its table of models and its submitter.
+"""Runs a front process, whatever protocol it speaks: its control connection, its table of models and its submitter.
 
 Start ─▶ what the other fronts know ─▶ Serve ─▶ open ─▶ ChildReady ─▶ lanes and models come and go ─▶ Stop: drain, close, exit 0
 
@@ -54,13 +54,13 @@ from tensord.shm.extensions import missing
 from tensord.shm.progress import Readiness
 from tensord.shm.record import decoder
 
-#: A few requests of some MiB as JSON: the text, its values, the text of the answer.
+#: Enough for a few requests of some MiB as JSON: the text, its values, the text of the answer.
 _KEPT_BYTE_SIZE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a front was given to take connections from, and its place among those that share it."""
+    """The listening sockets of a front, and its row among the fronts that share them."""
 
     listeners: tuple[socket.socket, ...]
     tally: Tally
@@ -68,11 +68,11 @@ class Place:
 
 
 class Front(ABC):
-    """One front. ``run`` is its whole life."""
+    """A front; ``run`` is its whole life."""
 
-    #: There from Start on.
+    #: Exists from Start on.
     tracer: Tracer
-    #: Its parts that are written in C: module -> what is so without it.
+    #: Modules written in C -> what the front does without them.
     parts: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, control: socket.socket, place: Place) -> None:
@@ -86,10 +86,10 @@ class Front(ABC):
         self.table = ModelTable()
 
     async def run(self) -> None:
-        """Returns when it was told to stop and has finished."""
+        """Serves until the front was asked to stop and has finished."""
         self._connection.start()
         start = await self._started
-        # Before it knows what the others know, it would refuse what another front has just answered for.
+        # Before it has the published state, it would refuse what another front has just answered for.
         await asyncio.wait((self._serve, self._stop), return_when=asyncio.FIRST_COMPLETED)
         if self._serve.done():
             await self._serve_until_stopped(start)
@@ -101,7 +101,7 @@ class Front(ABC):
         options = msgspec.msgpack.decode(start.options, type=Options)
         endpoints = Endpoints(self.table, self.calls, options)
         await self.open(options, endpoints)
-        # What was imported and built lives as long as the process: the collector need not look at it again and again.
+        # The garbage collector need not look again at what was imported and built: it lives as long as the process.
         gc.collect()
         gc.freeze()
         gc.enable()
@@ -112,20 +112,20 @@ class Front(ABC):
 
     @abstractmethod
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        """Returns when clients are served."""
+        """Begins to serve; returns when clients are served."""
 
     @abstractmethod
     async def drain(self, grace_ns: int) -> None:
-        """Nothing new; returns when what was accepted is answered, after ``grace_ns`` at the latest."""
+        """Accepts nothing new; returns when what was accepted is answered, after ``grace_ns`` at the latest."""
 
     @property
     def submitter(self) -> Submitter:
-        """There from Start on."""
+        """Returns the submitter, which exists from Start on."""
         assert self._submitter is not None, "Start is the first record"
         return self._submitter
 
     def _record(self, record: Any, fds: list[int]) -> None:
-        """Everything the supervisor says."""
+        """Handles every record of the supervisor."""
         match record:
             case Start():
                 stack_report.enable(*fds)
@@ -163,12 +163,12 @@ class Front(ABC):
                 log.configure(msgspec.msgpack.decode(changed, type=Log), name)
 
     def _orphaned(self) -> None:
-        """The supervisor is gone: nobody would ever stop us."""
+        """Exits, as the supervisor is gone: nobody would ever stop us."""
         os._exit(1)
 
 
 def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
-    """A front's process, from its command line to its end; ``make`` takes the control channel and the front's place."""
+    """Runs a front's process from its command line on; ``make`` takes the control channel and the front's place."""
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)
     parser = argparse.ArgumentParser(prog=program, description=description)

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """The base of both protocols' receivers. Owns the lease until ``take_lease`` or ``drop``.
+    """The base of both protocols' receivers. It owns the lease until ``take_lease`` or ``drop``.
 
     Args:
       model: the one that is asked for, as far as it is known.
@@ -34,12 +34,12 @@ class Receiver:
         self._model = model
         self._account = account
         self._lease: Lease | None = None
-        #: The body will be placed, and there is no room for it yet.
+        #: True while the body is to be placed, and there is no room for it yet.
         self.waits_for_room = False
         self._dropped = False
 
     def _ask_for_room(self, byte_size: int) -> None:
-        """Calls ``_place`` now, or when there is room; ``_progressed`` tells that, or the refusal. Raises as ``loan``."""
+        """Calls ``_place`` now, or when there is room; then ``_progressed``, also after a refusal. Raises as ``loan``."""
         if not self._borrow(byte_size):
             self.waits_for_room = True
             self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
@@ -71,12 +71,12 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Where the body lies; from now on its taker gives that back."""
+        """Hands over the lease in which the body lies; the caller releases it."""
         lease, self._lease = self._lease, None
         return lease
 
     def drop(self) -> None:
-        """Nobody wants the body any more: whatever it takes is given back. Idempotent."""
+        """Drops the body and releases what it takes. Idempotent."""
         self._dropped = True
         self._give_back()
 
@@ -86,13 +86,13 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """There is room: what comes goes there, after what came."""
+        """Directs what comes into the lease, after what came before."""
         raise NotImplementedError
 
     def _refuse(self, error: ServingError) -> None:
-        """There was no room in time."""
+        """Handles that there was no room in time."""
         raise NotImplementedError
 
     def _progressed(self) -> None:
-        """It waits for room no longer."""
+        """Goes on after the wait for room."""
         raise NotImplementedError

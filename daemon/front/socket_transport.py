@@ -1,4 +1,4 @@
-"""A client's socket as a transport of asyncio that costs little to make and to end.
+"""A client's socket as an asyncio transport that costs little to create and to close.
 
     accept ─▶ connection_made ─▶ read: many a client has asked by then ─▶ watched by its front's epoll (``socket_watch``)
 
@@ -20,34 +20,34 @@ from itertools import islice
 from typing import Any, Protocol
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
-#: The client has ended its side, however much of what it sent before is unread; and what the kernel tells unasked.
+#: The client has ended its side, perhaps with data unread; and the errors that the kernel reports unasked.
 _LEFT, _BROKEN = select.EPOLLRDHUP, select.EPOLLHUP | select.EPOLLERR
-#: The socket itself may block: to say that it must not would be a system call for each connection.
+#: The socket itself may block: making it non-blocking would be a system call for each connection.
 _AT_ONCE = socket.MSG_DONTWAIT
-#: What one read takes at most of a connection whose protocol gives no buffer.
+#: The most bytes of one read, for a protocol that gives no buffer.
 READ_BYTE_SIZE = 256 << 10
-#: Reads in one turn of the loop where each takes as much as it may.
+#: The most reads in one iteration of the loop, if each is as large as it may be.
 _READS_A_TURN = 32
-#: Pieces of one write; the kernel takes 1,024.
+#: The most pieces of one write; the kernel accepts 1,024.
 _PIECES = 512
 
 
 class Watch(Protocol):
-    """What tells a transport when there is something to read, or room to write."""
+    """Tells a transport when there is something to read, or room to write."""
 
     loop: asyncio.AbstractEventLoop
     #: Whether a client that has shut down its sending side counts as gone while bytes that it sent are still unread.
     heeds_end: bool
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
-        """What is looked for. Raises OSError: the kernel has no room for it."""
+        """Changes the events that are watched. Raises OSError: the kernel has no room for it."""
 
     def forget(self, transport: SocketTransport) -> None:
-        """It is being closed."""
+        """Forgets a transport that is being closed."""
 
 
 class SocketTransport(asyncio.Transport):
-    """One connection's. ``watch`` has it begin, and tells it what is ``ready``."""
+    """The transport of one connection. ``watch`` calls ``begin``, and ``ready`` with events."""
 
     __slots__ = (
         "_closing",
@@ -72,24 +72,24 @@ class SocketTransport(asyncio.Transport):
         self.fd = connection.fileno()
         self._receive, self._send = connection.recv, connection.send
         self._protocol: Any = protocol
-        #: Whether that gives the buffers that are read into.
+        #: Whether the protocol gives the buffers that are read into.
         self.gives_buffers = False
         #: Whether the protocol wants what comes.
         self.reading = True
-        #: The client has ended its side.
+        #: True once the client has ended its side.
         self._ended = False
-        #: What the epoll looks for; it may be reading although that is paused, until something comes.
+        #: The events that epoll watches; it may watch for input although reading is paused, until something comes.
         self._watched = 0
         self._unsent: deque[memoryview] | None = None
-        #: Our side ends once nothing is unsent.
+        #: True if our side ends once nothing is unsent.
         self._shut = False
-        #: Nothing more is read or written, but what is unsent.
+        #: True once nothing more is read or written, except what is unsent.
         self._closing = False
-        #: The protocol is about to lose it, or has lost it.
+        #: True once the protocol is about to lose the connection, or has lost it.
         self._ending = False
 
     def begin(self) -> None:
-        """The protocol has it now; what came already is read."""
+        """Gives the connection to the protocol, and reads what came already."""
         self._protocol.connection_made(self)
         if self.reading:
             self.read()
@@ -97,11 +97,11 @@ class SocketTransport(asyncio.Transport):
             if not self._watched & _IN:
                 self._look_for(self._watched | _IN)
         elif not (self._closing or self._ended):
-            # More came than is wanted now. That nobody is there any more is wanted.
+            # More came than is wanted now, but the client's end is of interest.
             self._look_for(self._watched | _LEFT)
 
     def ready(self, events: int) -> None:
-        """What the epoll has found, where it is more than something to read."""
+        """Handles the events of epoll, unless there is only something to read."""
         if self._unsent and events & ~_IN:
             self._send_rest()
         if self.reading:
@@ -112,17 +112,17 @@ class SocketTransport(asyncio.Transport):
         elif events & (_LEFT | _BROKEN):
             self._left_unread(events)
         elif self._watched & _IN:
-            # What comes is not wanted now. That nobody is there any more is, and stands behind what is unread.
+            # What comes is not wanted now. The client's end is, and it stands behind what is unread.
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """The client has gone, or has ended its side, while it is not read."""
+        """Handles that the client has gone, or has ended its side, while it is not read."""
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))
         elif self._watch.heeds_end:
             self._end_of_stream()
         else:
-            # It is told in its order, once what is before it was read.
+            # The protocol gets the end in its order, once what is before it was read.
             self._look_for(self._watched & ~_LEFT)
 
     def _look_for(self, wanted: int) -> None:
@@ -135,7 +135,7 @@ class SocketTransport(asyncio.Transport):
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
-        """There is something to read, or the end."""
+        """Reads what there is, or the end."""
         if self.gives_buffers:
             self._read_into_buffers()
             return
@@ -180,7 +180,7 @@ class SocketTransport(asyncio.Transport):
         return self.reading
 
     def pause_reading(self) -> None:
-        # The epoll learns it when something comes: mostly it goes on before.
+        # Epoll learns it when something comes: mostly reading is resumed before.
         self.reading = False
 
     def resume_reading(self) -> None:
@@ -229,7 +229,7 @@ class SocketTransport(asyncio.Transport):
                 self._keep(pieces, sent)
 
     def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
-        """What the socket has not taken."""
+        """Keeps what the socket has not accepted."""
         self._unsent = deque(memoryview(piece) for piece in pieces)
         self._drop(sent)
         self._look_for(self._watched | _OUT)
@@ -304,7 +304,7 @@ class SocketTransport(asyncio.Transport):
             self._end_soon(error)
 
     def _end_soon(self, error: OSError | None) -> None:
-        """Once what the protocol is doing is done."""
+        """Ends the connection once what the protocol is doing is done."""
         self._ending = True
         self._watch.loop.call_soon(self._end, error)
 

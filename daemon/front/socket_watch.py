@@ -1,4 +1,4 @@
-"""The sockets of a front's clients, looked at by one epoll of their own, which is one descriptor to the loop.
+"""Watches the sockets of a front's clients with an epoll of its own, which is one descriptor to the loop.
 
     loop ─▶ epoll readable ─▶ poll: (socket, events) ... ─▶ each transport reads, or writes what it has kept
 
@@ -17,12 +17,12 @@ from socket import SocketType
 from tensord.daemon.front.socket_transport import SocketTransport
 
 _log = logging.getLogger(__name__)
-#: Sockets of one look; the others come with the next.
+#: Sockets handled at once; the others come with the next poll.
 _MOST = 256
 
 
 class SocketWatch:
-    """One per front. Made and used in a running loop; ``close`` ends it.
+    """The epoll of a front. It is created and used in a running loop; ``close`` ends it.
 
     Args:
       heeds_end: whether a client that has ended its side is gone, although something that it sent before is not read.
@@ -36,7 +36,7 @@ class SocketWatch:
         self.loop.add_reader(self._epoll.fileno(), self._ready)
 
     def open(self, connection: SocketType, protocol: asyncio.Protocol) -> None:
-        """A client's; the protocol has it, and what came already, when this returns."""
+        """Begins a client's connection; the protocol has it, and what came already, when this returns."""
         transport = SocketTransport(self, connection, protocol)
         self._transports[transport.fd] = transport
         try:
@@ -74,7 +74,7 @@ class SocketWatch:
         transport.abort()
 
     def close(self) -> None:
-        """Nothing is looked for any more. Idempotent."""
+        """Closes the epoll. Idempotent."""
         if not self._epoll.closed:
             self.loop.remove_reader(self._epoll.fileno())
             self._epoll.close()

@@ -1,4 +1,4 @@
-"""The one error table: what each member of the family is on the wire. Both protocols import it; nothing else knows numbers.
+"""The one error table: the HTTP and gRPC status of each error. Both protocols import it; nothing else knows numbers.
 
 Source: Triton's HttpCodeFromError and GrpcStatusUtil, as recorded against a real server.
 """
@@ -28,17 +28,17 @@ class BodyTooLarge(InvalidArgument):
     status = 413
 
     def __init__(self, found: str, limit: int) -> None:
-        """``found``: what is known of it, as "has more than 10 bytes"."""
+        """Takes in ``found`` what is known of the body, as "has more than 10 bytes"."""
         super().__init__(f"the request body {found}, at most {limit} are allowed")
 
     @property
     def refusal(self) -> tuple[int, str]:
-        """Status and text of the answer."""
+        """Returns status and text of the answer."""
         return self.status, self.message
 
 
 def http_status(code: str | ServingError) -> int:
-    """The HTTP status of an error or of its code."""
+    """Returns the HTTP status of an error or of its code."""
     if isinstance(code, Restricted):
         return 403
     if isinstance(code, BodyTooLarge):
@@ -47,5 +47,5 @@ def http_status(code: str | ServingError) -> int:
 
 
 def grpc_status(code: str | ServingError) -> str:
-    """The name of the gRPC status of an error or of its code."""
+    """Returns the name of the gRPC status of an error or of its code."""
     return _TABLE[code.code if isinstance(code, ServingError) else code][1]

@@ -1,1 +1,1 @@
-"""What Prometheus reads of the daemon: counted elsewhere, gathered when somebody asks, served on a port of its own."""
+"""This room serves the daemon's metrics to Prometheus on a port of its own; they are counted elsewhere."""

@@ -1,4 +1,4 @@
-"""Gathers a snapshot: what the supervisor knows itself, and what each worker says it has counted.
+"""Gathers a snapshot of the daemon: the supervisor's own knowledge, and the counters of each worker.
 
 Belongs to the supervisor's loop, and waits for nobody longer than a moment: a worker that executes a long batch, or hangs, is
 shown with what it said last.
@@ -31,12 +31,12 @@ from tensord.shm.figures import Figures
 from tensord.shm.operations import WorkerFigures
 
 _log = logging.getLogger(__name__)
-#: Seconds. A scrape of Prometheus gives up after ten.
+#: Seconds to wait for a worker; a scrape of Prometheus gives up after ten.
 _PATIENCE = 2.0
 
 
 class Collection:
-    """Owns the ledger."""
+    """Takes snapshots, and owns the ledgers of counters."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Collection:
         self._gpus = gpus
         self._ledger = Ledger()
         self._own = OwnMetricsLedger()
-        #: Incarnation -> what it said last of the leases on regions.
+        #: Incarnation -> its last report of the leases on regions.
         self._leases: dict[int, dict[str, int]] = {}
 
     async def snapshot(self) -> Snapshot:
-        """The daemon now. Never fails because of a worker."""
+        """Returns a snapshot of the daemon now. Never fails because of a worker."""
         asked = self._workers.ready()
         answers = await asyncio.gather(*(self._ask(worker) for worker in asked))
         answered = {worker.incarnation for worker, answer in zip(asked, answers, strict=True) if answer}
@@ -94,7 +94,7 @@ class Collection:
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: Worker) -> bool:
-        """Notes what a worker has counted. False: it did not say so in time."""
+        """Asks a worker for its counters. Returns False if it did not answer in time."""
         try:
             async with asyncio.timeout(_PATIENCE):
                 answer, fds = await worker.call(WorkerFigures())
@@ -105,7 +105,7 @@ class Collection:
         except msgspec.MsgspecError as error:
             _log.error("%s (process %d) counts in a form that is not understood: %s", worker.name, worker.pid, error)
             return False
-        # At once, before anything else is waited for: of two answers of a worker the later one holds.
+        # The ledger is updated before anything else is awaited: of two answers of a worker the later one holds.
         self._ledger.update(worker.incarnation, figures)
         self._own.update(worker.incarnation, worker.name, figures.own)
         self._leases[worker.incarnation] = figures.leases

@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 PATH = "/metrics"
 #: Imported in the thread, for the first connection: neither the start of the daemon nor its loop waits for that.
 _SCRAPE = "tensord.daemon.metrics.scrape"
-#: At a time; the oldest one makes room.
+#: The most connections; the oldest one is closed for a new one.
 MAX_CONNECTIONS = 32
-#: Bytes of one that wait to be looked at.
+#: Bytes of a connection that wait to be read.
 _MAX_WAITING = 16 << 10
 #: Seconds for all of a connection. Prometheus gives up after ten.
 _TIMEOUT = 20.0
@@ -40,13 +40,13 @@ class Endpoint:
         self._listener: Listener | None = None
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], None] = {}
-        #: One: texts are written one after the other, and take no thread from those who read files.
+        #: One thread writes the texts one after the other, and takes none from those who read files.
         self._thread = ThreadPoolExecutor(1, "metrics")
-        #: What a scrape takes is there.
+        #: True once the libraries of a scrape are imported.
         self._imported = False
 
     async def open(self) -> None:
-        """Serves on the running loop, where it is enabled. Raises ListenError: address, port and reason."""
+        """Serves on the running loop, if metrics are enabled. Raises ListenError: address, port and reason."""
         if not self._options.enabled:
             return
         self._listener = listening.listen(self._options.address, self._options.port, "http")
@@ -55,11 +55,11 @@ class Endpoint:
 
     @property
     def url(self) -> str | None:
-        """As scrapers are told; None: it is not served."""
+        """Returns the URL for scrapers; None: metrics are not served."""
         return None if self._listener is None or self._listener.url is None else self._listener.url + PATH
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the socket and all connections. Idempotent."""
         if self._server is not None:
             self._server.close()
         for task in self._connections:
@@ -85,7 +85,7 @@ class Endpoint:
             pass  # it went away, took too long, or had to make room
         finally:
             self._connections.pop(task, None)
-            # What it has not taken by now is thrown away.
+            # What the client has not received by now is thrown away.
             writer.transport.abort()
 
     async def _scrape(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""One request over HTTP and its answer, which ends the connection. Knows nothing of metrics.
+"""Serves a single request over HTTP, after which the connection ends. Knows nothing of metrics.
 
 The parser is the HTTP front's, so what is a request there is one here, trailers and all.
 """
@@ -14,14 +14,14 @@ import msgspec
 
 from tensord.daemon.front.chunk_sizes import ChunkSizes, Refusal
 
-#: Request line and headers together.
+#: The most bytes of request line and headers together.
 _MAX_HEAD = 16 << 10
-#: What is read of a body that nobody asked for, so that its sender reads the answer instead of a reset connection.
+#: The most bytes read of a body that nobody asked for, so that its sender reads the answer instead of a reset connection.
 _MAX_BODY = 64 << 10
 
 
 class BadRequest(Exception):
-    """What came is no request; ``status`` is the answer."""
+    """The bytes received are no valid request; ``status`` is the answer."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -30,18 +30,18 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked."""
+    """A parsed request."""
 
     method: bytes
-    #: Without the query.
+    #: The path without the query.
     path: bytes
-    #: "": none.
+    #: The Accept header; "": none.
     accept: str
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``headers`` besides length and connection."""
+    """An answer; ``headers`` come besides length and connection."""
 
     status: int
     body: bytes
@@ -49,7 +49,7 @@ class Answer:
 
 
 def refusal(status: int, reason: str, *headers: tuple[str, str]) -> Answer:
-    """An error in the form that the other ports have, too."""
+    """Makes an error answer in the form that the other ports have, too."""
     return Answer(status, msgspec.json.encode({"error": reason}), (("Content-Type", "application/json"), *headers))
 
 
@@ -63,17 +63,17 @@ class Exchange:
         self._target = b""
         self._fields: list[tuple[bytes, bytes]] = []
         self._asked: Request | None = None
-        #: The status of a head that is none; 0: it is one.
+        #: The status that refuses an invalid head; 0: it is valid.
         self._refused = 0
-        #: Of its body: what came, and its framing if it comes in chunks.
+        #: The bytes of the body that came, and its framing if it comes in chunks.
         self._received = 0
         self._chunks: ChunkSizes | None = None
         self._whole = False
 
     async def request(self, reader: asyncio.StreamReader) -> Request | None:
-        """The request, when its body has come and is thrown away. None: the client went away before it asked.
+        """Reads the request, and discards its body. Returns None if the client went away before it asked.
 
-        Raises: BadRequest: it is none, or its head is too large.
+        Raises: BadRequest: it is invalid, or its head is too large.
         """
         while not (
             self._whole or self._received > _MAX_BODY or (self._asked is not None and self._waits_to_continue())
@@ -90,7 +90,7 @@ class Exchange:
         return self._asked
 
     def _take(self, data: bytes) -> None:
-        """What came. Raises: BadRequest, Refusal, HttpParserError."""
+        """Parses received bytes. Raises: BadRequest, Refusal, HttpParserError."""
         if not data:
             raise BadRequest(400)
         while data and not self._whole:
@@ -104,7 +104,10 @@ class Exchange:
             data = data[end:]
 
     def _end_of_head(self, data: bytes) -> int:
-        """The head is parsed by itself: so it is known where the body begins."""
+        """Returns where the head ends in the data.
+
+        The head is parsed by itself, so it is known where the body begins.
+        """
         known = len(self._head)
         self._head += data
         end = self._head.find(b"\r\n\r\n", max(0, known - 3))
@@ -154,12 +157,12 @@ class Exchange:
         return [value for found, value in self._fields if found == name]
 
     def _waits_to_continue(self) -> bool:
-        """Whether the client sends its body only when it is asked to, which nobody does."""
+        """Returns whether the client waits for ``100 Continue`` before it sends its body; it is never sent."""
         expected = self._values(b"expect")
         return bool(expected) and expected[0].lower() == b"100-continue" and self._parser.get_http_version() == "1.1"
 
     def answered(self, answer: Answer) -> bytes:
-        """The answer as bytes; the connection ends with it."""
+        """Encodes an answer; the connection ends with it."""
         headers = (*answer.headers, ("Content-Length", str(len(answer.body))), ("Connection", "close"))
         lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", *map(": ".join, headers), "", ""]
         body = b"" if self._asked is not None and self._asked.method == b"HEAD" else answer.body

@@ -1,4 +1,4 @@
-"""A snapshot as the text that Prometheus reads: Triton's names where Triton has the figure, ``tensord_`` before all others.
+"""Renders a snapshot as the text that Prometheus reads: Triton's names where it has the metric, ``tensord_`` before all others.
 
 Runs in a thread of its own; nothing here is kept between two scrapes. Source: Triton docs/user_guide/metrics.md; the Prometheus
 exposition format 0.0.4 and OpenMetrics 1.0.
@@ -57,7 +57,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
         lambda c: c.compute_output_ns // 1000,
     ),
 )
-#: The same of models with a response cache.
+#: Triton's counters of models with a response cache.
 _CACHE_COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
     ("nv_cache_num_hits_per_model", "Requests that the response cache answered", lambda c: c.cache_hit),
     ("nv_cache_num_misses_per_model", "Requests whose answers the response cache took", lambda c: c.cache_miss),
@@ -68,7 +68,7 @@ _CACHE_COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
         lambda c: c.cache_miss_ns // 1000,
     ),
 )
-#: What a version takes on each worker that serves it.
+#: The footprint of a version on each worker that serves it.
 _FOOTPRINT: tuple[tuple[str, str, Callable[[Footprint], float]], ...] = (
     ("tensord_model_load_seconds", "Time of its last load, on the worker that was done last", lambda f: f.seconds),
     ("tensord_model_parameter_bytes", "Its parameters on the device, of each worker", lambda f: f.parameter_byte_size),
@@ -80,7 +80,7 @@ _FOOTPRINT: tuple[tuple[str, str, Callable[[Footprint], float]], ...] = (
         lambda f: f.batch_byte_size,
     ),
 )
-#: Triton's of a GPU.
+#: Triton's gauges of a GPU.
 _GPU: tuple[tuple[str, str, Callable[[Gpu], float | None]], ...] = (
     ("nv_gpu_utilization", "Part of the last moment in which the GPU worked, from 0 to 1", lambda g: g.utilization),
     ("nv_gpu_memory_total_bytes", "Memory of the GPU", lambda g: g.memory_total),
@@ -96,7 +96,7 @@ _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
 )
 
 
-#: Of sequences, as ``Total.sequences`` has them.
+#: The states of sequences, in the order of ``Total.sequences``.
 _STATES = ("slot", "backlog")
 _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
     (Refusal.QUEUE_FULL, lambda c: c.queue_full),
@@ -107,7 +107,7 @@ _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
 
 
 def render(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
-    """The text and its content type.
+    """Returns the text and its content type.
 
     Args:
       accept: the request's header; names OpenMetrics where that is wanted.
@@ -117,14 +117,14 @@ def render(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
     wanted = {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
     if "application/openmetrics-text" in wanted:
         return openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST
-    # The library knows no counters but those that end in _total. Triton's do not; their lines are right but for the type.
-    # No other line can end like this: samples end in a number, and a line break within a label is written \n.
+    # The library knows no counters but those that end in _total. Triton's do not; their lines are right but for the type. No
+    # other line can end like this: samples end in a number, and a line break within a label is written \n.
     text = exposition.generate_latest(registry).replace(b" untyped\n", b" counter\n")
     return text, exposition.CONTENT_TYPE_PLAIN_0_0_4
 
 
 class _Snapshots(Collector):
-    """One snapshot, in the library's form."""
+    """Presents one snapshot as a collector of the library."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -326,7 +326,7 @@ def _memory(processes: Mapping[str, int]) -> Metric:
 
 
 def _own(own: OwnFamily) -> Metric:
-    """Of a model's own, under the names that it has given."""
+    """Makes the family of a model's own metric, under the names that it has given."""
     kinds = {"counter": UnknownMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
     family: Metric = kinds[own.kind](own.name, own.description)
     for labels, metric in own.metrics.items():

@@ -1,4 +1,4 @@
-"""Counters of model versions over all workers, which never go back while a version is served. Pure.
+"""Counters of model versions over all workers, which never decrease while a version is served. Pure.
 
     figures of a worker ─▶ what it has counted so far          totals = all of these, and what those came to that have ended
     worker or load gone ─▶ what was last known of it is kept
@@ -20,7 +20,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """One version over all workers."""
+    """The counters of one version over all workers."""
 
     name: str
     version: int
@@ -30,27 +30,27 @@ class Total:
     #: Whether the response cache is used for it, and whether it answers with several responses.
     cached: bool = False
     streams: bool = False
-    #: Of a model with sequences: those with a slot now, and those that wait for one.
+    #: For a model with sequences: those with a slot now, and those that wait for one.
     sequences: tuple[int, int] | None = None
 
 
 class Ledger:
-    """One for the life of the daemon. Workers go by their incarnations."""
+    """Adds up the counters of all workers, for the life of the daemon. Workers are known by their incarnations."""
 
     def __init__(self) -> None:
-        #: Incarnation -> what it said last.
+        #: Incarnation -> its last report.
         self._workers: dict[int, dict[Key, VersionFigures]] = {}
         self._ended: dict[Key, Counts] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """What a worker says now."""
+        """Notes a worker's report."""
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}
         self._workers[incarnation] = now
         self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
-        """Only these workers live, and only these versions are served: what others counted is kept, and forgotten."""
+        """Keeps the counters of workers that have ended, and forgets versions that are not served any more."""
         for incarnation in self._workers.keys() - incarnations:
             self._end(self._workers.pop(incarnation).values())
         self._ended = {key: counts for key, counts in self._ended.items() if key in served}
@@ -61,7 +61,7 @@ class Ledger:
             self._ended[key] = self._ended.get(key, Counts()) + version.counts
 
     def totals(self, served: Iterable[Key]) -> list[Total]:
-        """Of each version that is served."""
+        """Returns the totals of each version that is served."""
         found = []
         for key in served:
             counts, pending, cached, streams = self._ended.get(key, Counts()), 0, False, False

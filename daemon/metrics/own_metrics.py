@@ -17,30 +17,30 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class OwnFamily:
-    """One family as it is shown."""
+    """A family of metrics as it is shown."""
 
     name: str
     description: str
-    #: "counter", "gauge", "histogram".
+    #: One of "counter", "gauge", "histogram".
     kind: str
     metrics: Mapping[Labels, MetricFigures]
 
 
 class OwnMetricsLedger:
-    """One for the life of the daemon. Workers go by their incarnations."""
+    """Adds up the models' own metrics of all workers, for the life of the daemon. Workers are known by their incarnations."""
 
     def __init__(self) -> None:
-        #: Incarnation -> name of its post, and what it said last.
+        #: Incarnation -> name of its slot, and its last report.
         self._workers: dict[int, tuple[str, Sequence[OwnMetrics]]] = {}
-        #: Name of a family -> what workers had counted that are gone.
+        #: Name of a family -> the counters of workers that have ended.
         self._ended: dict[str, OwnMetrics] = {}
 
     def update(self, incarnation: int, worker: str, families: Sequence[OwnMetrics]) -> None:
-        """What a worker says now."""
+        """Notes a worker's report."""
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
-        """Only these workers live, and only these versions are served."""
+        """Keeps the counters of workers that have ended, and forgets families without a served model."""
         for incarnation in self._workers.keys() - incarnations:
             for family in self._workers.pop(incarnation)[1]:
                 if family.kind != "gauge":
@@ -52,11 +52,11 @@ class OwnMetricsLedger:
         self._ended = {name: family for name, family in self._ended.items() if served & {*family.owners}}
 
     def families(self, apart: bool) -> list[OwnFamily]:
-        """``apart``: there are several workers, whose gauges are told apart."""
+        """Returns all families. ``apart``: there are several workers, whose gauges get the worker's name as a label."""
         found: dict[str, tuple[OwnMetrics, list[MetricFigures]]] = {}
         for worker, families in [*self._workers.values(), ("", tuple(self._ended.values()))]:
             for family in families:
-                # Of two of one name and different kinds, which only different workers can have, the first one is shown.
+                # Only different workers can have families of one name and different kinds: the first one is shown.
                 first, metrics = found.setdefault(family.name, (family, []))
                 if first.kind == family.kind:
                     metrics += (

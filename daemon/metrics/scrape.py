@@ -1,4 +1,4 @@
-"""One scrape, from its request to its answer. With it come the libraries, so it is imported once somebody scrapes."""
+"""Serves one scrape, from its request to its answer. It imports the libraries, so it is imported once somebody scrapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TakeSnapshot = Callable[[], Awaitable[Snapshot]]
 async def serve(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, snapshot: TakeSnapshot, thread: Executor
 ) -> None:
-    """Returns when the answer is on its way, or nobody asked. The connection stays the caller's.
+    """Answers a scrape; returns when the answer is on its way, or nobody asked. The connection stays the caller's.
 
     Args:
       snapshot: asked once the request has come.

@@ -1,4 +1,7 @@
-"""The daemon at one moment, as metrics show it. Gathered on the supervisor's loop, written as text in another thread."""
+"""The state of the daemon at one moment, as metrics show it.
+
+It is gathered on the supervisor's loop, and rendered in another thread.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,25 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerPost:
-    """A worker's place, whether it is filled now or not."""
+    """A worker's slot, whether it is filled now or not."""
 
     name: str
     device: str
-    #: A process is there and has reported.
+    #: Whether there is a process that has reported.
     up: bool
-    #: It has said what it counts in time; else what is shown of it is what it said last.
+    #: Whether it reported its counters in time; else its last report is shown.
     answered: bool
-    #: How often a dead one was replaced.
+    #: How often a dead process was replaced.
     restarts: int
-    #: Sequences that had begun on those that died.
+    #: Sequences that had begun on processes that died.
     lost_sequences: int = 0
-    #: What it loads now, if that is known.
+    #: Its current load, if that is known.
     loading: Loading | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FrontPost:
-    """A front's place, whether it is filled now or not."""
+    """A front's slot, whether it is filled now or not."""
 
     name: str
     protocol: str
@@ -42,7 +45,7 @@ class FrontPost:
     restarts: int
     #: Requests that it has refused, by reason.
     refused: Mapping[Refusal, int]
-    #: Kinds of requests that have a number now; that were given one, and that had to give it to others, ever.
+    #: Prepared requests that have a number now; that were given one, and that were evicted for others, ever.
     forms: int = 0
     forms_minted: int = 0
     forms_evicted: int = 0
@@ -50,7 +53,7 @@ class FrontPost:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Registered regions of one kind, "system" or "cuda"."""
+    """The registered regions of one kind, "system" or "cuda"."""
 
     kind: str
     count: int
@@ -61,9 +64,9 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All of it."""
+    """The snapshot of all that metrics show."""
 
-    #: As /v2/health/ready says.
+    #: Whether the daemon is ready, as /v2/health/ready says.
     ready: bool
     #: Models that should be served -> whether a version of each is.
     wanted: Mapping[str, bool]
@@ -71,16 +74,16 @@ class Snapshot:
     workers: Sequence[WorkerPost]
     fronts: Sequence[FrontPost]
     regions: Sequence[Regions]
-    #: What may be registered, all kinds together.
+    #: The limits of regions, all kinds together.
     max_regions: int
     max_region_byte_size: int
     #: Name -> id of each process.
     processes: Mapping[str, int]
-    #: Name and number of each version that is served -> what it takes on a worker.
+    #: Name and number of each version that is served -> its footprint on a worker.
     footprints: Mapping[tuple[str, int], Footprint]
-    #: This host's, where models run on GPUs.
+    #: The GPUs of this host, where models run on GPUs.
     gpus: Sequence[Gpu] = ()
-    #: UUID and kind of what a GPU has met -> how often.
+    #: UUID of a GPU and kind of its errors -> how often they were reported.
     gpu_errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    #: What models keep themselves.
+    #: The metrics that models keep themselves.
     own: Sequence[OwnFamily] = ()

@@ -1,1 +1,1 @@
-"""Which models are wanted and where they stand, over all workers."""
+"""This room knows which models are wanted and what state they are in, over all workers."""

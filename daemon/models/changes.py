@@ -1,4 +1,4 @@
-"""Operations on models: what clients, the start and a reload ask for, carried out through the lifecycle's instructions.
+"""Operations on models, as clients, the start and a reload ask for them, carried out through the lifecycle's instructions.
 
 Files are read off the loop; decisions are ``tensord.daemon.models.lifecycle``'s. Files that a client gave are the model until
 the next load or unload; how long a configuration stays that a client gave, ``tensord.daemon.models.given`` says.
@@ -46,23 +46,23 @@ class Models:
         publish = supervisor.model_changed
         self.lifecycle = Lifecycle()
         self._readiness = ReadinessCheck(self.standings, publish)
-        #: Names that should be served: in the repositories, or asked for by name and not unloaded since.
+        #: Names of models that should be served: in the repositories, or asked for by name and not unloaded since.
         self._wanted: set[str] = set()
-        #: Names that could not even be tried when they were asked for last, with the reason.
+        #: Names of models that could not even be tried when they were asked for last, with the reason.
         self._refused: dict[str, str] = {}
         self._repositories = Repositories()
-        #: What lies in the folders that options name; as of ``Repositories``.
+        #: Scans the folders that options name, as ``Repositories.scan`` does.
         self.scan = self._repositories.scan
         self._retries = Retries(self._retry)
         self.ensembles = Ensembles(self.lifecycle.models)
         self._coming = Coming(publish)
-        #: Names that somebody asked for, not only ensembles.
+        #: Names that a client or the options asked for, and not only an ensemble.
         self._named: set[str] = set()
-        #: Ensembles that are loaded again because a member is another one or back.
+        #: Tasks that load ensembles again because a member was replaced or has come back.
         self._again: dict[str, asyncio.Task[None]] = {}
-        #: Names that are loaded because of what a look at the repositories found, the last one of each.
+        #: The last task of each name that was started by a look at the repositories.
         self._latest: dict[str, asyncio.Task[str]] = {}
-        #: ``repository.load`` as it was last acted upon.
+        #: The value of ``repository.load`` that was last acted upon.
         self._listed: set[str] = set()
         self._outcomes = Outcomes()
         self._overrides = Overrides()
@@ -71,7 +71,9 @@ class Models:
     # --------------------------------------------------------------------------------------------- clients' operations
 
     async def load(self, request: LoadModel) -> None:
-        """Loads or reloads a model by name and waits for the outcome, also until every ensemble that uses it answers with it.
+        """Loads or reloads a model by name.
+
+        It waits for the outcome, and until every ensemble that uses the model uses the new one.
 
         Raises: Unavailable: not in explicit mode.  Internal, InvalidArgument: Triton's sentences; or what is wrong in what the
         client gave.  Unsupported: the model asks for what is not offered.
@@ -88,7 +90,7 @@ class Models:
             self._given.drop_unused(request.name, self.lifecycle.folders(request.name))
 
     async def _load_found(self, name: str, config: str) -> None:
-        """Loads a model of a repository, with a client's configuration where one is given now or holds from before."""
+        """Loads a model of a repository, with a client's configuration if one is given now or still holds from before."""
         found = await asyncio.to_thread(repository.find, self._paths(), name)
         given = config or self._overrides.of(found)
         loaded = found
@@ -122,9 +124,10 @@ class Models:
         self._overrides.drop(name)
 
     def unload(self, name: str, dependents: bool = False) -> None:
-        """Begins to take a model away; unknown names are no error. Raises Unavailable: not in explicit mode.
+        """Begins to unload a model; an unknown name is no error. Raises Unavailable: not in explicit mode.
 
-        Ensembles that use it go before it, and come back when it does. ``dependents``: with the models that only it used.
+        Ensembles that use it are unloaded before it, and come back when it does. ``dependents``: also unloads the models that
+        only it used.
         """
         self._only_explicit()
         gone = [name, *(self.ensembles.only_used_by(name, self._named - {name}) if dependents else ())]
@@ -137,7 +140,7 @@ class Models:
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
-        """Unloads ensembles that have lost a member, and what else is to go, in one step."""
+        """Unloads ensembles that have lost a member, and ``more`` models, in one step."""
         if users:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []
@@ -153,12 +156,12 @@ class Models:
         self._given.drop_unused(name, self.lifecycle.folders(name))
 
     def close(self) -> None:
-        """Tries nothing again, and removes the files that clients gave; to be called when no worker runs."""
+        """Cancels further tries and removes the files that clients gave. Call it when no worker runs."""
         self._retries.close()
         self._given.close()
 
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
-        """The repository index, with what lies in the folders now. ``detailed``: and with what each version takes."""
+        """Returns the repository index, with what lies in the folders now. ``detailed``: also what each version takes."""
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
         refused = {name: reason for name, reason in self._refused.items() if name in folders or name in self._wanted}
@@ -172,9 +175,11 @@ class Models:
     # ------------------------------------------------------------------------------------------------ start and reload
 
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
-        """Begins to load what should be served and to unload what no longer should; the futures are the outcomes ("" or why not).
+        """Begins to load what should be served and to unload the rest.
 
-        At the start, and again with new options after a reload.
+        Returns a future of each load's outcome ("" or why it failed).
+
+        It is called at the start, and again with new options after a reload.
         """
         self._options = options
         self.lifecycle.known = set(found)
@@ -185,10 +190,10 @@ class Models:
                 self.ensembles.drop(name)
                 self._begin(self.lifecycle.unload(name, self._outcomes.token()))
         elif "*" in options.load:
-            # What a client gave as files, it gave in the place of these.
+            # Files that a client gave replace those of the repository.
             wanted = [name for name in found if not self._given.serves(name, self.lifecycle.folders(name))]
         else:
-            # Explicit models that clients loaded stay as they are; names that are new in the list, or do not serve, are loaded.
+            # Explicit models that clients loaded stay as they are; names that are new in the list, or are not served, are loaded.
             served = self.lifecycle.ready_models()
             again = self._wanted - served.keys()
             wanted = [name for name in dict.fromkeys(options.load) if name not in self._listed or name in again]
@@ -201,7 +206,7 @@ class Models:
         return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
     async def follow(self, found: Mapping[str, FoundModel], changed: Sequence[FoundModel], gone: Sequence[str]) -> None:
-        """Loads what has changed in the repositories, unloads what is gone from them, and waits until that is over."""
+        """Loads what has changed in the repositories, unloads what is gone from them, and waits for both."""
         self.lifecycle.known = set(found)
         for name in gone:
             self._wanted.discard(name)
@@ -212,7 +217,7 @@ class Models:
         await asyncio.gather(*[self._bring_wanted(model.name, model) for model in changed])
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
-        """What is in no repository any more and serves nothing is neither listed nor counted."""
+        """Drops models that are in no repository any more and serve nothing: they are neither listed nor counted."""
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
         self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed
@@ -220,7 +225,7 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load what was found; the result is why it could not be."""
+        """Begins to load a model that was found. The task's result is why it could not be loaded, or ""."""
         task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
         task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
         return task
@@ -243,7 +248,7 @@ class Models:
     async def _bring(
         self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False, asked: bool = False
     ) -> str:
-        """Loads a model. Returns why it could not be.
+        """Loads a model. Returns why it could not be loaded, or "".
 
         Args:
           within: the ensembles that it is loaded for.
@@ -267,7 +272,7 @@ class Models:
             return load_errors.placement_error(found.name, error.message)
         latest = self._latest.get(found.name)
         if not (within or again or asked) and latest not in (None, asyncio.current_task()):
-            # It has waited, for its models say, and what was found after it has overtaken it.
+            # This load waited for members, and was overtaken by a later look at the repositories.
             return await asyncio.shield(latest)
         self._dismiss(found.name)
         known = self.lifecycle.models.get(found.name)
@@ -285,7 +290,7 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """An ensemble whose members are loaded, by others or now. Raises InvalidArgument: it cannot be."""
+        """Returns an ensemble once its members are loaded, by others or now. Raises InvalidArgument: it cannot be loaded."""
         if again:
             return self.ensembles.check(found, self._supervisor.workers.devices)
         name, within = found.name, (*within, found.name)
@@ -307,7 +312,7 @@ class Models:
         return self.ensembles.check(found, self._supervisor.workers.devices, reasons)
 
     def _settle_ensembles(self) -> None:
-        """Takes down what has lost a member, and loads again what has one again, or another one."""
+        """Unloads ensembles that have lost a member, and loads again those whose members are back or replaced."""
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
@@ -321,7 +326,7 @@ class Models:
             self._wanted.add(found.name)
 
     async def _followed(self, name: str) -> None:
-        """Waits for the ensembles that are loaded again because of that model: a single program still has its former self."""
+        """Waits for the ensembles that are loaded again because of that model: fused programs contain its former version."""
         while True:
             users = self.ensembles.followers(name)
             coming = [each for user in users for each in (self._again.get(user), self._outcomes.coming(user)) if each]
@@ -334,7 +339,7 @@ class Models:
         self._note_refused(name, reason)
 
     def _still_served(self, name: str) -> str:
-        """The end of a sentence about a load that failed: what answers all the same; "": nothing."""
+        """Words which versions are still served after a failed load, as the end of a sentence; "" if none is."""
         model = self.lifecycle.models.get(name)
         served = (
             [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
@@ -353,7 +358,7 @@ class Models:
     # ------------------------------------------------------------------------------------------------------- readiness
 
     def standings(self) -> list[Standing]:
-        """Every model that should be served, by name, and each repository that cannot be read."""
+        """Returns the standing of every model that should be served, by name, and of each repository that cannot be read."""
         unreadable = self._repositories.unreadable
         wanted, refused = {*self._wanted, *unreadable}, {**self._refused, **unreadable}
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
@@ -363,7 +368,7 @@ class Models:
 
     @property
     def readiness(self) -> Readiness:
-        """Whether the daemon is ready, as it was published last."""
+        """Returns the readiness that was published last."""
         return self._readiness.readiness
 
     # ----------------------------------------------------------------------------------------------- workers and fronts
@@ -373,22 +378,25 @@ class Models:
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Tells fronts that a dead worker serves nothing. ``how`` it ended: "was killed by SIGSEGV". ``usable``: devices."""
+        """Tells fronts that a dead worker serves nothing.
+
+        ``how`` ends a sentence: "was killed by SIGSEGV". ``usable``: the devices that workers can still use.
+        """
         self._readiness.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)
         self._begin([*left, *self.lifecycle.stranded(usable)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Forgets a worker that was told to stop because nobody needs it."""
+        """Forgets a worker that was stopped because nobody needs it."""
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """How far a worker is with a load."""
+        """Notes how far a worker is with a load."""
         self._readiness.loads(incarnation, at)
         self._judge()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """A worker's answer to Load."""
+        """Handles a worker's answer to Load."""
         self._readiness.loads(incarnation, None)
         if answer.cancelled:
             _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
@@ -400,17 +408,17 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """A worker's answer to Unload."""
+        """Handles a worker's answer to Unload."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
     def states(self) -> list[ModelState | Readiness]:
-        """What a new front must know."""
+        """Returns the records that a new front needs."""
         states = [*self.lifecycle.states(), *self._coming.states(), *listing.refused_states(self._refused)]
         return [*states, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
-        """Carries instructions out, in order."""
+        """Carries out instructions, in order."""
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):
@@ -441,20 +449,20 @@ def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.
 
 
 class Outcomes:
-    """Futures of loads and unloads that somebody waits for, by the tokens that the lifecycle has of them.
+    """Futures of loads and unloads, by the tokens that the lifecycle has for them.
 
     An outcome is why the operation failed, or "". Belongs to the supervisor's loop.
     """
 
     def __init__(self) -> None:
-        #: A number for an operation, never given twice.
+        #: Makes a number for an operation, never given twice.
         self.token = itertools.count(1).__next__
         self._waiting: dict[int, asyncio.Future[str]] = {}
-        #: name -> what comes, or came, of its last load.
+        #: The outcome of each model's last load, by name.
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """A new operation's token and outcome. ``load``: the model that it loads."""
+        """Creates the token and the outcome of a new operation. ``load``: the model that it loads."""
         token = self.token()
         outcome = self._waiting[token] = asyncio.get_running_loop().create_future()
         if load:
@@ -462,12 +470,12 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Of the load of a model that is under way, if one is."""
+        """Returns the outcome of a model's load that is under way, or None."""
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 
     def settle(self, token: int, error: str) -> None:
-        """An operation is over."""
+        """Sets the outcome of an operation."""
         outcome = self._waiting.pop(token, None)
         if outcome is not None and not outcome.done():
             outcome.set_result(error)

@@ -1,4 +1,4 @@
-"""Ensembles and the models that they are made of: what has to be there first, what goes with what, what comes back.
+"""Ensembles and the models that they are made of: which have to be loaded first, which are unloaded or loaded again together.
 
     load E        its members are loaded before, as dependents: nobody asked for them by name
     member gone   the ensembles that use it go as well, and come back when it does
@@ -34,27 +34,29 @@ class _Built:
     """An ensemble as it was loaded last."""
 
     found: FoundModel
-    #: Of each member, what it was like then.
+    #: The fingerprint that each member had then.
     fingerprints: dict[str, str]
-    #: It was unloaded because a member was.
+    #: True if it was unloaded because a member was.
     down: bool = False
 
 
 class Ensembles:
-    """One per daemon."""
+    """Knows which models each ensemble uses. One per daemon."""
 
     def __init__(self, models: Mapping[str, Model]) -> None:
-        """``models``: the lifecycle's."""
-        #: Loads of ensembles that wait for members, and of models that have others loaded.
+        """Takes the models of the lifecycle."""
+        #: The loads of ensembles that wait for members, and of models that have others loaded.
         self.waits = LoadWaits()
         self._models = models
-        #: Those that were loaded and not unloaded by name since, whether they can be served now or not.
+        #: The ensembles that were loaded and not unloaded by name since, whether they can be served now or not.
         self._built: dict[str, _Built] = {}
 
     def check(
         self, found: FoundModel, devices: Sequence[str], reasons: Mapping[str, str] = MappingProxyType({})
     ) -> FoundModel:
-        """The ensemble as its members make it, which are loaded. ``reasons``: of those that are not. ``devices``: of all workers.
+        """Completes an ensemble from its loaded members.
+
+        ``reasons``: why members that are not loaded failed. ``devices``: of all workers.
 
         Raises: InvalidArgument: Triton's sentence; or its members are in no worker together.
         """
@@ -70,19 +72,19 @@ class Ensembles:
         ensemble_graph.check(message, self._config)
         message.model_transaction_policy.decoupled = ensemble_graph.decoupled(message, self._config)
         config = message.SerializeToString(deterministic=True)
-        # Another one as soon as a member is another one.
+        # The fingerprint changes when a member is replaced.
         parts = (found.fingerprint, *self._fingerprints(found).values())
         fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         places = self._devices(found)
         if any(
             (member := self._ready(*each)) and member.described and member.described.sticky for each in found.members
         ):
-            # Its sequences are where they began, which nobody else knows of it.
+            # Its sequences have to stay where they began, which nobody else knows of it.
             places = (placement.choose(("model", found.name), places or tuple(devices)),)
         return dataclasses.replace(found, config=config, devices=places, fingerprint=fingerprint)
 
     def circle(self, name: str, member: str) -> bool:
-        """Whether a model that an ensemble of that name is to use uses it."""
+        """Returns whether an ensemble of that name is used by the model that it is to use, so that they would form a circle."""
         return name == member or any(self.circle(name, each) for each, _ in self._members(member))
 
     def _config(self, name: str, number: int) -> ModelConfig:
@@ -92,7 +94,7 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Of the workers that have all of its members; empty: all workers."""
+        """Returns the devices of the workers that have all members; empty: all workers."""
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -114,15 +116,15 @@ class Ensembles:
         return tuple(common)
 
     def add(self, found: FoundModel) -> None:
-        """It was loaded, as it was found."""
+        """Notes that an ensemble was loaded as it was found."""
         self._built[found.name] = _Built(found, self._fingerprints(found))
 
     def drop(self, name: str) -> None:
-        """It was unloaded by name: it does not come back by itself."""
+        """Notes that an ensemble was unloaded by name: it does not come back by itself."""
         self._built.pop(name, None)
 
     def users(self, name: str) -> list[str]:
-        """The ensembles that use a model, also by way of others: each before those that it uses."""
+        """Returns the ensembles that use a model, also by way of others: each before those that it uses."""
         found: dict[str, None] = {}
         for user in self._direct(name):
             for each in (*self.users(user), user):
@@ -130,29 +132,29 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """The ensembles that use a model, without those of which another member is being loaded and waits for it."""
+        """Returns the ensembles that use a model, without those that wait for another member's load."""
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]
 
     def take_down(self, names: Iterable[str]) -> list[str]:
-        """Those of them that are served: they are unloaded now, until their members are back."""
+        """Returns those of the ensembles that are served, and marks them as unloaded until their members are back."""
         gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]
         for name in gone:
             self._built[name].down = True
         return gone
 
     def lost(self) -> list[str]:
-        """Those that are served and have lost a member, and what uses them; they are unloaded now."""
+        """Returns the ensembles to unload now, because they, or ensembles that they use, have lost a member."""
         gone = [name for name, built in self._built.items() if not self._whole(built.found)]
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
     def failed(self, found: FoundModel) -> None:
-        """It could not be loaded again: if for want of a member, it waits for that."""
+        """Notes that an ensemble could not be loaded again; if a member is missing, it waits for that."""
         if found.name in self._built:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Those that are loaded again now, because a member is back, or another one than it was."""
+        """Returns the ensembles to load again now, because a member is back, or was replaced."""
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)
@@ -165,7 +167,10 @@ class Ensembles:
         return found
 
     def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
-        """Its members, and theirs, that nobody else uses and that are not to be ``kept``. Ensembles before their members."""
+        """Returns the members of a model, and theirs, that nothing else uses and that are not ``kept``.
+
+        Each ensemble comes before its members.
+        """
         gone = [name]
         for each in gone:
             for member, _ in self._members(each):
@@ -183,18 +188,18 @@ class Ensembles:
         return all(self._ready(name, number) is not None for name, number in found.members)
 
     def _ready(self, name: str, number: int) -> Version | None:
-        """That version if it serves, or with -1 the newest that does."""
+        """Returns that version if it serves, or with -1 the newest that does."""
         versions = self._models[name].versions if name in self._models else {}
         ready = [n for n, version in versions.items() if version.state is VersionState.READY and number in (-1, n)]
         return versions[max(ready)] if ready else None
 
     def _busy(self, name: str) -> bool:
-        """Whether anything is being done with it."""
+        """Returns whether an operation on the model is running or waiting."""
         model = self._models.get(name)
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Of its members, each as it was loaded last. A load that failed in part leaves none."""
+        """Returns each member's fingerprint as it was loaded last; "" after a load that failed in part."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
@@ -206,8 +211,8 @@ class Ensembles:
 
 
 def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
-    """Raises InvalidArgument: what lies in the folders of members of that ensemble cannot be loaded."""
-    # A folder that is not there, or is there twice, has no path.
+    """Raises InvalidArgument if what lies in the folders of an ensemble's members cannot be loaded."""
+    # A folder that is missing, or exists twice, has no path.
     if missing := [member for member, found in members.items() if found.path == Path()]:
         raise InvalidArgument(
             f"ensemble {name} contains models that are not available or ambiguous: {', '.join(missing)}"
@@ -220,18 +225,20 @@ def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
 
 
 class LoadWaits:
-    """Loads that wait for others: a model that is being loaded may have another one loaded, and none may wait for itself.
+    """Loads that wait for other loads: a model may have another one loaded, and none may wait for itself.
+
+    One for the daemon. Pure.
 
     One for the daemon. Pure.
     """
 
     def __init__(self) -> None:
-        #: (who waits, for whom) -> on how many workers.
+        #: (model that waits, model it waits for) -> on how many workers.
         self._waits: Counter[tuple[str, str]] = Counter()
 
     @contextlib.contextmanager
     def waiting(self, model: str, other: str) -> Iterator[None]:
-        """While a load of ``model`` waits for one of ``other``. "": it is no load that waits.
+        """Holds while a load of ``model`` waits for one of ``other``. ``model`` "": it is no load that waits.
 
         Raises InvalidArgument: the other one would wait for this one.
         """
@@ -249,11 +256,11 @@ class LoadWaits:
             self._waits += Counter()  # without those that are nought
 
     def waiters(self, name: str) -> set[str]:
-        """The models that wait for that one, directly or by way of others."""
+        """Returns the models that wait for that one, directly or by way of others."""
         return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
-        """From one to the other, by who waits for whom; empty: there is none."""
+        """Returns the chain of waits from one model to another; empty: there is none."""
         ways = [[start]]
         seen = {start}
         while ways:
@@ -274,16 +281,21 @@ class Coming:
     """Tells fronts that ensembles which wait for their members are being loaded, so that their requests wait as well.
 
     One per daemon.
+
+    One per daemon.
     """
 
     def __init__(self, publish: Callable[[ModelState | ModelGone], None]) -> None:
         self._publish = publish
-        #: By name and version, with how many loads they wait in.
+        #: The number of waiting loads, by name and version.
         self._waiting: dict[tuple[str, int], int] = {}
 
     @contextlib.contextmanager
     def told(self, found: FoundModel, known: Model | None) -> Iterator[None]:
-        """While its members are brought. ``known``: what the lifecycle has of it. The load that follows says the rest."""
+        """Publishes a model as LOADING while its members are loaded; its own load says the rest.
+
+        ``known``: what the lifecycle has of the model.
+        """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]
         for each in versions:
@@ -303,7 +315,7 @@ class Coming:
                     del self._waiting[each]
 
     def states(self) -> list[ModelState]:
-        """What a new front must know."""
+        """Returns the records that a new front needs."""
         return [ModelState(name, number, "LOADING") for name, number in self._waiting]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What clients gave with a load: a model's files, or its configuration.
+"""Files and configurations that clients gave with a load.
 
 Files: each model that came with its own lies in a private folder as long as its name is served from there.
 
@@ -22,13 +22,13 @@ from pathlib import Path
 from tensord.daemon.models.repository import FoundModel
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 
-#: Every part of a file's path; none may mean anything to a file system.
+#: Matches a part of a file's path; none may mean anything to a file system.
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
 _MAX_DEPTH = 8
 
 
 class NotKept(Exception):
-    """What a client gave cannot be kept, and ``cause`` says why."""
+    """A client's files cannot be kept; ``cause`` says why."""
 
     def __init__(self, cause: ServingError) -> None:
         super().__init__(cause.message)
@@ -36,12 +36,12 @@ class NotKept(Exception):
 
 
 class GivenModels:
-    """The folders, all beneath one that is made with the first of them."""
+    """The folders of models that consist of clients' files, all beneath one that is made with the first of them."""
 
     def __init__(self) -> None:
-        #: name -> its folders: one may be served, others are coming or going.
+        #: name -> its folders: one may be served, others may be new or on their way out.
         self._folders: dict[str, list[Path]] = {}
-        #: Those whose load is not over.
+        #: Folders whose load is not over.
         self._coming: set[Path] = set()
         self._root: tempfile.TemporaryDirectory[str] | None = None
         self._serials = itertools.count(1)
@@ -69,7 +69,7 @@ class GivenModels:
 
     @contextlib.asynccontextmanager
     async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
-        """The folder of a model that is being loaded with those files. Raises NotKept."""
+        """Keeps a model's files while it is loaded with them; yields their folder. Raises NotKept."""
         try:
             folder = await asyncio.to_thread(self.keep, name, files)
         except InvalidArgument as error:
@@ -84,11 +84,11 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Whether a folder of that name is among the ``needed``."""
+        """Returns whether a folder of that name is among the ``needed``."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
-        """Removes the folders of a name that are neither coming nor ``needed``."""
+        """Removes the folders of a name that are neither being loaded nor ``needed``."""
         folders = self._folders.pop(name, [])
         kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
         if kept:
@@ -103,14 +103,14 @@ class GivenModels:
         shutil.rmtree(folder.parent, ignore_errors=True)
 
     def close(self) -> None:
-        """Removes them all."""
+        """Removes all folders."""
         if self._root is not None:
             self._root.cleanup()
             self._root = None
 
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files by their paths beneath the folder. Raises InvalidArgument: not the path of a file, or not of one alone."""
+    """Returns the files by their paths beneath the folder. Raises InvalidArgument: no path of a file, or a path given twice."""
     found: dict[str, bytes] = {}
     for given, content in files.items():
         path = given.lstrip("/")
@@ -130,7 +130,7 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
 class Overrides:
     """Configurations that clients gave with a load: in force for later plain loads, until the files change or it is unloaded.
 
-    One per daemon. Only what was loaded with success is kept.
+    One per daemon. Only the configuration of a load that succeeded is kept.
     """
 
     def __init__(self) -> None:
@@ -138,19 +138,19 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """The configuration that was given for these very files, if it is in force; else ""."""
+        """Returns the configuration that was given for these very files, if it is in force; else ""."""
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """That load succeeded. ``given``: ""; nothing was, so what was given before is over."""
+        """Keeps the configuration of a load that succeeded; ``given`` "" ends one that was given before."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:
             self.drop(found.name)
 
     def drop(self, name: str) -> None:
-        """The model is gone, or another one; a name without any is no error."""
+        """Forgets the configuration of a model, if there is one."""
         self._kept.pop(name, None)
 
     def __repr__(self) -> str:

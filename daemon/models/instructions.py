@@ -1,4 +1,4 @@
-"""Plain values: ``tensord.daemon.models.lifecycle`` decides on them, ``tensord.daemon.models.changes`` carries them out."""
+"""The instructions that ``tensord.daemon.models.lifecycle`` decides on and ``tensord.daemon.models.changes`` carries out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tensord.shm.control_records import CancelLoad, Load, ModelGone, ModelState,
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A record for one worker."""
+    """Sends a record to one worker."""
 
     worker: int
     record: Load | CancelLoad | Unload
@@ -17,25 +17,25 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """A record for every front."""
+    """Sends a record to every front."""
 
     state: ModelState | ModelGone
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Call ``retry`` for that version in so many seconds."""
+    """Calls ``retry`` for that version in so many seconds."""
 
     name: str
     version: int
     seconds: float
-    #: Of the version; another one by then makes this void.
+    #: The version's deaths when this was decided; another number by then makes it void.
     deaths: int
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The operation that ``token`` stands for is over; ``error`` is "" or Triton's sentence."""
+    """Ends the operation that ``token`` stands for; ``error`` is "" or Triton's sentence."""
 
     token: int
     error: str = ""

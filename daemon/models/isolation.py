@@ -24,7 +24,7 @@ def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
 
 
 def own(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns the devices of a placed model's own workers, with their parts as of ``wanted``; empty: it is not isolated."""
+    """Returns the devices of a placed model's own workers, with the part of memory of each; empty: it is not isolated."""
     devices = [device for device in found.devices if model_of(device) == found.name]
     if not devices:
         return {}
@@ -33,7 +33,7 @@ def own(found: FoundModel, options: Workers) -> dict[str, float]:
 
 
 def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Refuses an isolated model that there is no room for. It is placed.
+    """Refuses an isolated model that there is no room for. It must be placed already.
 
     Args:
       taken: as ``wanted`` says, of all models.
@@ -50,7 +50,7 @@ def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> No
     for device, part in devices.items():
         gpu = gpu_of(device)
         beside = sum(fraction for other, fraction in others.items() if gpu and gpu_of(other) == gpu)
-        # Sums of decimal fractions: 0.7 and three times 0.1 are 1.
+        # Rounded, as these are sums of decimal fractions: 0.7 and three times 0.1 are 1.
         taken_before = round(options.gpu_memory_fraction + beside, 6)
         if gpu and (total := round(taken_before + part, 6)) > 1:
             raise InvalidArgument(

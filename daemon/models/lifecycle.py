@@ -1,4 +1,4 @@
-"""Which versions of which models are where: decides, does no I/O. ``tensord.daemon.models.changes`` carries it out.
+"""Decides which versions of which models are loaded where; does no I/O. ``tensord.daemon.models.changes`` carries it out.
 
 Every event returns instructions, in order:
 
@@ -27,20 +27,20 @@ from tensord.daemon.models.versions import Model, Operation, Version, VersionSta
 from tensord.shm.control_records import CancelLoad, Loaded, ModelGone, ModelState, Unload
 from tensord.shm.device_names import model_of
 
-#: A version under which that many workers died while it alone was loading is given up until its next try.
+#: A version is given up until its next try when so many workers died while it alone was loading.
 MAX_LOAD_DEATHS = 2
-#: Seconds until that; twice as long after each further death.
+#: Seconds until the next try; twice as long after each further death.
 FIRST_RETRY = 5.0
 MAX_RETRY = 300.0
 
 
 class Lifecycle:
-    """The state machine. ``known`` names are in the repository; models may be loaded that no longer are."""
+    """The state machine of all models. ``known`` names are in the repository; models may be loaded that no longer are."""
 
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
         self.known: set[str] = set()
-        #: Incarnation -> device.
+        #: The devices of workers by incarnation.
         self._workers: dict[int, str] = {}
 
     # ---------------------------------------------------------------------------------------------------- operations
@@ -55,13 +55,13 @@ class Lifecycle:
         return self._follow(found.name, model, Operation((token,), found, again))
 
     def unload(self, name: str, token: int) -> list[Instruction]:
-        """Takes a model away; unknown or unloaded names settle at once."""
+        """Unloads a model; unknown or unloaded names settle at once."""
         if name not in self.models:
             return [Settled(token)]
         return self._follow(name, self.models[name], Operation((token,), None))
 
     def _follow(self, name: str, model: Model, later: Operation) -> list[Instruction]:
-        """Queues an operation; loads before it that nobody wants any more because of it are given up."""
+        """Queues an operation, and gives up earlier loads that nobody wants any more because of it."""
         overtaken: list[Operation] = []
         while model.waiting and model.waiting[-1].overtaken_by(later):
             overtaken.insert(0, model.waiting.pop())
@@ -82,12 +82,12 @@ class Lifecycle:
 
     @staticmethod
     def _loads(model: Model) -> bool:
-        """Whether the running load waits for workers, and not only for what it has replaced to go."""
+        """Returns whether the running load still waits for workers, not only for replaced versions to be unloaded."""
         brought = [model.versions[number] for number in model.bringing]
         return any(v.loading or v.postponed or v.state is VersionState.LOADING for v in brought)
 
     def _give_up(self, name: str, model: Model, heir: FoundModel | None) -> list[Instruction]:
-        """Ends the running load without its outcome; what serves goes on. ``heir``: what is loaded in its place."""
+        """Ends the running load without its outcome; versions that serve go on. ``heir``: what is loaded in its place."""
         out: list[Instruction] = []
         for number in model.bringing:
             version = model.versions[number]
@@ -95,7 +95,7 @@ class Lifecycle:
             version.postponed = set()
             if version.state is VersionState.LOADING:
                 version.wanted, version.given_up, version.due = False, "", False
-                # Its requests go on waiting where another load of it follows.
+                # Its requests go on waiting if another load of it follows.
                 if heir is None or number not in heir.chosen:
                     version.state, version.reason = VersionState.UNAVAILABLE, "unloaded"
                     out.append(self._publish(number, version))
@@ -103,7 +103,7 @@ class Lifecycle:
         return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
-        """The versions of a name whose folders are in the repository: of others what serves nothing is not known any more."""
+        """Forgets the versions of a name that serve nothing and are not ``present`` in the repository."""
         model = self.models.get(name)
         if model is None or model.running is not None:
             return []  # a load or unload under way will be followed by another look
@@ -119,7 +119,7 @@ class Lifecycle:
         return [Publish(ModelGone(name, number)) for number in gone]
 
     def _advance(self, name: str) -> list[Instruction]:
-        """Starts what waits, while nothing runs."""
+        """Starts waiting operations, while none is running."""
         model, out = self.models[name], list[Instruction]()
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()
@@ -139,7 +139,7 @@ class Lifecycle:
         model.bringing = dict.fromkeys(found.chosen, "")
         for number, version in model.versions.items():
             if version.given_up and number not in found.chosen:
-                # No further try; what serves of it does so until something replaces it.
+                # There is no further try; what is served of it stays until something replaces it.
                 version.wanted = version.state is VersionState.READY
                 version.given_up, version.due, version.postponed = "", False, set()
         out = self._forget(found.name, model, {*found.versions, *found.chosen})
@@ -154,7 +154,7 @@ class Lifecycle:
                 version.state, version.reason = VersionState.LOADING, ""
                 out.append(self._publish(number, version))
             version.postponed, version.devices, version.members = set(), found.devices, found.members
-            # What was to leave comes again: each worker does the one after the other.
+            # A version that was being unloaded is loaded again: each worker does one after the other.
             version.unloading = set()
             for worker in sorted(self._homes(version)):
                 out += self._send_load(worker, version)
@@ -166,7 +166,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """UNLOADING where it serves; a version that failed keeps its reason, as in Triton."""
+        """Begins to unload a version that serves; a version that failed keeps its reason, as in Triton."""
         version = self.models[name].versions[number]
         version.wanted, version.postponed = False, set()
         version.given_up, version.due = "", False
@@ -189,7 +189,7 @@ class Lifecycle:
         if operation is None:
             return []
         if operation.found is None:
-            # What was given up may take a while to end.
+            # A load that was given up may take a while to end.
             if any(version.unloading or version.loading for version in model.versions.values()):
                 return []
             model.running = None
@@ -204,7 +204,7 @@ class Lifecycle:
         # Without any worker the load waits for the first one: it cannot be said to have succeeded.
         if any(awaits(self.models, v) or (v.state is VersionState.LOADING and not v.ready) for v in brought):
             return out
-        # Nor where it is served as it was, by workers that it is to leave.
+        # The load also goes on while the version is served as it was, by workers that it is to leave.
         coming = [model.versions[number] for number, reason in model.bringing.items() if not reason]
         if any(v.ready and not v.ready.keys() & self._homes(v) for v in coming):
             return out
@@ -212,7 +212,7 @@ class Lifecycle:
             return out
         failed = {number: reason for number, reason in model.bringing.items() if reason}
         if len(failed) < len(model.bringing):
-            # Something new serves: what it replaces goes, and the operation ends when that is gone.
+            # Something new serves: what it replaces is unloaded, and the operation ends after that.
             out += self._retire_replaced(name, model)
             if any(version.unloading for version in model.versions.values()):
                 return out
@@ -232,24 +232,24 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
-        """A worker is ready for records."""
+        """Loads the wanted versions on a worker that is ready for records."""
         self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
         wanted = [version for version in wanted if version.belongs(device)]
-        # Those that may have killed a worker come last and alone.
+        # Versions that may have killed a worker come last and alone.
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
 
     def _homes(self, version: Version) -> set[int]:
-        """The workers that load it."""
+        """Returns the workers that load a version."""
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """The time that a ``Retry`` named has come."""
+        """Tries a version again, when the time that a ``Retry`` named has come."""
         version = self._version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
             return []
-        # One that has nothing to do, if there is one; and none where it serves as it was before.
+        # An idle worker is preferred; none where the version serves as it was before.
         free = sorted((self.loading_at(worker), worker) for worker in self._homes(version) - version.ready.keys())
         if not free:
             version.due = True
@@ -257,9 +257,9 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """A worker is dead and fenced. ``how``: the end of a sentence about it.
+        """Handles the end of a worker, dead and fenced. ``how``: the end of a sentence about it.
 
-        ``dismissed``: it was told to stop because nobody needs it; what it does by itself from then on is of no interest.
+        ``dismissed``: it was stopped because nobody needs it; what it did since is of no interest.
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []
@@ -294,13 +294,13 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """A worker's answer to Load."""
+        """Handles a worker's answer to Load."""
         version = self._version(answer.name, answer.version)
         if version is None or worker not in version.loading:
             return []
         version.loading[worker] -= 1
         if version.loading[worker]:
-            # The answer to an earlier Load; a newer one is on its way.
+            # This answers an earlier Load; the answer to a newer one is on its way.
             version.held |= set() if answer.reason else {worker}
             return []
         del version.loading[worker]
@@ -321,7 +321,7 @@ class Lifecycle:
             version.deaths, version.suspect, version.given_up, version.due = 0, False, "", False
             version.ready[worker] = version.described = answer
             version.state, version.reason = VersionState.READY, ""
-            # Where an earlier load of it served, and this one does not belong.
+            # An earlier load of it served on workers where this one does not belong.
             strays = sorted(version.ready.keys() - self._homes(version))
             version.ready = {home: version.ready[home] for home in version.ready.keys() - set(strays)}
             out.append(self._publish(answer.version, version))
@@ -332,12 +332,12 @@ class Lifecycle:
             if model.running is None:  # given up when the load that asked for it ended
                 out += self._retire_replaced(answer.name, model)
         else:
-            # It was unloaded, given up or moved while this worker was still loading it.
+            # The version was unloaded, given up or moved while this worker was still loading it.
             out.append(Send(worker, Unload(answer.name, answer.version)))
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """A worker's answer to Unload."""
+        """Handles a worker's answer to Unload."""
         version = self._version(name, number)
         if version is None or worker not in version.unloading:
             return []
@@ -372,7 +372,7 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """After an answer of that worker: what waited for it, or for what it has loaded."""
+        """Sends the loads that waited for an answer of that worker, or for what it has loaded."""
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -386,7 +386,7 @@ class Lifecycle:
         return out
 
     def stranded(self, usable: Collection[str]) -> list[Instruction]:
-        """Gives versions up that only workers without a usable device would serve; the first worker that joins loads them.
+        """Gives up versions that only workers without a usable device would serve; the first worker that joins loads them.
 
         ``usable``: the devices to which workers come.
         """
@@ -398,7 +398,7 @@ class Lifecycle:
                     continue
                 reason = f"no worker can use {', '.join(version.devices) or 'any device'} at present"
                 if version.ready and not version.loading and model.bringing.get(number) == "":
-                    # It serves as it was, elsewhere; what was to replace that does not come.
+                    # It is still served elsewhere as it was, but its replacement does not come.
                     model.bringing[number] = reason
                 elif not (version.ready or version.loading or version.postponed or version.given_up):
                     version.given_up, version.due = reason, True
@@ -410,7 +410,7 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self) -> dict[str, bytes]:
-        """The devices of workers that one model has to itself and needs now, with its configuration."""
+        """Returns the devices of workers that isolated models need now, each with the model's configuration."""
         found: dict[str, bytes] = {}
         for name, model in self.models.items():
             for version in model.versions.values():
@@ -421,41 +421,41 @@ class Lifecycle:
         return found
 
     def reason(self, name: str, number: int) -> str:
-        """Why that version is given up; "": it is not."""
+        """Returns why that version is given up; "" if it is not."""
         version = self._version(name, number)
         return "" if version is None else version.given_up
 
     def loading_at(self, worker: int) -> bool:
-        """Whether that worker owes an answer to a Load."""
+        """Returns whether that worker owes an answer to a Load."""
         return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
 
     def states(self) -> list[ModelState]:
-        """Everything a new front must know."""
+        """Returns the records that a new front needs."""
         return [v.told(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
 
     def is_ready(self, name: str, number: int = 0) -> bool:
-        """Whether that version, or any with 0, is READY."""
+        """Returns whether that version, or any with 0, is READY."""
         versions = self.models[name].versions if name in self.models else {}
         return any(v.state is VersionState.READY for n, v in versions.items() if number in (0, n))
 
     def folders(self, name: str) -> set[str]:
-        """The model folders that versions of that name are served from, or are being loaded from or unloaded."""
+        """Returns the model folders that versions of that name are served from, or are being loaded from or unloaded."""
         versions = self.models[name].versions.values() if name in self.models else ()
         return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
 
     def unchanged(self, found: FoundModel) -> bool:
-        """Whether every version that would be loaded serves already, from the same files."""
+        """Returns whether every version that would be loaded serves already, from the same files."""
         model = self.models.get(found.name)
         if model is None or model.fingerprint != found.fingerprint:
             return False
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
-        """Versions by name, in whatever state."""
+        """Returns the versions of every model, in whatever state, by name."""
         return {name: list(model.versions) for name, model in self.models.items()}
 
     def ready_models(self) -> dict[str, list[int]]:
-        """READY versions by name."""
+        """Returns the READY versions by name."""
         found = {
             name: [n for n, v in sorted(model.versions.items()) if v.state is VersionState.READY]
             for name, model in sorted(self.models.items())
@@ -463,7 +463,7 @@ class Lifecycle:
         return {name: versions for name, versions in found.items() if versions}
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books do not balance; for tests."""
+        """Raises AssertionError if the state is inconsistent; for tests."""
         for model in self.models.values():
             assert model.running is not None or not model.waiting
             for version in model.versions.values():

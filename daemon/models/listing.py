@@ -1,4 +1,4 @@
-"""The repository index: what is known of every model, as clients and operators are told."""
+"""The repository index: the state of every model, as clients and operators see it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensord.shm.control_records import Footprint, ModelState
 def index(
     lifecycle: Lifecycle, refused: Mapping[str, str], retries: Retries, ready: bool, detailed: bool
 ) -> list[dict[str, str | int]]:
-    """Sorted by name and number.
+    """Returns the index, sorted by name and number.
 
     Args:
       refused: names that could not be tried, with the reason.
@@ -35,12 +35,15 @@ def index(
             for n, of in model.versions.items():
                 if of.described is not None and (name, str(n)) in found:
                     found[name, str(n)] |= _takes(of.described.footprint)
-    # By name and number; the versions of a name are in order already.
+    # The index is sorted by name and number; the versions of a name are in order already.
     return sorted(found.values(), key=lambda entry: str(entry["name"]))
 
 
 def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
-    """What became of each version, by name, then number; names alone for what was never loaded. ``ready``: only what serves."""
+    """Returns the state of each version, by name, then number; names alone for what was never loaded.
+
+    ``ready``: only what serves.
+    """
     found: list[dict[str, str]] = []
     models = lifecycle.models
     loaded = {name for name, model in models.items() if any(v.in_use for v in model.versions.values())}
@@ -57,12 +60,12 @@ def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
 
 
 def refused_states(refused: Mapping[str, str]) -> list[ModelState]:
-    """``refused_state`` of each."""
+    """Returns ``refused_state`` of each model."""
     return [refused_state(name, reason) for name, reason in refused.items()]
 
 
 def refused_state(name: str, reason: str) -> ModelState:
-    """What fronts are told of a model that could not be tried, so that they say why: of a version 0, which is none."""
+    """Makes the record by which fronts know why a model could not be tried; its version is 0, which is none."""
     return ModelState(name, 0, VersionState.UNAVAILABLE.value, reason)
 
 

@@ -1,4 +1,4 @@
-"""What is answered for a load that failed: Triton's sentences."""
+"""Words the errors of loads that failed: Triton's sentences."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 
 def load_error(name: str, failed: dict[int, str]) -> str:
-    """Triton's sentence for versions that failed to load."""
+    """Words Triton's sentence for versions that failed to load."""
     listed = "".join(f"version {n} is at UNAVAILABLE state: {reason};\n" for n, reason in sorted(failed.items()))
     return f"load failed for model '{name}': {listed}"
 
 
 def placement_error(name: str, reason: str) -> str:
-    """Triton's sentence for a model whose instances can be made nowhere."""
+    """Words Triton's sentence for a model whose instances can be placed nowhere."""
     return f"load failed for model '{name}': {reason}\n"
 
 
 def no_version_error(name: str) -> str:
-    """Triton's sentence for a model without a version that its policy chooses."""
+    """Words Triton's sentence for a model without a version that its policy chooses."""
     return (
         f"load failed for model '{name}': "
         f"at least one version must be available under the version policy of model '{name}'\n"
@@ -25,10 +25,10 @@ def no_version_error(name: str) -> str:
 
 
 def poll_error(names: Iterable[str]) -> str:
-    """Triton's sentence for a model that is not there or cannot be read."""
+    """Words Triton's sentence for a model that is missing or cannot be read."""
     return f"failed to load '{', '.join(names)}', failed to poll from model repository"
 
 
 def given_error(name: str, reason: str) -> str:
-    """Our sentence for a configuration or files of a client that cannot be used, where Triton only says ``poll_error``."""
+    """Words our sentence for a client's configuration or files that cannot be used, where Triton only says ``poll_error``."""
     return f"failed to load '{name}': {reason}"

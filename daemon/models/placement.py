@@ -1,4 +1,4 @@
-"""Which workers load a model: those of the devices that its configuration names, or one where its promises need that. Pure.
+"""Decides which workers load a model: those of the devices in its configuration, or one where its promises need that. Pure.
 
     instance_group.kind                      GPU workers, where there are any; CPU workers for KIND_CPU, where there are any
     instance_group.gpus                      the workers of these GPUs
@@ -26,12 +26,12 @@ from tensord.shm.device_names import gpu_of, number_of
 from tensord.shm.device_names import name as device_name
 from tensord.shm.errors import InvalidArgument
 
-#: A bound on a queue is shared out where each worker's share is at least that.
+#: A bound on a queue is shared out among workers if each one's share is at least this.
 _LEAST_SHARE = 4
 
 
 def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
-    """The devices whose workers load it, of those that have a worker; of an isolated model those of its own workers.
+    """Returns the devices whose workers load a model; for an isolated model those of its own workers.
 
     Args:
       rate_limited: whether resources of the rate limiter are looked at.
@@ -43,7 +43,7 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
 
 
 def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """The devices of its own workers, where it would be on these shared ones."""
+    """Returns the devices of an isolated model's own workers, given those of the shared workers that it would be on."""
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]
     beside = [choose(("isolated", message.name), cpus)] if cpus else []
@@ -51,7 +51,7 @@ def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
-    """The devices of the shared workers that load it, or would if it were not isolated."""
+    """Returns the devices of the shared workers that load it, or would if it were not isolated."""
     chosen = _named(message, devices, each)
     together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
     if rate_limited and isolation.is_wanted(message) and _needs(message):
@@ -74,7 +74,7 @@ def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, ea
 
 
 def say_kinds(message: ModelConfig, devices: Sequence[str]) -> bool:
-    """Where there are workers of both kinds, writes into groups that leave theirs open which it is. Returns whether any did."""
+    """Writes the kind into groups that leave it open, where there are workers of both kinds. Returns whether any did."""
     changed = False
     if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
         for group in message.instance_group:
@@ -109,16 +109,19 @@ def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str
 
 
 def _first(gpu: int, each: int) -> str:
-    """The first GPU of the worker that has it."""
+    """Names the first GPU of the worker that has this one."""
     return device_name(gpu - gpu % each)
 
 
 def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Where what it needs of the rate limiter is counted: on one worker of all, or on one of each GPU and of the processor."""
+    """Returns the devices where its rate-limiter resources are counted.
+
+    These are one of all workers, or one of each GPU and of the processor.
+    """
     needs = _needs(message)
     if len(chosen) < 2 or not needs:
         return chosen
-    # Not by the model: all that share anything have to be where the one count of it is.
+    # The choice does not depend on the model: all that share a resource have to be where the one count of it is.
     if any(getattr(each, "global") for each in needs):
         return (choose("rate limiter", chosen),)
     places: dict[str, list[str]] = {}
@@ -129,18 +132,18 @@ def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _needs(message: ModelConfig) -> list[Any]:
-    """The resources that its instances need."""
+    """Returns the resources that its instances need."""
     return [each for group in message.instance_group for each in group.rate_limiter.resources if each.count]
 
 
 def _least_bound(message: ModelConfig) -> int:
-    """The smallest bound on any of its queues; 0: none has one."""
+    """Returns the smallest bound on any of its queues; 0: none has one."""
     batching = message.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     return min((policy.max_queue_size for policy in policies if policy.max_queue_size), default=0)
 
 
 def choose(identity: object, names: Iterable[str]) -> str:
-    """One of at least one. ``identity``: by its ``repr``."""
+    """Chooses one of at least one name by rendezvous hashing. ``identity`` counts by its ``repr``."""
     key = blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
     return max(names, key=lambda name: blake2b(name.encode(), key=key).digest())

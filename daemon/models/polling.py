@@ -1,4 +1,4 @@
-"""Follows the repositories (control mode poll): what has changed is loaded again, what is gone is unloaded.
+"""Follows the repositories (control mode poll): loads what has changed again, and unloads what is gone.
 
 A folder that is being written is left alone until two looks in a row have found it alike. Nothing waits for a load: what changes
 again, or goes, while it is loaded is seen meanwhile.
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class State(NamedTuple):
-    """What of a folder has to change before it is acted upon again."""
+    """The state of a folder; it has to change before the folder is acted upon again."""
 
     fingerprint: str
     chosen: tuple[int, ...]
@@ -32,15 +32,15 @@ class State(NamedTuple):
 
 
 class Changes:
-    """Decides from one look after the other. Pure."""
+    """Decides what has changed from one look at the repositories to the next. Pure."""
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
-        """``found``: what was acted upon already."""
+        """Takes the models that were acted upon already."""
         self._acted = {name: State.of(model) for name, model in found.items()}
         self._seen: dict[str, State] = dict(self._acted)
 
     def look(self, found: Mapping[str, FoundModel]) -> tuple[list[FoundModel], list[str]]:
-        """Models that are to be loaded, and names that are to be unloaded, by what lies in the repositories now."""
+        """Returns models to load and names to unload, by what lies in the repositories now."""
         states = {name: State.of(model) for name, model in found.items()}
         quiet = {name for name in states.keys() | self._seen.keys() if states.get(name) == self._seen.get(name)}
         quiet |= self._acted.keys() - states.keys() - self._seen.keys()
@@ -54,10 +54,10 @@ class Changes:
 
 
 class Polling:
-    """The task of a daemon in that mode."""
+    """Looks at the repositories again and again, as a task of a daemon in that mode."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """``found``: what the start has begun to load."""
+        """Takes in ``found`` the models that the start has begun to load."""
         self._models = models
         self._options = options
         self._changes = Changes(found)

@@ -1,4 +1,4 @@
-"""Whether the daemon is ready: one count of the models that should be served and are not, shown wherever somebody asks.
+"""Decides whether the daemon is ready, by one count of the models that should be served and are not.
 
     standings: every wanted model ─▶ readiness: ready or not, how many, some by name ─▶ fronts, log, tensorctl, systemd, metrics
 
@@ -17,36 +17,39 @@ from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.versions import VersionState
 from tensord.shm.progress import Loading, Readiness
 
-#: More models are only counted: a sentence stays one.
+#: The most names in a sentence; further models are only counted.
 _MAX_NAMES = 20
-#: Why a model is not served that is on its way.
+#: The reason for a model that is being loaded.
 _LOADING = "loading"
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One model that should be served."""
+    """The standing of one model that should be served."""
 
     name: str
     #: The versions that answer requests now.
     served: tuple[int, ...]
-    #: What of it is not served, and why; "": nothing.
+    #: The versions that are not served, and why; "": none.
     reason: str
-    #: It failed: time alone brings nothing.
+    #: True if it failed: waiting alone does not help.
     failed: bool
-    #: What it failed for is a device that others do not need.
+    #: True if it failed for a device that other models do not need.
     stranded: bool = False
 
     @property
     def loads(self) -> bool:
-        """Whether the model is not ready only because its load still runs."""
+        """Returns whether the model is not ready only because its load still runs."""
         return self.reason == _LOADING
 
 
 def standings(
     wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
 ) -> list[Standing]:
-    """Of every wanted or required model, by name. ``refused``: those that could not be tried, with the reason."""
+    """Returns the standing of every wanted or required model, by name.
+
+    ``refused``: those that could not be tried, with the reason.
+    """
     return [
         _standing(name, refused.get(name, ""), lifecycle)
         if name in wanted
@@ -75,9 +78,10 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Whether all that counts is served, and what is not.
+    """Decides whether all that counts is served, and lists what is not.
 
-    One that wants a device which is broken takes no host out as long as others are served there; where no device is left, all do.
+    A model that wants a broken device does not hold readiness up as long as others are served; where no device is left, all
+    do.
 
     Args:
       strict: models that failed count as well (``repository.strict_readiness``).
@@ -90,50 +94,50 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
         holding = unserved
     elif len(unserved) < len(every):
         holding = [model for model in holding if not model.stranded]
-    # Those that hold it up are named first.
+    # Models that hold readiness up are named first.
     names = [model.name for model in holding]
     names += [model.name for model in unserved if model not in holding]
     return Readiness(not holding, len(every), len(unserved), tuple(names[:_MAX_NAMES]))
 
 
 class ReadinessCheck:
-    """Says whether the daemon is ready as soon as that changes, and meanwhile how far loads are.
+    """Publishes whether the daemon is ready as soon as that changes, and meanwhile how far loads are.
 
     Belongs to the supervisor's loop.
     """
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """``standings``: of every wanted model now."""
+        """Takes ``standings``, which returns the standing of every wanted model now."""
         self._standings = standings
         self._publish = publish
-        #: As it was published last; not before it is known what is wanted.
+        #: The readiness that was published last; nothing is published before it is known what is wanted.
         self.readiness = Readiness()
         self._begun = False
         #: Names that were wanted when the daemon started, and still are.
         self._first: set[str] = set()
-        #: If any: these alone count, from whenever.
+        #: Names of ``repository.required``: if there are any, only they count.
         self._required: frozenset[str] = frozenset()
-        #: Those of both that have served.
+        #: Names of either set that have served.
         self._served: set[str] = set()
         #: Incarnation of a worker -> what it loads now.
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """It is known what is wanted, for the first time or again after a reload. ``required``: ``repository.required``."""
+        """Takes the names that are wanted, at the start or after a reload. ``required``: ``repository.required``."""
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """What a worker loads now; None: it has answered, or is gone."""
+        """Notes what a worker loads now; None: it has answered, or is gone."""
         if at is None:
             self._loading.pop(worker, None)
         else:
             self._loading[worker] = at
 
     def judge(self, strict: bool) -> None:
-        """Publishes what has changed. ``strict``: as of ``readiness``."""
+        """Publishes the readiness if it has changed. ``strict``: as in ``readiness``."""
         standings = list(self._standings())
         self._first &= {model.name for model in standings}
         self._served &= self._first | self._required

@@ -1,4 +1,4 @@
-"""What lies in the model repositories: names, versions, configurations. Reads files, imports nothing, loads nothing.
+"""Reads the model repositories: names, versions, configurations. It reads files, imports nothing, loads nothing.
 
     <repository>/<model>/config.pbtxt          optional
     <repository>/<model>/<version>/model.py    version: a whole number from 1; instead of it a program (``artifact_files``)
@@ -34,19 +34,19 @@ from tensord.shm.errors import FileTooLarge, InvalidArgument, ServingError, Unsu
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
-#: A model's file beyond that is no code.
+#: A larger file of a model is not read as code.
 _MAX_CODE_BYTE_SIZE = 16 << 20
 _MAX_NAMED = 5
-#: Why a name is not served that two repositories have: Triton's words.
+#: The reason for a name that two repositories have, in Triton's words.
 DUPLICATE = "model appears in two or more repositories"
 #: Up to Python 3.11 the depth of a syntax tree is counted for all threads together, so that two at a time may both fail.
 _parsing = threading.Lock()
 _NONE_CHOSEN = "no version is available under its version policy"
 _log = logging.getLogger(__name__)
 
-#: What Python, file systems, network storage and archives leave beside anybody's files.
+#: Names that Python, file systems, network storage and archives leave beside anybody's files.
 IGNORED = frozenset(("__pycache__", "lost+found", "@eaDir", "#recycle", "System Volume Information", "__MACOSX"))
-#: A link may lead to all there is. Beyond so many files and folders of one model nobody looks.
+#: A link may lead anywhere. Only so many files and folders of one model are looked at.
 MAX_ENTRIES = 100_000
 
 
@@ -61,9 +61,9 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str]:
-    """Two digests of the files that can be reached from a model's folder: with ``config``, and with ``content`` in its place.
+    """Computes two digests of the files that can be reached from a model's folder.
 
-    The first one changes when any file does; the second one not with ``config.pbtxt``, of which ``content`` says what counts.
+    The first one, with ``config``, changes when any file does; the second one, with ``content``, not with ``config.pbtxt``.
 
     Raises OSError: it cannot be read.
     """
@@ -77,7 +77,7 @@ def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str]:
 
 
 def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Files by their paths beneath ``path`` and what tells one from another, in order. No folder is entered twice."""
+    """Yields files by their paths beneath ``path`` and what identifies their content, in order. No folder is entered twice."""
     met: set[tuple[int, int]] = set()
     waiting = [""]
     while waiting:
@@ -89,7 +89,7 @@ def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             if not at:
                 raise
             continue  # it went meanwhile, or nobody may enter: the loader cannot either
-        # Its own times say nothing: Python's cache in it is not looked at.
+        # A folder's times are left out: Python's cache in it does not count.
         identity = (folder.st_dev, folder.st_ino)
         yield f"{at}/", identity
         if identity in met:
@@ -111,7 +111,7 @@ def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """One folder of a repository."""
+    """A model as it was found in a folder of a repository."""
 
     name: str
     path: Path
@@ -119,32 +119,32 @@ class FoundModel:
     config: bytes = b""
     #: Every version folder, ascending.
     versions: tuple[int, ...] = ()
-    #: Those the version policy chooses, ascending.
+    #: The versions that the version policy chooses, ascending.
     chosen: tuple[int, ...] = ()
-    #: Changes when any file of the model does.
+    #: A digest that changes when any file of the model does.
     fingerprint: str = ""
-    #: Changes with it, but not where only the number of instances does.
+    #: A digest like ``fingerprint`` that does not change with the number of instances.
     content: str = ""
-    #: Why it cannot be polled, for the operator; "" when it can.
+    #: The reason why it cannot be polled, for the operator; "" when it can.
     error: str = ""
-    #: Whether that is something which is not offered here, and not a mistake.
+    #: Whether the error is a feature that is not offered here, and not a mistake.
     unsupported: bool = False
     #: What its configuration asks for without effect, a sentence each.
     without_effect: tuple[str, ...] = ()
     #: Folders in it that are no versions.
     others: tuple[str, ...] = ()
-    #: Of an ensemble: the models of its steps with the versions that they ask for, -1 the newest.
+    #: For an ensemble: the models of its steps with the versions that they ask for, -1 the newest.
     members: tuple[tuple[str, int], ...] = ()
-    #: Of the workers that load it (``tensord.daemon.models.placement``); empty: every worker does.
+    #: The devices of the workers that load it (``tensord.daemon.models.placement``); empty: every worker does.
     devices: tuple[str, ...] = ()
 
     @property
     def problem(self) -> str:
-        """Why no version of it can be loaded, as far as can be read; "": nothing speaks against it."""
+        """Returns why no version of it can be loaded, as far as can be read; "": nothing speaks against it."""
         return self.error or ("" if self.chosen else _NONE_CHOSEN if self.versions else _no_folder(self.others))
 
     def load(self, number: int) -> Load:
-        """What brings a version into a worker."""
+        """Makes the record that loads a version into a worker."""
         path = str(self.path / str(number))
         return Load(self.name, number, str(self.path), path, self.config, max(1, len(self.devices)), self.content)
 
@@ -155,7 +155,7 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """The model with the devices of the workers that load it. Raises InvalidArgument: it can be loaded nowhere."""
+    """Returns the model with the devices of the workers that load it. Raises InvalidArgument: it can be loaded nowhere."""
     message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)
     config = message.SerializeToString() if placement.say_kinds(message, devices) else found.config
@@ -163,7 +163,7 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 
 
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:
-    """Every model folder by name, sorted. A repository that is no readable folder raises InvalidArgument, naming it.
+    """Returns every model folder by name, sorted. Raises InvalidArgument: a repository is no readable folder.
 
     Args:
       known: names that were models before: one that has lost its versions is a model with a mistake.
@@ -178,7 +178,7 @@ def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str,
 
 
 def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Repositories that are no readable folders -> why."""
+    """Returns the repositories that are no readable folders, each with the reason."""
     found: dict[Path, str] = {}
     for repository in repositories:
         try:
@@ -189,17 +189,17 @@ def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
 
 
 def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
-    """The model folders; ``known`` as in ``scan``. Raises InvalidArgument: a repository cannot be read."""
+    """Returns the model folders; ``known`` as in ``scan``. Raises InvalidArgument: a repository cannot be read."""
     return [path for path in _all_folders(repositories) if path.name in known or not no_model(path)]
 
 
 def others(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Folders that look like models and are none -> why. Raises InvalidArgument: a repository cannot be read."""
+    """Returns the folders that look like models and are none, each with the reason. Raises InvalidArgument: as ``folders``."""
     return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
 
 
 def no_model(path: Path) -> str:
-    """Why a folder of a repository is no model; "": it is one, perhaps with a mistake."""
+    """Returns why a folder of a repository is no model; "": it is one, perhaps with a mistake."""
     try:
         versions, others = _versions(path)
         if versions or os.path.lexists(path / "config.pbtxt"):
@@ -221,7 +221,7 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
 
 
 def find(repositories: Sequence[Path], name: str) -> FoundModel:
-    """The model of that name; one without a path is nowhere, or in two places."""
+    """Finds the model of that name; without a path if it is nowhere, or in two places."""
     # Only a well-formed name may become part of a path.
     if NAME.fullmatch(name):
         places = [path / name for path in repositories if (path / name).is_dir()]
@@ -248,7 +248,7 @@ def poll(path: Path) -> FoundModel:
 
 
 def override(path: Path, config: str) -> FoundModel:
-    """The model of a folder with a configuration in JSON in the place of its own. Raises InvalidArgument, Unsupported."""
+    """Reads a model's folder with a configuration in JSON instead of its own. Raises InvalidArgument, Unsupported."""
     message = model_config.parse_json(config, path.name)
     try:
         return _found(path, message)
@@ -257,13 +257,13 @@ def override(path: Path, config: str) -> FoundModel:
 
 
 def readable_folders(paths: Sequence[Path]) -> list[Path]:
-    """The model folders of those repositories that can be read."""
+    """Returns the model folders of those repositories that can be read."""
     gone = unreadable(paths)
     return folders([path for path in paths if path not in gone])
 
 
 def overridden(folder: Path, config: str) -> FoundModel:
-    """The model of a folder with a client's configuration. Raises InvalidArgument, Unsupported: as the client is told."""
+    """Reads a model's folder with a client's configuration. Raises InvalidArgument, Unsupported, worded for the client."""
     try:
         found = override(folder, config)
     except ServingError as error:
@@ -302,7 +302,10 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
 
 
 def _without_counts(message: ModelConfig) -> bytes:
-    """The configuration, whatever number of instances its groups have. Without a group there is one that says nothing."""
+    """Serialises the configuration without its groups' number of instances.
+
+    A configuration without a group is treated as one with an empty group.
+    """
     rest = model_config.empty()
     rest.CopyFrom(message)
     for group in rest.instance_group:
@@ -313,14 +316,14 @@ def _without_counts(message: ModelConfig) -> bytes:
 
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The version folders as numbers, and what other folders there are; both sorted."""
+    """Returns the version folders as numbers, and the other folders; both sorted."""
     names = sorted(entry.name for entry in os.scandir(path) if is_folder(entry))
     others = [name for name in names if not _VERSION.fullmatch(name) and name not in IGNORED]
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
 def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """The version policy; latest 1 where there is none."""
+    """Applies the version policy; without one it is the latest version."""
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":
@@ -334,7 +337,10 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
-    """By what the model's file defines at its top level, read as syntax: importing it is for its worker alone."""
+    """Guesses the backend from what the model's file defines at its top level.
+
+    The file is read as syntax: importing it is for its worker alone.
+    """
     file = message.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if code is None:
@@ -374,7 +380,7 @@ def _defined(tree: ast.Module) -> list[str]:
 
 
 def _read(path: Path, limit: int) -> bytes | None:
-    """Raises InvalidArgument: more than ``limit`` bytes."""
+    """Reads a file; None: there is none. Raises InvalidArgument: more than ``limit`` bytes."""
     try:
         with open(path, "rb") as file:
             content = file.read(limit + 1)
@@ -389,19 +395,19 @@ class Repositories:
     """The repositories as they were read last: one that cannot be read for a moment keeps its models. One per daemon."""
 
     def __init__(self) -> None:
-        #: What the last scan found.
+        #: The models that the last scan found.
         self._found: dict[str, FoundModel] = {}
-        #: Those that cannot be read, and may be so, with the reason. No model can have such a name.
+        #: Repositories that cannot be read, and may be so, with the reason. No model can have such a name.
         self.unreadable: dict[str, str] = {}
-        #: Folders that are no models, as the log has told.
+        #: Folders that are no models, as they were logged.
         self._others: dict[Path, str] = {}
 
     async def scan(self, options: Repository) -> dict[str, FoundModel]:
-        """What lies in the folders that ``options`` names. Raises InvalidArgument: one cannot be read, and has to be."""
+        """Scans the folders that ``options`` names. Raises InvalidArgument: one cannot be read, and has to be."""
         paths, kept = [Path(path) for path in options.paths], dict[str, FoundModel]()
         if options.exit_on_error is False:
             reasons = await asyncio.to_thread(unreadable, paths)
-            # Clients are told the name alone.
+            # Clients see only the folder's name.
             self.unreadable = {f"repository '{path.name}'": f"'{path}': {why}" for path, why in reasons.items()}
             for path, reason in reasons.items():
                 stay = {name: model for name, model in self._found.items() if model.path.parent == path}
@@ -415,7 +421,7 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """One line about each folder that is no model, when it comes and when what is said of it changes."""
+        """Logs a line about each folder that is no model, when it appears and when the reason changes."""
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:

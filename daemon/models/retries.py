@@ -1,4 +1,4 @@
-"""When versions that were given up are tried again."""
+"""Timers for the next tries of versions that were given up."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _log = logging.getLogger(__name__)
 
 
 class Retries:
-    """One timer for each such version."""
+    """Keeps one timer for each version that was given up."""
 
     def __init__(self, due: Callable[[Retry], None]) -> None:
-        """``due`` is called when the time has come."""
+        """Takes ``due``, which is called when the time for a try has come."""
         self._due = due
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
 
     def later(self, retry: Retry, reason: str) -> None:
-        """In the place of an earlier one of the same version. ``reason``: why it is given up."""
+        """Starts the timer of a try, in place of an earlier one of that version. ``reason``: why the version is given up."""
         key = (retry.name, retry.version)
 
         def due() -> None:
@@ -35,13 +35,13 @@ class Retries:
         )
 
     def __iter__(self) -> Iterator[tuple[str, int, float]]:
-        """Name, version, and in how many seconds."""
+        """Yields name, version, and in how many seconds the next try is due."""
         now = asyncio.get_running_loop().time()
         for (name, version), timer in self._timers.items():
             yield name, version, max(0.0, timer.when() - now)
 
     def close(self) -> None:
-        """Nothing is tried again."""
+        """Cancels all tries."""
         for timer in self._timers.values():
             timer.cancel()
 

@@ -1,4 +1,4 @@
-"""Statistics of models over all workers: each worker counts its own requests, here they are added up. Pure.
+"""Statistics of models over all workers: each worker counts its own requests, and the counts are added up here. Pure.
 
 The form is Triton's (docs/protocol/extension_statistics.md): counters and nanoseconds add, ``last_inference`` is the latest,
 ``batch_stats`` meet by ``batch_size``, whatever stands under a name of its own meets by that name.
@@ -13,7 +13,7 @@ import msgspec
 
 
 def merge(answers: Iterable[bytes]) -> bytes:
-    """One {"model_stats": [...]} of several, sorted by name and version. Raises msgspec.DecodeError: an answer is not JSON."""
+    """Merges several {"model_stats": [...]}, sorted by name and version. Raises msgspec.DecodeError: an answer is not JSON."""
     models: dict[tuple[str, int], dict[str, Any]] = {}
     for answer in answers:
         for entry in msgspec.json.decode(answer)["model_stats"]:

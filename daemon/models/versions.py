@@ -1,4 +1,4 @@
-"""The books of ``tensord.daemon.models.lifecycle``: a model's versions, and which operations wait for each other."""
+"""The state that ``tensord.daemon.models.lifecycle`` keeps: a model's versions, and the operations that wait for each other."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tensord.shm.control_records import Load, Loaded, ModelState
 class VersionState(enum.Enum):
     """The states of Triton's repository index."""
 
-    #: Known to the repository, never asked for.
+    #: The repository has it, and nobody ever asked for it.
     UNKNOWN = "UNKNOWN"
     #: Workers are loading it, and none serves it yet.
     LOADING = "LOADING"
     #: Requests for it are taken.
     READY = "READY"
-    #: No new requests; those in the workers' queues are being finished.
+    #: New requests are refused; those in the workers' queues are being finished.
     UNLOADING = "UNLOADING"
     #: It failed to load, was given up until its next try, or was unloaded; the reason says which.
     UNAVAILABLE = "UNAVAILABLE"
@@ -29,53 +29,54 @@ class VersionState(enum.Enum):
 
 @dataclass(slots=True)
 class Version:
-    """One version of one model. All sets hold worker incarnations."""
+    """A model's version as the lifecycle keeps it. All sets hold worker incarnations."""
 
     load: Load
     state: VersionState = VersionState.UNKNOWN
     reason: str = ""
-    #: Serves there, with what the worker said about it.
+    #: Workers that serve it, with what each said about it.
     ready: dict[int, Loaded] = field(default_factory=dict)
-    #: Loads there that are not answered yet.
+    #: Workers that load it -> the number of loads they have not answered yet.
     loading: dict[int, int] = field(default_factory=dict)
-    #: Has what an earlier Load brought, while the answer to a newer one is awaited.
+    #: Workers that have what an earlier Load brought, while the answer to a newer one is awaited.
     held: set[int] = field(default_factory=set)
-    #: Should get a Load once that worker loads nothing else.
+    #: Workers that get a Load once they load nothing else.
     postponed: set[int] = field(default_factory=set)
     unloading: set[int] = field(default_factory=set)
-    #: A joining worker gets it.
+    #: Whether a joining worker gets it.
     wanted: bool = False
-    #: If it is one of these devices'; empty: whichever it is.
+    #: The devices whose workers load it; empty: all.
     devices: tuple[str, ...] = ()
-    #: Of an ensemble: what has to be ready in a worker before it is loaded there, as in ``FoundModel``.
+    #: For an ensemble: what has to be ready in a worker before it is loaded there, as in ``FoundModel``.
     members: tuple[tuple[str, int], ...] = ()
-    #: A worker died with its Load unanswered, so it is loaded alone from now on: then a death is its own.
+    #: True if a worker died with its Load unanswered: it is loaded alone from now on, so that a death is its own.
     suspect: bool = False
-    #: Workers that died while it alone was loading.
+    #: The number of workers that died while it alone was loading.
     deaths: int = 0
-    #: Too many died, and this is how: only the tries that ``Retry`` asks for load it, until one is answered. "": not given up.
+    #: Why it was given up, after too many deaths; "": it is not. Only the tries that ``Retry`` asks for load it, until one
+    #: is answered.
     given_up: str = ""
-    #: A try is due, and no worker was free for it.
+    #: True if a try is due, and no worker was free for it.
     due: bool = False
     #: The last answer about it, kept while no worker serves it.
     described: Loaded | None = None
 
     @property
     def stranded(self) -> bool:
-        """Given up for want of a device, not for what it did (``Lifecycle.stranded``)."""
+        """Returns whether it was given up for want of a device, not for what it did (``Lifecycle.stranded``)."""
         return bool(self.given_up) and not self.deaths
 
     @property
     def in_use(self) -> bool:
-        """Whether it serves, or is on its way to or from there."""
+        """Returns whether it serves, or is on its way to or from there."""
         return self.state not in (VersionState.UNKNOWN, VersionState.UNAVAILABLE) or bool(self.loading)
 
     def belongs(self, device: str) -> bool:
-        """Whether the worker of that device loads it."""
+        """Returns whether the worker of that device loads it."""
         return not self.devices or device in self.devices
 
     def told(self, number: int) -> ModelState:
-        """What fronts have to know of it, being version ``number``."""
+        """Makes the record about it that fronts get, as version ``number``."""
         described = self.described if self.state is VersionState.READY else None
         if described is None:
             return ModelState(self.load.name, number, self.state.value, self.reason)
@@ -100,14 +101,14 @@ class Version:
 class Operation:
     """A load (with the model as found) or an unload (without)."""
 
-    #: Of whoever waits for it: also of those whose own load it has overtaken.
+    #: The tokens of all who wait for it, also of those whose own load it has overtaken.
     tokens: tuple[int, ...]
     found: FoundModel | None
-    #: Load also what serves already from the same files.
+    #: Whether to load also what serves already from the same files.
     again: bool = False
 
     def overtaken_by(self, later: Operation) -> bool:
-        """Whether nobody wants what it loads, because of what was asked for after it."""
+        """Returns whether nobody wants what it loads, because of a later operation."""
         if self.found is None:
             return False
         new = later.found
@@ -116,27 +117,27 @@ class Operation:
 
 @dataclass(slots=True)
 class Model:
-    """One name: its versions and the operations that wait for each other."""
+    """A model by its name: its versions, and the operations that wait for each other."""
 
     versions: dict[int, Version] = field(default_factory=dict)
     waiting: deque[Operation] = field(default_factory=deque)
     running: Operation | None = None
-    #: Versions the running load brings, and what went wrong with each.
+    #: Versions that the running load brings, and what went wrong with each.
     bringing: dict[int, str] = field(default_factory=dict)
     fingerprint: str = ""
-    #: How often it was loaded again from the same files.
+    #: Counts how often it was loaded again from the same files.
     repeated: int = 0
     #: Versions that the last load asked for.
     chosen: tuple[int, ...] = ()
 
 
 def has_members(models: Mapping[str, Model], version: Version, worker: int) -> bool:
-    """Whether everything that an ensemble is made of is ready in that worker."""
+    """Returns whether everything that an ensemble is made of is ready in that worker."""
     return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
 
 
 def awaits(models: Mapping[str, Model], version: Version) -> bool:
-    """Whether a worker owes an answer to its Load, or is to get it as soon as others have answered."""
+    """Returns whether a worker owes an answer to a version's Load, or will get it as soon as others have answered."""
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))
@@ -147,6 +148,6 @@ def awaits(models: Mapping[str, Model], version: Version) -> bool:
 
 
 def _named(models: Mapping[str, Model], name: str, number: int) -> list[Version]:
-    """A version, or with -1 all of that name."""
+    """Returns a version, or with -1 all versions of that name."""
     versions = models[name].versions if name in models else {}
     return [version for n, version in versions.items() if number in (-1, n)]

@@ -1,1 +1,1 @@
-"""What is asked of the whole daemon, by its operator or by clients, and what it shows of itself."""
+"""This room answers what operators and clients ask of the whole daemon."""

@@ -1,4 +1,4 @@
-"""The configuration in force, and what of a new one comes into force while the daemon runs."""
+"""The configuration in force, and the part of a new one that can be put into force while the daemon runs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tensord.config import layers, log
 from tensord.config.options import Log, Options
 
 _log = logging.getLogger(__name__)
-#: Everything else needs a restart.
+#: The keys that a reload changes; everything else needs a restart.
 _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "log.")
 
 
 class Configuration:
-    """``options`` are those in force; ``reread`` reads all layers again and raises ConfigurationError."""
+    """Holds the options in force. ``reread`` reads all layers again and raises ConfigurationError."""
 
     def __init__(self, options: Options, reread: Callable[[], Options]) -> None:
         self.options = options
         self._reread = reread
 
     async def read(self) -> Options:
-        """What the files, the environment and the flags say now. Raises ConfigurationError, OSError: they cannot be used."""
+        """Reads the files, the environment and the flags again. Raises ConfigurationError, OSError: they cannot be used."""
         new = await asyncio.to_thread(self._reread)
         log.check_writable(new.log)
         return new
 
     def take(self, new: Options) -> int:
-        """Puts the repository's part of it into force. Returns how many keys changed; those that need a restart are logged."""
+        """Puts the repository's options into force. Returns how many keys changed; those that need a restart are logged."""
         changed = layers.changed_keys(self.options, new)
         fixed = [key for key in changed if not key.startswith(_RELOADABLE)]
         if fixed:
@@ -42,5 +42,5 @@ class Configuration:
         return len(changed)
 
     def take_log(self, new: Log) -> None:
-        """Puts the log's part into force."""
+        """Puts the log's options into force."""
         self.options = msgspec.structs.replace(self.options, log=new)

@@ -34,14 +34,14 @@ from tensord.shm.operations import (
 )
 
 _log = logging.getLogger(__name__)
-#: In its folder.
+#: The socket's name in its folder.
 NAME = "control.sock"
 _MAX_LINE = 1 << 20
 _OPERATOR = Peer("operator")
 
 
 class Question(msgspec.Struct, forbid_unknown_fields=True):
-    """What tensorctl sends."""
+    """A question of tensorctl."""
 
     command: str
     name: str = ""
@@ -66,7 +66,7 @@ class ControlSocket:
         self._clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Raises InvalidArgument: the configured path cannot be used."""
+        """Binds the socket and begins to serve. Raises InvalidArgument: the configured path cannot be used."""
         sock = self._bound() if self.path is not None else self._bound_by_default()
         if sock is not None:
             self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)
@@ -79,7 +79,7 @@ class ControlSocket:
             raise InvalidArgument(f"supervisor.control_socket: '{self.path}': {error.strerror or error}") from None
 
     def _bound_by_default(self) -> socket.socket | None:
-        """Nobody asked for this socket, so the daemon serves without one as well."""
+        """Binds the socket at its default path; returns None if that fails, as the daemon serves without it as well."""
         try:
             path = runtime_directory.own(self._environment) / NAME
             sock = unix_socket.bind(path, socket.SOCK_STREAM, 0o600)
@@ -91,7 +91,7 @@ class ControlSocket:
         return sock
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the socket and removes its name. Idempotent."""
         if self._server is not None and self.path is not None:
             self._server.close()
             self._server = None

@@ -1,4 +1,4 @@
-"""The models that should be served, as the log, the service manager and ``tensorctl status`` show them."""
+"""Shows the models that should be served: in the log, for the service manager, and for ``tensorctl status``."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from typing import Any
 
 from tensord.daemon.models.changes import Models
 
-#: Of many models the first, by name, are enough.
+#: The most names that are listed.
 _MAX_NAMED = 8
 
 
 class ServedModels:
-    """The models that are served and that are not, as the log was told last: after the start each change is one short line."""
+    """The models that are served and that are not, as last logged: after the start each change is one short line."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._ready = False
-        #: Every model that should be served, and whether it is.
+        #: Every model that should be served, and whether it is, as last logged.
         self._told: dict[str, bool] = {}
 
     def change(self) -> str:
-        """Returns a line that says what is new, once; "": nothing. A name that loads for the first time is no news before it is
-        served, or cannot be."""
+        """Returns a line about changes since the last one; "": there are none.
+
+        A model that loads for the first time is no change before it is served, or cannot be.
+        """
         standings, ready = self._models.standings(), self._models.readiness.ready
         now = {
             model.name: bool(model.served)
@@ -44,8 +46,8 @@ class ServedModels:
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:
-    """One line that begins with whether the daemon is ready, as ``/v2/health/ready`` answers."""
-    # A version whose worker has died is READY as well, until another one has it.
+    """Describes the models in one line, which begins with whether the daemon is ready, as ``/v2/health/ready`` answers."""
+    # A version whose worker has died is READY as well, until another worker has it.
     books = models.lifecycle.models
     found = {
         name: [n for n in numbers if books[name].versions[n].ready]
@@ -65,7 +67,7 @@ def _listed(names: list[str]) -> str:
 
 
 def of_models(models: Models) -> dict[str, Any]:
-    """Whether the daemon is ready, and of each wanted model that is not all served which versions are, and why not the rest."""
+    """Describes whether the daemon is ready, and why models are not completely served, with their served versions."""
     readiness = models.readiness
     return {
         "ready": readiness.ready,

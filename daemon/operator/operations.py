@@ -1,4 +1,4 @@
-"""Control operations by name: one place that answers them, whoever asks (a front for its client, tensorctl for its operator)."""
+"""Carries out control operations, whoever asks: a front for its client, or tensorctl for its operator."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from tensord.shm.operations import (
 )
 
 _log = logging.getLogger(__name__)
-#: A worker whose loop does not turn for that long is asked later again by whoever wanted the figures.
+#: Seconds to wait for a worker's statistics; it answers later if its loop is busy for longer.
 _STATISTICS_TIMEOUT = 30.0
 
-#: A worker answers within five seconds, unless its loop does not turn.
+#: Seconds to wait for a model's readiness; a worker answers within five, unless its loop is stuck.
 _READY_SECONDS = 10.0
 _NOT_READY = "the model's is_ready() does not say that it is"
 
 
 class Operations:
-    """Answers ``tensord.shm.operations.Operation`` by asking whom it concerns: models, regions, settings, workers."""
+    """Answers each ``tensord.shm.operations.Operation`` by asking its owner: models, regions, settings, workers."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Operations:
         self._fronts = fronts
 
     async def reply(self, call: Call, end: int = -1) -> Reply:
-        """The answer as a record; every failure becomes a code and a sentence. ``end``: as in ``answer``."""
+        """Makes a record of the answer; every failure becomes a code and a sentence. ``end``: as in ``answer``."""
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
         try:
@@ -81,13 +81,13 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: Call) -> Reply:
-        """As ``reply``, to a worker whose model asks."""
+        """Replies to a worker whose model asks."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
 
     async def answer(self, operation: Operation, peer: Peer, end: int = -1) -> bytes:
-        """The result, JSON or empty. Every front acts upon whatever it tells of: the next request may come to any of them.
+        """Returns an operation's result, JSON or empty, once every front acts upon it: the next request may come to any of them.
 
         Args:
           peer: who asks.
@@ -97,7 +97,7 @@ class Operations:
         try:
             result = await self._carry_out(operation, peer, end)
         except ServingError:
-            # A load that failed has changed something too.
+            # A load that failed has changed something, too.
             await self._fronts.settled()
             raise
         await self._fronts.settled()
@@ -148,7 +148,7 @@ class Operations:
         except TimeoutError:
             raise Unavailable("a worker is too busy to give its statistics") from None
         for answer in answers:
-            # A worker that died takes its counters along; one that answers with an error does not happen by itself.
+            # A worker that died loses its counters; an error in an answer is a defect.
             if isinstance(answer, BaseException) and not isinstance(answer, Unavailable):
                 raise answer
         return statistics.merge(answer for answer in answers if isinstance(answer, bytes))
@@ -161,7 +161,7 @@ async def _ask(worker: Worker, operation: Operation) -> bytes:
 
 
 class ReadinessQuery:
-    """Asks the workers whether their models say that they are ready, by ``is_ready()`` of a Triton Python model.
+    """Asks the workers whether their models are ready, by ``is_ready()`` of a Triton Python model.
 
     Every worker that serves such a model is asked, and all of them have to say so. Belongs to the supervisor's loop.
     """
@@ -185,7 +185,7 @@ class ReadinessQuery:
         return bool(answers) and all(answers)
 
     async def listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
-        """The repository index with what models say of themselves. ``ready``: only what is."""
+        """Completes the repository index with the models' own readiness checks. ``ready``: lists ready versions only."""
         served = [entry for entry in index if entry.get("state") == VersionState.READY.value]
         answers = await asyncio.gather(*(self.is_ready(str(e["name"]), int(e["version"])) for e in served))
         for entry, answer in zip(served, answers, strict=True):

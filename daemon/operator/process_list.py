@@ -1,4 +1,4 @@
-"""The daemon's processes as ``tensorctl status`` shows them."""
+"""Lists the daemon's processes for ``tensorctl status``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tensord.shm.status_page import model_key
 
 
 def of_fronts(fronts: Fronts, posts: Posts, now_ns: int) -> list[dict[str, Any]]:
-    """One entry a front, with the connections it has."""
+    """Returns an entry for each front, with the connections it has."""
     return [_entry(front, posts, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
 
 
 def of_workers(
     workers: Iterable[Worker], posts: Posts, models: Mapping[str, Iterable[int]], now_ns: int
 ) -> list[dict[str, Any]]:
-    """One entry a worker, with its device and what its status page says. ``models``: names and versions that it may have."""
+    """Returns an entry for each worker, with its device and its status page. ``models``: names and versions that it may have."""
     names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}
     return [
         _entry(worker, posts, now_ns)
@@ -40,7 +40,7 @@ def of_workers(
 
 
 def _state(worker: Worker) -> str:
-    """Of its loop, and beside that of its loader: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
+    """Words the state of its loop and of its loader: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
     state = worker.page.state[0].name.lower() if worker.page else "starting"
     loading = worker.describe_load()
     return loading if loading and state == "idle" else f"{state}, {loading}" if loading else state
@@ -51,14 +51,14 @@ def _outputs(worker: Worker) -> str:
 
 
 def _own(worker: Worker) -> dict[str, Any]:
-    """Of a worker that an isolated model has to itself: which one, and the part of a GPU's memory that XLA takes there."""
+    """Describes the isolated model that a worker serves, if any, with the part of a GPU's memory that XLA takes there."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 
 
 def _oldest_execution(worker: Worker, names: Mapping[int, tuple[str, int]], now_ns: int) -> dict[str, Any] | None:
     running = None if worker.page is None else worker.page.oldest()
-    # One that is gone from the repository and still runs has no name here.
+    # A version that is gone from the repository and still runs has no name here.
     return None if running is None else _since(*names.get(running.model, ("?", 0)), running.since_ns, now_ns)
 
 
@@ -67,7 +67,7 @@ def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, An
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """What the kernel says: the cores that the process may use, its threads, and its memory without that of any GPU."""
+    """Reads from the kernel the cores that the process may use, its threads, and its memory without that of any GPU."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)

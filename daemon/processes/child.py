@@ -1,4 +1,4 @@
-"""One child process from its supervisor's side: spawned, spoken to, watched, buried.
+"""A child process as its supervisor sees it: spawned, spoken to, watched and cleaned up after its death.
 
     spawn ─▶ Start ─▶ ChildReady (a worker: with its status page) ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
 
@@ -30,17 +30,17 @@ from tensord.shm.record import Record, decoder
 from tensord.shm.sequence_page import SequencePage, SequenceState
 from tensord.shm.status_page import StatusPage
 
-#: Of ``ChildReady.missing`` and ``ChildReady.jax_lacks``.
+#: Begins the line in the log on ``ChildReady.missing``, and on ``ChildReady.jax_lacks``.
 IN_C = "parts of tensord that are written in C are off"
 OF_JAX = "this JAX lacks interfaces that are not public"
 
 _log = logging.getLogger(__name__)
-#: For a process that is about to be killed to write where it is.
+#: Seconds in which a process that is about to be killed may write its stack.
 _STACK_SECONDS = 0.2
 
 
 class Child:
-    """Owns the process, its pidfd and its control channel."""
+    """Owns a child process, its pidfd and its control channel."""
 
     def __init__(
         self,
@@ -51,27 +51,27 @@ class Child:
         on_record: Callable[[Any, Any, list[int]], None],
         on_exit: Callable[[Any], None],
     ) -> None:
-        """``incoming`` is the union of records it may send; the callbacks get this object first."""
+        """Takes the union of records that the child may send; the callbacks get this object first."""
         self.module = module
         self.name = name
         self.incarnation = incarnation
-        #: It reported ChildReady.
+        #: True once it has reported ChildReady.
         self.ready = False
         #: What it goes without, as it reported.
         self.missing: tuple[str, ...] = ()
-        #: It was told to stop, so its death is no accident.
+        #: True once it was asked to stop, so that its death is no accident.
         self.stopping = False
         self.started_ns = 0
-        #: See ``Spawned``.
+        #: Marks what it starts, see ``Spawned``.
         self.mark = ""
-        #: As Popen: None while it runs.
+        #: The exit status as Popen has it; None while it runs.
         self.returncode: int | None = None
         self._incoming = incoming
         self._on_record = on_record
         self._on_exit = on_exit
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
-        #: Where it writes its stack when it dies.
+        #: Memory into which it writes its stack when it dies.
         self._stack_fd = -1
         self._killing = False
         self._connection: ControlChannel | None = None
@@ -83,7 +83,7 @@ class Child:
         self.adopt(spawn(self.module, arguments, environment, pass_fds), options)
 
     def adopt(self, spawned: Spawned, options: bytes) -> None:
-        """Owns a process that was started, and tells it to begin. ``options`` as of ``spawn``. Raises OSError as that."""
+        """Takes over a process that was started, and sends it Start. ``options`` as for ``spawn``. Raises OSError as that."""
         try:
             self._pidfd = os.pidfd_open(spawned.process.pid)
         except OSError:
@@ -109,17 +109,17 @@ class Child:
         return self._process is not None and self.returncode is None
 
     def send(self, record: Record, *fds: int) -> None:
-        """Queues a record; descriptors are duplicated. Lost where the process is gone, as everything said to it is."""
+        """Queues a record; descriptors are duplicated. The record is lost if the process is gone."""
         if self._connection is not None:
             self._connection.send(record, *fds)
 
     def stop(self, grace_ns: int) -> None:
-        """Asks it to finish and exit."""
+        """Asks the process to finish and exit."""
         self.stopping = True
         self.send(Stop(max(0, grace_ns)))
 
     def kill(self, reason: str = "") -> None:
-        """SIGKILL; ``on_exit`` follows. With a reason it has a moment to write its stack before."""
+        """Kills the process with SIGKILL; ``on_exit`` follows. With a reason it first has a moment to write its stack."""
         if not self.alive or (reason and self._killing):
             return
         if reason:
@@ -132,7 +132,7 @@ class Child:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        # By pidfd: the number cannot have been given to another process.
+        # The pidfd is used: the pid may belong to another process by now.
         signal.pidfd_send_signal(self._pidfd, number)
 
     def _received(self, record: Any, fds: list[int]) -> None:
@@ -145,7 +145,8 @@ class Child:
         return None
 
     def _channel_closed(self) -> None:
-        # An orderly child closes it by exiting, a moment before the pidfd tells. Without it a child is of no use.
+        # An orderly child closes its channel by exiting, a moment before the pidfd is readable. Without the channel it is of
+        # no use.
         if not self.stopping:
             asyncio.get_running_loop().call_later(1.0, self.kill, "closed its control channel")
 
@@ -163,10 +164,10 @@ class Child:
         self._on_exit(self)
 
     def release(self) -> None:
-        """What a kind of child holds besides the process; called once it is dead."""
+        """Releases what a kind of child holds besides the process; called once it is dead."""
 
     def describe_exit(self) -> str:
-        """How it ended."""
+        """Words how it ended."""
         return describe_exit(self.returncode or 0)
 
     def __repr__(self) -> str:
@@ -174,7 +175,7 @@ class Child:
 
 
 class Front(Child):
-    """A process that speaks a protocol to clients; it says how much of what it was told it acts upon."""
+    """A process that speaks a protocol to clients; it acknowledges each edition of the published state."""
 
     def __init__(
         self,
@@ -185,29 +186,29 @@ class Front(Child):
         on_record: Callable[[Front, Any, list[int]], None],
         on_exit: Callable[[Front], None],
     ) -> None:
-        """``row``: its place among the fronts of that protocol, "http" or "grpc"."""
+        """Takes as ``row`` its number among the fronts of that protocol, "http" or "grpc"."""
         super().__init__(module, front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
         self.protocol = protocol
         self.row = row
-        #: It was told to take clients.
+        #: True once it was asked to take clients.
         self.serves = False
-        #: The edition it acts upon, and the one it was last asked about.
+        #: The edition it acknowledged last, and the one it was last asked about.
         self.seen = 0
         self._asked = -1
-        #: When it was asked last, and since when it owes an answer; 0: it owes none (ns).
+        #: When it was last asked, and since when it owes an answer; 0: it owes none (ns).
         self.asked_ns = 0
         self.owes_since_ns = 0
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def ask(self, edition: int) -> None:
-        """Asks it to say when it has seen everything sent before, which is that edition."""
+        """Asks it to acknowledge everything sent before, which is that edition."""
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
         self.send(Told(edition))
 
     def saw(self, edition: int) -> None:
-        """Its answer."""
+        """Handles its acknowledgement of an edition."""
         self.seen = max(self.seen, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0
@@ -215,14 +216,14 @@ class Front(Child):
             self._waiting.pop(waited).set_result(None)
 
     async def has_seen(self, edition: int) -> None:
-        """Returns when it acts upon that edition, which was sent to it, or when it is dead."""
+        """Returns when it has acknowledged that edition, which was sent to it, or when it is dead."""
         if self.seen >= edition or not self.alive:
             return
         waiting = self._waiting.get(edition)
         if waiting is None:
             waiting = self._waiting[edition] = asyncio.get_running_loop().create_future()
             self.ask(edition)
-        # Shared by all who wait: none of them may cancel it.
+        # The future is shared by all who wait: none of them may cancel it.
         await asyncio.shield(waiting)
 
     def release(self) -> None:
@@ -247,45 +248,45 @@ class Worker(Child):
         self.device = device
         #: The isolated model that it is for; "": models share it.
         self.model = device_names.model_of(device)
-        #: As of its ``Device``.
+        #: The part of its GPU's memory, as in ``Device``.
         self.memory_fraction = 0.0
         self.page: StatusPage | None = None
-        #: What fronts look for its sequences in.
+        #: The page by which fronts find its sequences.
         self.sequences: SequencePage | None = None
-        #: How many had begun there when it died.
+        #: The number of sequences that had begun there when it died.
         self.lost_sequences = 0
-        #: Loads without an answer in their order, which is that in which it loads: name and version.
+        #: Loads that it has not answered, as name and version, in the order in which it loads them.
         self.owed: list[tuple[str, int]] = []
-        #: Since when it has answered none (ns).
+        #: When it last answered a load, or began the first one (ns).
         self.load_progress_ns = 0
-        #: How far it is, as it said last.
+        #: The progress of its load that it last reported.
         self.loading: Loading | None = None
-        #: Those that it has begun: name and version, and since when (ns).
+        #: Loads that it has begun: name and version, and since when (ns).
         self._begun: list[tuple[str, int, int]] = []
         self._calls: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
         self._next_call = 1
 
     def send(self, record: Record, *fds: int) -> None:
         if isinstance(record, Load):
-            # Behind others it waits its turn: the clock runs from the last answer then.
+            # A load behind others waits: its clock runs from the last answer then.
             if not self.owed:
                 self.load_progress_ns = time.monotonic_ns()
             self.owed.append((record.name, record.version))
         super().send(record, *fds)
 
     def load_progressed(self, at: Loading) -> None:
-        """A Loading came."""
+        """Handles a Loading record."""
         if not at.total and (at.name, at.version) not in {begun[:2] for begun in self._begun}:
             self._begun.append((at.name, at.version, time.monotonic_ns()))
         self.loading = at
 
     @property
     def oldest_load(self) -> tuple[str, int, int] | None:
-        """What it has been loading for longest: name and version, and since when (ns)."""
+        """Returns the load that it began first: name and version, and since when (ns); None: it loads nothing."""
         return self._begun[0] if self._begun else None
 
     def load_answered(self, name: str, version: int) -> None:
-        """A Loaded came."""
+        """Handles a Loaded record."""
         if (name, version) in self.owed:
             self.owed.remove((name, version))
         self._begun = [begun for begun in self._begun if begun[:2] != (name, version)]
@@ -293,14 +294,14 @@ class Worker(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """``loading digits, 2 s``, ``compiling digits 3/16, 1 from the cache, 4 s``; "": it loads nothing."""
+        """Words its load: ``loading digits, 2 s``, ``compiling digits 3/16, 1 from the cache, 4 s``; "": it loads nothing."""
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
         return f"{self.loading or Loading(*self.owed[0])}, {seconds:.0f} s"
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
-        """Asks and waits: the result and the descriptors that came with it, which the caller then owns.
+        """Calls an operation and waits for the result and the descriptors that came with it, which the caller then owns.
 
         Raises: Unavailable: the worker died first.  Any ServingError that the worker answered.
         """
@@ -313,7 +314,7 @@ class Worker(Child):
         try:
             reply, received = await answer
         finally:
-            # After a cancellation the reply may still come; ``answered`` then finds nobody and closes its descriptors.
+            # After a cancellation the reply may still come; ``answered`` then finds no future and closes its descriptors.
             self._calls.pop(call_id, None)
         if reply.code:
             descriptors.close(received)
@@ -321,7 +322,7 @@ class Worker(Child):
         return reply.result, received
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Hands a reply to whoever waits for it."""
+        """Gives a reply to the call that waits for it."""
         waiting = self._calls.get(reply.call_id)
         if waiting is None or waiting.done():
             descriptors.close(fds)
@@ -342,7 +343,7 @@ class Worker(Child):
 
 
 def describe_exit(returncode: int) -> str:
-    """``was killed by SIGSEGV``, ``exited with status 1``, of a status as Popen has it."""
+    """Words an exit status as Popen has it: ``was killed by SIGSEGV``, ``exited with status 1``."""
     if returncode >= 0:
         return f"exited with status {returncode}"
     try:
@@ -352,20 +353,20 @@ def describe_exit(returncode: int) -> str:
 
 
 def front_name(protocol: str, row: int) -> str:
-    """Of the post of that row."""
+    """Names the front of that row."""
     return f"{protocol}-{row}"
 
 
 class MissingParts:
-    """What children of one kind go without: said to the log, once for all of them, as they are of one installation."""
+    """Logs what children of one kind go without, once for all of them, as they are of one installation."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """``what``: begins the line in the log."""
+        """Takes ``what``, which begins the line in the log."""
         self._what = what
         self._said: tuple[str, ...] = ()
 
     def say(self, missing: tuple[str, ...]) -> None:
-        """What a child goes without, as it reported."""
+        """Logs what a child goes without, as it reported."""
         if missing and missing != self._said:
             self._said = missing
             _log.warning("%s: %s", self._what, "; ".join(missing))

@@ -1,7 +1,7 @@
-"""Which devices get a worker, and which GPU each of them sees: this is the one place that decides it.
+"""Decides which devices get a worker, and which GPU each of them sees.
 
-Looks at variables, installed packages and what the driver says to another process; asking JAX would load it, and a CUDA context,
-into the supervisor.
+It looks at variables, installed packages and what the driver says to another process; asking JAX would load it, and a CUDA
+context, into the supervisor.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from tensord.shm import device_names
 
 _log = logging.getLogger(__name__)
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
-#: What part of a GPU's memory XLA takes: the variable, and its former name; JAX takes an empty one for none.
+#: The variable for the part of a GPU's memory that XLA takes, and its former name; JAX ignores an empty one.
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-#: Where JAX looks for its plugins, as a package and as a group of entry points.
+#: The package in which JAX looks for its plugins, and their group of entry points.
 _PLUGINS = "jax_plugins"
 
 
 class NoDevice(Exception):
-    """GPUs or cores were asked for that are not there."""
+    """GPUs or cores were asked for that do not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One worker's device."""
+    """The device of one worker."""
 
-    #: "cpu:0", "cuda:1", "cuda:1/2": the worker's ``--device``, by the first of its GPUs (``tensord.shm.device_names``).
+    #: The worker's ``--device``, named by the first of its GPUs: "cpu:0", "cuda:1", "cuda:1/2" (``tensord.shm.device_names``).
     name: str
     #: Variables that the worker's environment gets besides ours.
     environment: Mapping[str, str] = field(default_factory=dict)
     #: The cores near its GPUs, as Linux lists them; "": any.
     cores: str = ""
-    #: Of a worker that an isolated model has to itself: the part of its GPU's memory that XLA takes there. 0: it has no GPU.
+    #: For an isolated model's worker: the part of its GPU's memory that XLA takes. 0: it has no GPU.
     memory_fraction: float = 0.0
 
     def alone(self, name: str, memory_fraction: float) -> Device:
-        """That of a worker beside this one, which one model has to itself."""
+        """Makes the device of an isolated model's worker beside this one."""
         if not device_names.gpu_of(name):
             return Device(name, self.environment, self.cores)
-        # What XLA is told for the workers that models share does not hold there, whoever says it.
+        # The setting for shared workers must not apply there, whichever variable has it.
         own = dict.fromkeys(_MEMORY_VARIABLES, "") | {_MEMORY_VARIABLES[0]: f"{memory_fraction:g}"}
         return Device(name, {**self.environment, **own}, self.cores, memory_fraction)
 
@@ -58,9 +58,9 @@ class Device:
 def find_devices(
     options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev"), system: Path = Path("/sys")
 ) -> list[Device]:
-    """One device a worker. A GPU that is there and cannot be used is said in the log.
+    """Returns a device for each worker. A GPU that exists but cannot be used is logged.
 
-    ``folder``: as of ``usable_gpus``. ``system``: where the kernel says what is near what.
+    ``folder``: as in ``usable_gpus``. ``system``: where the kernel says what is near what.
     Raises: NoDevice: ``workers.device`` is "cuda" and no GPU can be used, or a core is not ours.
     """
     if options.device != "cpu":
@@ -87,14 +87,14 @@ def find_devices(
 
 
 def _cpu_workers(options: Workers) -> list[Device]:
-    """Raises NoDevice: a core is not ours."""
+    """Makes the devices of CPU workers. Raises NoDevice: this process may not use a core."""
     _check_cores(options.cores)
     # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
     return [Device(f"cpu:{i}") for i in range(options.cpu)]
 
 
 def _check_cores(lists: Sequence[str]) -> None:
-    """What a CPU set of systemd or of a container leaves us is what workers can have."""
+    """Raises NoDevice if a list has a core that a CPU set of systemd or of a container withholds from this process."""
     ours = os.sched_getaffinity(0)
     for i, text in enumerate(lists):
         missing = set(core_list.parse(text)) - ours
@@ -106,7 +106,7 @@ def _check_cores(lists: Sequence[str]) -> None:
 
 
 def usable_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> tuple[list[str], str]:
-    """What ``CUDA_VISIBLE_DEVICES`` is to say in each GPU's worker; and why there are none, "" where nobody would expect any.
+    """Returns what ``CUDA_VISIBLE_DEVICES`` is to say in each GPU's worker, and why there is no GPU ("": none is expected).
 
     ``folder``: where the driver's device nodes are.
     """
@@ -116,7 +116,7 @@ def usable_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Visible:
-    """What ``CUDA_VISIBLE_DEVICES`` calls each GPU and its PCI address, in one order; or why there are none."""
+    """The visible GPUs: their names in ``CUDA_VISIBLE_DEVICES`` and their PCI addresses; or why there are none."""
 
     entries: Sequence[str] = ()
     addresses: Sequence[str] = ()
@@ -131,7 +131,7 @@ def _visible(environment: Mapping[str, str], folder: Path) -> _Visible:
     found = probe(environment)
     if found.trouble:
         nodes = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
-        # A driver that is not installed is missed only where there is something for it to drive.
+        # Without a GPU to drive, a driver that is not installed is no problem.
         said = f"{folder / nodes[0]} exists, but {found.trouble}" if nodes else "" if found.absent else found.trouble
         return _Visible(reason=said)
     if not found.count:
@@ -143,13 +143,13 @@ def _visible(environment: Mapping[str, str], folder: Path) -> _Visible:
     if entries is None:
         return _Visible([str(i) for i in range(found.count)], found.addresses)
     if found.count < len(entries):
-        # As CUDA reads the variable, an entry that names no GPU hides those behind it.
+        # CUDA reads the variable so: an entry that names no GPU hides those behind it.
         _log.warning("%s=%s names %d GPUs, the CUDA driver shows %d", _VARIABLE, named, len(entries), found.count)
     return _Visible(entries[: found.count], found.addresses)
 
 
 def _has_plugin() -> bool:
-    """Whether JAX would find a plugin for CUDA: it takes packages below ``jax_plugins`` and entry points of that name."""
+    """Returns whether JAX would find a plugin for CUDA: a package below ``jax_plugins``, or an entry point of that name."""
     spec = importlib.util.find_spec(_PLUGINS)
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or ())] if spec else []
     names += [point.value for point in metadata.entry_points(group=_PLUGINS)]
@@ -157,10 +157,10 @@ def _has_plugin() -> bool:
 
 
 def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
-    """The cores that this process may use at the NUMA nodes of these PCI addresses, GPUs', as Linux lists them.
+    """Returns the cores, as Linux lists them, that this process may use at the NUMA nodes of these GPUs' PCI addresses.
 
-    A worker that runs there has its memory there as well, as the kernel gives a page where it is touched first: what is
-    page-locked crosses no link between sockets on its way to the GPU.
+    A worker that runs there has its memory there as well, as the kernel places a page where it is first touched: page-locked
+    memory then crosses no link between sockets on its way to the GPU.
 
     "": there is one node only, or one of them is not known, or none of its cores is ours.
     """
@@ -176,7 +176,7 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
 
 
 def _node(address: str, system: Path) -> str:
-    """The name of its folder; "": the kernel does not say."""
+    """Returns the NUMA node of a PCI address, as a folder's name; "": the kernel does not say."""
     with contextlib.suppress(OSError, ValueError):
         number = int((system / "bus/pci/devices" / address.lower() / "numa_node").read_text())
         return f"node{number}" if number >= 0 else ""

@@ -1,4 +1,4 @@
-"""Signals from a process's first line on: before there is a loop, SIGTERM and SIGINT are kept for it.
+"""Handles signals from a process's first line on: until there is a loop, SIGTERM and SIGINT are kept for it.
 
 As the first process of a container one that has no handler yet would lose them; elsewhere it would end without a word. SIGHUP,
 SIGUSR1 and SIGUSR2 end nothing: a reload has nothing to do before the start is over, and the other two mean nothing here.
@@ -21,7 +21,10 @@ class FirstSignals:
         self.came: signal.Signals | None = None
 
     def watch(self) -> None:
-        """From the main thread. Handled, not ignored: that would be inherited by what this process starts."""
+        """Installs the handlers, from the main thread.
+
+        They handle signals and do not ignore them: that would be inherited by the processes it starts.
+        """
         for number in _ENDING:
             signal.signal(number, self._ending)
         for number in _PASSED_OVER:

@@ -1,4 +1,4 @@
-"""The front processes: so many for each protocol on its listening sockets, and what all of them have to know.
+"""The front processes: several for each protocol on its listening sockets, and the state that is published to all of them.
 
     a change ─▶ publish to every front ─▶ Told(edition) ─▶ Seen(edition) of all that serve ─▶ the client who asked is answered
 
@@ -31,31 +31,31 @@ if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
-#: Until a front is tried again that there was no room for.
+#: Seconds until a front is tried again that there was no room for.
 _AGAIN_SECONDS = 1.0
 
 
 class Fronts:
-    """Owns the listening sockets and the processes."""
+    """Owns the listening sockets and the front processes."""
 
     def __init__(self, programs: Mapping[str, str], supervisor: Supervisor) -> None:
-        """``programs``: protocol -> module."""
+        """Takes protocol -> module."""
         self.by_incarnation: dict[int, Front] = {}
         self._programs = programs
         self._supervisor = supervisor
-        #: By protocol.
+        #: The listening sockets of each protocol.
         self._listeners: dict[str, list[Listener]] = {}
         self._tallies: dict[str, Tally] = {}
         self._missing = MissingParts()
-        #: Those of the first, by protocol and row, that others go before.
+        #: First fronts that are still to be started, by protocol and row.
         self._unstarted: list[tuple[str, int]] = []
-        #: Grows with everything that is sent to all.
+        #: Counts everything that was published.
         self._edition = 0
 
     # --------------------------------------------------------------------------------------------------------- starting
 
     def listen(self, environment: Mapping[str, str]) -> None:
-        """Binds sockets for each protocol, or takes over those that the service manager has. Raises ListenError, OSError."""
+        """Binds sockets for each protocol, or takes over those of the service manager. Raises ListenError, OSError."""
         options = self._supervisor.options
         try:
             self._listeners = socket_activation.inherited(environment)
@@ -75,9 +75,9 @@ class Fronts:
             raise
 
     def start_all(self, at_once: int) -> None:
-        """Every front of every protocol, so many at a time. Raises OSError: there is no room for a process.
+        """Starts every front of every protocol, so many at a time. Raises OSError: there is no room for a process.
 
-        More than there are cores for, beside workers that import JAX, would only keep each other and them from being ready.
+        More at a time than there are cores for, beside workers that import JAX, would only delay each other and them.
         """
         self._unstarted = [(protocol, row) for protocol in self._listeners for row in range(self._rows(protocol))]
         for _ in range(at_once):
@@ -89,11 +89,11 @@ class Fronts:
             del self._unstarted[0]
 
     def _go_on(self) -> None:
-        """One of the first is ready, or dead: the next of them."""
+        """Starts the next of the first fronts, after one is ready or dead."""
         try:
             self._start_next()
         except OSError as error:
-            # No memory, no process slots.
+            # There is no memory, or there are no process slots.
             _log.error("%s cannot be started: %s", front_name(*self._unstarted[0]), error.strerror)
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._go_on)
 
@@ -102,7 +102,7 @@ class Fronts:
         return options.http.processes if protocol == "http" else options.grpc.processes
 
     def start(self, protocol: str, row: int) -> None:
-        """The front of that row. Raises OSError: there is no room for a process."""
+        """Starts the front of that row. Raises OSError: there is no room for a process."""
         front = Front(
             self._programs[protocol], protocol, row, self._supervisor.next_incarnation(), self._received, self._exited
         )
@@ -121,23 +121,23 @@ class Fronts:
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def publish(self, record: Record, *fds: int) -> None:
-        """To every front."""
+        """Sends a record to every front."""
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[Front], None]) -> None:
-        """To every front what ``send`` sends it."""
+        """Calls ``send`` for every front, as one publication."""
         self._edition += 1
         for front in self.by_incarnation.values():
             send(front)
 
     async def settled(self) -> None:
-        """Returns when every front that serves acts upon all that was published before."""
+        """Returns when every front that serves has acknowledged all that was published before."""
         edition = self._edition
         behind = [front for front in self.by_incarnation.values() if front.serves and front.seen < edition]
         await asyncio.gather(*(front.has_seen(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
-        """Asks those that were not asked for so long, so that one whose loop hangs is noticed; 0: nobody."""
+        """Asks fronts that were not asked for so long, so that one whose loop hangs is noticed; 0: none."""
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
                 front.ask(front.seen)
@@ -173,14 +173,14 @@ class Fronts:
             self._go_on()
 
     def stop_listening(self) -> None:
-        """No new connections but those the fronts' own descriptors of the sockets bring until they stop."""
+        """Closes the listening sockets. Fronts get connections by their own descriptors until they stop."""
         self._unstarted.clear()
         for listeners in self._listeners.values():
             for listener in listeners:
                 listener.close()
 
     def close(self) -> None:
-        """To be called when no front runs. Idempotent."""
+        """Closes sockets and shared counters; call it when no front runs. Idempotent."""
         self.stop_listening()
         for tally in self._tallies.values():
             tally.close()
@@ -189,39 +189,39 @@ class Fronts:
     # ------------------------------------------------------------------------------------------------------------ others
 
     def up(self) -> bool:
-        """Whether every post is filled, and by a front that serves."""
+        """Returns whether every front is started and ready."""
         return not self._unstarted and all(front.ready for front in self)
 
     def __iter__(self) -> Iterator[Front]:
         return iter(self.by_incarnation.values())
 
     def posts(self) -> dict[str, str]:
-        """Name of every front that there should be -> its protocol."""
+        """Returns the name of every front that there should be, with its protocol."""
         return {
             front_name(protocol, row): protocol for protocol in self._listeners for row in range(self._rows(protocol))
         }
 
     def urls(self, protocol: str) -> list[str]:
-        """As clients are told; empty: it is not served."""
+        """Returns the URLs of a protocol, as clients see them; empty: it is not served."""
         return [listener.url for listener in self._listeners.get(protocol, ()) if listener.url is not None]
 
     def refused(self, name: str) -> dict[Refusal, int]:
-        """Requests that the fronts of that post have refused, by reason."""
+        """Returns the requests that the fronts of that name have refused, by reason."""
         protocol, _, row = name.rpartition("-")
         return self._tallies[protocol].refused(int(row))
 
     def forms(self, name: str) -> tuple[int, int, int]:
-        """Kinds of requests that the front of that post has numbers for; that it minted, and evicted."""
+        """Counts prepared requests of the front of that name: those that have numbers, those made, those evicted."""
         protocol, _, row = name.rpartition("-")
         return self._tallies[protocol].forms(int(row))
 
     def connections(self, front: Front) -> int:
-        """Clients that it has now."""
+        """Counts the clients that a front has now."""
         return self._tallies[front.protocol].connections(front.row)
 
 
 def of_one(options: Options, protocol: str) -> Options:
-    """Returns the options for one of the fronts that speak ``protocol``, "http" or "grpc": its part of the limits of all of them.
+    """Returns the options of one front that speaks ``protocol``, "http" or "grpc": its part of the limits of all of them.
 
     Each front keeps its own part without asking the others: connections are shared out evenly, and most of what is bounded here
     comes with them. A part is never so small that the largest single request would not fit.

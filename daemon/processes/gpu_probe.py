@@ -1,4 +1,4 @@
-"""Which GPUs the CUDA driver shows, asked in a process of its own: the driver stays out of the supervisor, and cannot hang it.
+"""Asks the CUDA driver which GPUs it shows, in a process of its own: the driver stays out of the supervisor, and cannot hang it.
 
 Run as a program, this file is that process. It prints one line of JSON: where the devices are, or why there are none.
 """
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _LIBRARY = "libcuda.so.1"
-#: This file by itself: it imports nothing of ours.
+#: This file runs by itself: it imports nothing of ours.
 _COMMAND = [sys.executable, "-I", __file__]
-#: Seconds. Without its persistence mode a driver takes a while for its first user.
+#: Seconds to wait: without its persistence mode a driver takes a while for its first user.
 _PATIENCE = 60.0
 _NO_DEVICE = 100
 _NO_LIBRARY = f"there is no {_LIBRARY}"
@@ -23,23 +23,23 @@ _NO_LIBRARY = f"there is no {_LIBRARY}"
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What the driver says."""
+    """The driver's answer."""
 
     #: The PCI addresses of the visible GPUs, in the driver's order; "" where it does not say.
     addresses: tuple[str, ...] = ()
-    #: Why the driver cannot be used; "": it can.
+    #: The reason why the driver cannot be used; "": it can.
     trouble: str = ""
-    #: It is not installed.
+    #: True if the driver is not installed.
     absent: bool = False
 
     @property
     def count(self) -> int:
-        """Visible GPUs."""
+        """Counts the visible GPUs."""
         return len(self.addresses)
 
 
 def probe(environment: Mapping[str, str]) -> Probed:
-    """Asks the driver; ``CUDA_VISIBLE_DEVICES`` of that environment is obeyed as CUDA obeys it."""
+    """Asks the driver; it obeys ``CUDA_VISIBLE_DEVICES`` of that environment as CUDA does."""
     try:
         done = subprocess.run(
             _COMMAND, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE
@@ -56,7 +56,7 @@ def probe(environment: Mapping[str, str]) -> Probed:
 
 
 def _ask() -> list[str] | str:
-    """Where the devices are, or a reason."""
+    """Returns the devices' addresses, or a reason."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:

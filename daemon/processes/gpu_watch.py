@@ -1,4 +1,4 @@
-"""What the driver's management library says of this host's GPUs, read in a process of its own: a driver that hangs, hangs that.
+"""Reads the state of this host's GPUs from the driver's management library, in a process of its own that may hang with it.
 
 Run as a program, it writes a line of JSON to standard output whenever it has looked, and for each event: a ``Look`` or an
 ``Event``. It ends with its reader. Source: NVML API reference; nvidia-ml-py.
@@ -16,7 +16,7 @@ import msgspec
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU at one moment. What a GPU does not say is None."""
+    """The state of one GPU; a value that the GPU does not report is None."""
 
     uuid: str
     #: The part of the last moment in which a kernel ran.
@@ -31,29 +31,29 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """All GPUs of this host."""
+    """The state of all GPUs of this host."""
 
     gpus: tuple[Gpu, ...]
 
 
 class Event(msgspec.Struct, frozen=True, tag="event"):
-    """Something that a GPU has met."""
+    """An error that a GPU has reported."""
 
     uuid: str
-    #: "xid", "ecc" (an error of two bits, which was not corrected).
+    #: The kind, "xid" or "ecc" (an error of two bits, which was not corrected).
     kind: str
-    #: Of an XID.
+    #: The number of an XID.
     number: int = 0
 
 
 def main(seconds: float) -> str:
-    """Returns when nobody reads any more: ""; or why nothing can be read."""
+    """Reports until there is no reader any more. Returns "", or why nothing can be read."""
     try:
         import pynvml
     except ImportError:
         return "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
     try:
-        # That there are none is no error.
+        # A host without GPUs is no error.
         pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
         return _watch(pynvml, seconds)
     except pynvml.NVMLError as error:
@@ -63,7 +63,7 @@ def main(seconds: float) -> str:
 def _watch(nvml: Any, seconds: float) -> str:
     handles, uuids = [], []
     for number in range(nvml.nvmlDeviceGetCount()):
-        # One that has fallen off the bus hides no other.
+        # A GPU that has fallen off the bus hides no other.
         with contextlib.suppress(nvml.NVMLError):
             handle = nvml.nvmlDeviceGetHandleByIndex(number)
             uuids.append(nvml.nvmlDeviceGetUUID(handle))
@@ -72,7 +72,7 @@ def _watch(nvml: Any, seconds: float) -> str:
     kinds = {nvml.nvmlEventTypeXidCriticalError: "xid", nvml.nvmlEventTypeDoubleBitEccError: "ecc"}
     for handle in handles:
         for kind in kinds:
-            # Not each GPU knows each of them.
+            # Some GPUs know only some of the kinds.
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlDeviceRegisterEvents(handle, kind, events)
     by_address = {_address(handle): uuid for handle, uuid in zip(handles, uuids, strict=True)}
@@ -111,7 +111,7 @@ def _address(handle: Any) -> int:
 
 
 def _say(what: Look | Event) -> bool:
-    """False: nobody reads any more."""
+    """Writes a line. Returns False if there is no reader any more."""
     try:
         sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
         sys.stdout.buffer.flush()

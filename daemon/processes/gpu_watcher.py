@@ -1,4 +1,4 @@
-"""The supervisor's side of the process that watches the GPUs: what it said last, and what it has met, in the log.
+"""Runs the process that watches the GPUs; keeps the state that it last reported, and logs errors of GPUs.
 
     run ─▶ spawn ─▶ a line every moment ─▶ ``gpus``         it ends ─▶ said once ─▶ after a while, again
                     └─ an event ─▶ log, ``errors``
@@ -23,7 +23,7 @@ from tensord.daemon.processes.spawned import child_environment
 
 _log = logging.getLogger(__name__)
 _MODULE = "tensord.daemon.processes.gpu_watch"
-#: How often it looks, after how long what it said is not shown any more, and how long after its end it is started again; seconds.
+#: Seconds between reports, until a report is outdated, and until a watching process that ended is started again.
 _INTERVAL = 2.0
 _STALE = 10.0
 _PAUSE = 60.0
@@ -34,10 +34,10 @@ _KINDS = {
 
 
 class GpuWatcher:
-    """One per supervisor, on its loop."""
+    """Reads the reports of the watching process. One per supervisor, on its loop."""
 
     def __init__(self) -> None:
-        #: UUID and kind of event -> how often it was met.
+        #: UUID and kind of event -> how often it was reported.
         self.errors: Counter[tuple[str, str]] = Counter()
         self._gpus: Sequence[Gpu] = ()
         self._said_at = 0.0
@@ -46,11 +46,11 @@ class GpuWatcher:
 
     @property
     def gpus(self) -> Sequence[Gpu]:
-        """This host's GPUs as they were a moment ago; none, if that is not known."""
+        """Returns this host's GPUs as they were a moment ago; none if that is not known."""
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Never returns."""
+        """Keeps a watching process running. Never returns."""
         try:
             while True:
                 reason = await self._watch(environment)
@@ -63,7 +63,7 @@ class GpuWatcher:
                 self._process.kill()
 
     async def _watch(self, environment: Mapping[str, str]) -> str:
-        """Until the process ends. Returns what it wrote when it did."""
+        """Runs the process until it ends. Returns the last line of its standard error."""
         loop = asyncio.get_running_loop()
         try:
             self._process = process = subprocess.Popen(

@@ -16,28 +16,28 @@ _BACKLOG = 1024
 
 
 class ListenError(Exception):
-    """A sentence for the operator with address, port and reason."""
+    """A socket cannot be bound; the message names address, port and reason."""
 
 
 class Listener:
-    """One listening socket, and the path in the file system that was made for it."""
+    """A listening socket, with the path in the file system that was made for it."""
 
     def __init__(self, sock: socket.socket, protocol: str, path: str = "") -> None:
         self.socket = sock
-        #: "http" or "grpc".
+        #: The protocol, "http" or "grpc".
         self.protocol = protocol
-        #: As clients are told; None once closed.
+        #: The URL that clients see; None once closed.
         self.url: str | None = url(sock, protocol)
         if sock.family != socket.AF_UNIX:
-            # Connections inherit it: nobody sets it for each.
+            # Connections inherit the option, so that nobody sets it for each.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _never_pace(sock)
-        # Of our making: where it is replaced meanwhile, another process owns the name now.
+        # The inode of a path that was made here: if it is replaced meanwhile, another process owns the name now.
         self._path = path
         self._inode = os.stat(path).st_ino if path else 0
 
     def close(self) -> None:
-        """Idempotent; takes the name out of the file system."""
+        """Closes the socket and removes its name from the file system. Idempotent."""
         self.socket.close()
         self.url = None
         path, self._path = self._path, ""
@@ -47,17 +47,17 @@ class Listener:
 
 
 def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listener:
-    """A listening socket: TCP, or for an address unix:PATH a Unix socket with that mode. Raises ListenError."""
+    """Binds a listening socket: TCP, or for an address unix:PATH a Unix socket with that mode. Raises ListenError."""
     if address.startswith("unix:"):
         path = os.path.abspath(address.removeprefix("unix:").removeprefix("//") or ".")
         return Listener(_listen_unix(path, int(mode, 8)), protocol, path)
-    # An IPv6 address in brackets is what URLs have, and what ``shown`` shows.
+    # URLs and ``shown`` have an IPv6 address in brackets.
     bracketed = address.startswith("[") and address.endswith("]")
     return Listener(_listen_tcp(address[1:-1] if bracketed else address, port), protocol)
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """One for each address; the port is of those of TCP. Raises ListenError: then there is none."""
+    """Binds a socket for each address; the port counts for TCP only. Raises ListenError: no socket is left then."""
     made: list[Listener] = []
     try:
         for address in addresses:
@@ -73,7 +73,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         _remove_stale(path)
-        # Before it has a name: nobody connects with another mode than the one asked for.
+        # The mode is set before the socket has a name: nobody connects with another mode than the one asked for.
         os.fchmod(sock.fileno(), mode & 0o600)
         sock.bind(path)
         os.chmod(path, mode)
@@ -88,7 +88,7 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Takes away the socket of a process that is gone; never anything else. Raises ListenError: somebody listens there."""
+    """Removes the socket of a process that is gone; never anything else. Raises ListenError: a process listens there."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ListenError(f"cannot listen on unix:{path}: there is a file of that name")
@@ -124,9 +124,9 @@ def _listen_tcp(address: str, port: int) -> socket.socket:
 
 
 def _never_pace(sock: socket.socket) -> None:
-    """Connections of this host's own programs never wait for a clock: nothing between them can be congested.
+    """Keeps connections of this host's own programs from waiting for a pacing timer: nothing between them can be congested.
 
-    Where the host's congestion control is one that paces (bbr), each 64 KiB of a large answer would wait for a timer. Reno paces
+    If the host's congestion control is one that paces (bbr), each 64 KiB of a large answer would wait for a timer. Reno paces
     nothing, is in every kernel, and any process may choose it. Connections inherit it; once they are made it is too late.
     """
     host = sock.getsockname()[0]
@@ -136,7 +136,7 @@ def _never_pace(sock: socket.socket) -> None:
 
 
 def url(sock: socket.socket, protocol: str = "http") -> str:
-    """``http://127.0.0.1:8000`` of a bound TCP socket, ``unix:/path`` of a Unix one (``unix:@name`` where it is abstract)."""
+    """Returns the URL of a bound socket: ``http://127.0.0.1:8000``, ``unix:/path``, ``unix:@name`` for an abstract one."""
     if sock.family == socket.AF_UNIX:
         name = sock.getsockname()
         return f"unix:{name}" if isinstance(name, str) else f"unix:@{name[1:].decode(errors='replace')}"
@@ -145,5 +145,5 @@ def url(sock: socket.socket, protocol: str = "http") -> str:
 
 
 def shown(address: str, port: int) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
+    """Formats HOST:PORT, with brackets around an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address or '*'}:{port}"

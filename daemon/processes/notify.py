@@ -1,4 +1,4 @@
-"""The service manager's notify socket (sd_notify(3)): readiness, status line, watchdog. No socket, no work.
+"""The service manager's notify socket (sd_notify(3)): readiness, status line, watchdog. Does nothing without a socket.
 
 One datagram for each message, to the path or abstract address in ``NOTIFY_SOCKET``. A manager that does not read is never waited
 for.
@@ -13,16 +13,16 @@ from collections.abc import Mapping
 
 
 class Notifier:
-    """Owns the socket. Every method is harmless where no service manager listens."""
+    """Owns the notify socket. Every method is harmless where no service manager listens."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._socket: socket.socket | None = None
-        #: Feed the watchdog at least this often (half of its limit), 0.0 where there is none.
+        #: Seconds between messages that feed the watchdog (half of its limit); 0.0: there is none.
         self.watchdog_interval = _watchdog_interval(environment)
         address = environment.get("NOTIFY_SOCKET", "")
         if address.startswith(("/", "@")):
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-            # An abstract address is written with @ in the place of its leading zero byte.
+            # An abstract address is written with @ in place of its leading zero byte.
             self._address = "\0" + address[1:] if address[0] == "@" else address
 
     def ready(self, status: str) -> None:
@@ -35,7 +35,7 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_line(status)}")
 
     def reloading(self) -> None:
-        """Followed by ``ready`` when it is done. The time is what Type=notify-reload asks for."""
+        """Announces a reload; ``ready`` follows when it is done. The time is what Type=notify-reload asks for."""
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def alive(self) -> None:
@@ -43,11 +43,11 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def extend_timeout(self, seconds: float) -> None:
-        """Start-up or shutdown goes on for longer: models are being compiled."""
+        """Extends the time for start-up or shutdown, e.g. while models are compiled."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the socket. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -1,6 +1,6 @@
-"""Posts: places that are always to be filled by a process. Whoever dies in one is replaced, after a delay that grows.
+"""Slots for processes, which are always to be filled: whoever dies in one is replaced, after a delay that grows.
 
-A post has a name ("http-0", "worker-1"); the processes in it come and go.
+A slot has a name ("http-0", "worker-1"); the processes in it come and go.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tensord.shm import child_process
 
 #: A process that lived this long was healthy: its death starts a new series.
 HEALTHY_NS = 60 * 10**9
-#: Seconds; the longest wait after a process that had come up.
+#: The longest wait in seconds after the death of a process that had come up.
 SERVED_MAXIMUM = 1.0
 
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
-#: While the daemon starts, this many deaths in a post that nobody has filled yet mean that nobody will.
+#: While the daemon starts, so many deaths in a slot that was never filled mean that it never will be.
 _MAX_START_DEATHS = 5
 
 
 class Posts:
-    """Who died where and when, and what starts next."""
+    """Keeps the history of each slot, and starts replacements of dead processes."""
 
     def __init__(self, options: SupervisorOptions, supervisor: Supervisor) -> None:
         self._options = options
@@ -40,26 +40,26 @@ class Posts:
         self._chance = random.Random()
         self._histories: dict[str, Backoff] = {}
         self._restarts: Counter[str] = Counter()
-        #: Posts in which somebody was ready.
+        #: The names of slots in which a process was ready.
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
-        """In the present series."""
+        """Counts the deaths in the present series."""
         history = self._histories.get(name)
         return 0 if history is None else history.deaths
 
     def restarts(self, name: str) -> int:
-        """How often a dead process was replaced there, ever."""
+        """Counts how often a dead process was replaced there, ever."""
         return self._restarts[name]
 
     def forget(self, name: str) -> None:
-        """There is no such post any more."""
+        """Forgets a slot that does not exist any more."""
         self._histories.pop(name, None)
         self._restarts.pop(name, None)
         self._filled.discard(name)
 
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
-        """Has ``start`` put another process into its post, later, if it is needed then. ``start`` may raise OSError.
+        """Has ``start`` fill the slot of a dead process again, later, if it is needed then. ``start`` may raise OSError.
 
         ``doing``: " while loading model 'm' version 1", for the log; "": nothing that is known here.
         """
@@ -96,7 +96,7 @@ class Posts:
             start()
             self._restarts[dead.name] += 1
         except OSError as error:
-            # No memory, no process slots: the same post tries again, later.
+            # There is no memory, or there are no process slots: the same slot is tried again, later.
             _log.error("%s cannot be started: %s", dead.name, error.strerror)
             self.died(dead, start, doing)
 
@@ -104,11 +104,11 @@ class Posts:
 class Backoff:
     """Says how long to wait before a dead process is replaced: short at first, doubling, never in step with others. Pure.
 
-    It is one post's history: the post stays, the processes in it change.
+    It is one slot's history: the slot stays, the processes in it change.
     """
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
-        """``first`` and ``maximum`` in seconds. ``chance`` spreads the delays by up to a tenth."""
+        """Takes ``first`` and ``maximum`` in seconds; ``chance`` spreads the delays by up to a tenth."""
         self._first = first
         self._maximum = maximum
         self._chance = chance
@@ -118,8 +118,8 @@ class Backoff:
     def died(self, lived_ns: int, served: bool) -> float:
         """Notes a death; returns the seconds to wait before the replacement starts.
 
-        ``served``: it had come up. Requests wait for its replacement, and another process did come up in its place so far, so
-        they do not wait long; one that never comes up is not tried again and again.
+        ``served``: the process had come up. Requests wait for its replacement, and a process did come up in its slot so far,
+        so they do not wait long; one that never comes up is not tried again and again.
         """
         if lived_ns >= HEALTHY_NS:
             self.deaths = 0

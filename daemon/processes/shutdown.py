@@ -1,4 +1,4 @@
-"""The daemon's end: what asks for it, and how children are seen out of the door.
+"""The daemon's shutdown: what asks for it, and how children are stopped.
 
 first signal     children are told to stop, and have until a deadline to finish
 second signal    whatever still runs is killed at once
@@ -18,25 +18,25 @@ _log = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
-    """Where the daemon is in its life."""
+    """The phase of the daemon's life."""
 
-    #: Not all first loads are settled.
+    #: Some first loads are not settled.
     STARTING = "starting"
-    #: It serves.
+    #: The daemon serves.
     SERVING = "serving"
     #: The fronts finish what they accepted; workers are still replaced for it.
     DRAINING = "draining"
-    #: Everything is told to exit.
+    #: All children are asked to exit.
     STOPPING = "stopping"
 
 
 class Shutdown:
-    """Waits for deaths, of which it has to be told."""
+    """Knows whether the daemon has to stop, and waits for its children's deaths, which are reported to it."""
 
     def __init__(self) -> None:
-        #: The daemon has to stop.
+        #: Set when the daemon has to stop.
         self.requested = asyncio.Event()
-        #: Of the daemon.
+        #: The daemon's exit status.
         self.exit_status = 0
         #: Set by the second signal.
         self._hurry = asyncio.Event()
@@ -44,24 +44,24 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """SIGTERM or SIGINT came."""
+        """Handles SIGTERM or SIGINT."""
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()
 
     def fail(self) -> None:
-        """The daemon has to stop, and to say that it failed."""
+        """Asks the daemon to stop and to exit with an error."""
         self.exit_status = 1
         self.requested.set()
 
     def child_died(self) -> None:
-        """A child has died, and is in its owner's table no more."""
+        """Notes that a child has died and is in its owner's table no more."""
         self._death.set()
 
     async def finish(self, children: Mapping[int, Child], deadline_ns: int) -> None:
-        """Tells them to stop; returns when all are gone, at the deadline (CLOCK_MONOTONIC), or at once in a hurry.
+        """Stops the children; returns when all are gone, at the deadline (CLOCK_MONOTONIC), or at once on a second signal.
 
-        Who died leaves ``children``.
+        A child that died leaves ``children``.
         """
         for child in children.values():
             child.stop(deadline_ns - time.monotonic_ns())
@@ -80,7 +80,7 @@ class Shutdown:
         hurry.cancel()
 
     async def bury(self, children: Callable[[], Iterable[Child]]) -> None:
-        """Nothing outlives us: kills until none of ``children()`` is alive."""
+        """Kills children until none of ``children()`` is alive: nothing outlives the daemon."""
         while alive := [child for child in children() if child.alive]:
             self._death.clear()
             for child in alive:

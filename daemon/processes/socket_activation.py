@@ -1,4 +1,4 @@
-"""Sockets that the service manager has bound already and passes to the daemon (sd_listen_fds(3)).
+"""Takes over sockets that the service manager has bound and passes to the daemon (sd_listen_fds(3)).
 
     LISTEN_PID=<us>  LISTEN_FDS=3  LISTEN_FDNAMES=http:http:grpc      descriptors 3, 4 and 5
 
@@ -20,7 +20,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, list[Listener]]:
-    """The sockets that were passed, by protocol; empty without socket activation.
+    """Returns the sockets that were passed, by protocol; empty without socket activation.
 
     Raises: ListenError: one of them is of no use, or says a protocol that there is none of.
     """
@@ -42,7 +42,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, list[Listener]]:
 def _protocol(fd: int, name: str) -> str:
     if name in _PROTOCOLS:
         return name
-    # As systemd names a socket whose unit does not.
+    # These are systemd's names for a socket whose unit gives none.
     if name in ("", "unknown") or name.endswith(".socket"):
         return "http"
     raise ListenError(

@@ -1,4 +1,4 @@
-"""A child process as it is started: before a loop runs, or anything else is imported that the supervisor needs.
+"""Starts child processes before a loop runs, or anything else is imported that the supervisor needs.
 
     spawn ─▶ its interpreter starts, it imports ─▶ ``tensord.daemon.processes.child.Child`` adopts it ─▶ Start
 
@@ -23,20 +23,20 @@ from tensord.shm import descriptors, stack_report
 from tensord.shm.channel import pair
 from tensord.shm.marked_processes import MARK
 
-#: What a worker runs, as ``python -m`` takes it.
+#: The module that a worker runs, as ``python -m`` takes it.
 WORKER = "tensord.workers"
 
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A process and what is shared with it; its owner closes and waits."""
+    """A process that was started and what is shared with it; its owner closes and waits."""
 
     process: subprocess.Popen[bytes]
     #: Our end of its control channel.
     channel: socket.socket
-    #: Where it writes its stack when it dies; it is told with Start.
+    #: Memory into which it writes its stack when it dies; passed with Start.
     stack_fd: int
-    #: By which what it starts is found (``Leftovers``); "": it starts nothing.
+    #: The mark by which its own children are found (``Leftovers``); "": it starts none.
     mark: str = ""
 
 
@@ -49,7 +49,7 @@ def spawn(
     try:
         stack_fd = stack_report.create()
         process = subprocess.Popen(
-            # -P: whatever lies in the working directory is not ours to import.
+            # With -P nothing in the working directory is imported.
             [sys.executable, "-P", "-m", module, "--control-fd", str(theirs.fileno()), *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *pass_fds),
@@ -66,7 +66,7 @@ def spawn(
 
 
 def spawn_worker(module: str, device: Device) -> Spawned:
-    """A worker of that device. Raises OSError: there is no room for it."""
+    """Starts a worker of that device. Raises OSError: there is no room for it."""
     words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
     return spawn(module, words, {**device.environment, MARK: secrets.token_hex(8)})
 
@@ -74,8 +74,8 @@ def spawn_worker(module: str, device: Device) -> Spawned:
 def spawn_workers(
     options: Workers, environment: Mapping[str, str], module: str = WORKER
 ) -> list[tuple[Device, Spawned]]:
-    """One for each device. Raises NoDevice as ``find_devices``; OSError: there is no room for it."""
-    # Children inherit it: what a shell allows at first is less than the connections and regions of a busy day.
+    """Starts a worker for each device. Raises NoDevice as ``find_devices``; OSError: there is no room for it."""
+    # Children inherit the limit: what a shell allows at first is less than the connections and regions of a busy day.
     descriptors.raise_limit()
     return [(device, spawn_worker(module, device)) for device in find_devices(options, environment)]
 
@@ -91,7 +91,7 @@ def end(workers: Collection[tuple[Device, Spawned]]) -> None:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Ours, less what systemd meant for us alone."""
+    """Returns our environment with ``extra``, less what systemd meant for us alone."""
     ours = {
         key: value
         for key, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""Work that goes on beside the rest on the supervisor's loop."""
+"""Background tasks on the supervisor's loop."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _log = logging.getLogger(__name__)
 
 
 class Tasks:
-    """Owns them. ``failed`` hears of the first defect of each: nothing else waits for what they return."""
+    """Owns the background tasks. ``failed`` is called when one raises: nothing else waits for them."""
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begins it."""
+        """Starts a coroutine as a task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
     async def cancel(self) -> None:
-        """Returns when none goes on."""
+        """Cancels all tasks; returns when they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""Looks at every child again and again: kills those that overran their time, and feeds the service manager's watchdog.
+"""Checks every child periodically: kills those that exceeded a time limit, and feeds the service manager's watchdog.
 
-What the supervisor itself did not run is nobody's delay: where a container or a machine was paused, everybody was.
+Time in which the supervisor itself did not run is not counted: when a container or a machine was paused, everybody was.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from tensord.daemon.processes.notify import Notifier
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.shm.status_page import WorkerState
 
-#: Between looks.
+#: Seconds between checks.
 _INTERVAL = 0.5
 
-#: A look that is later than this was kept from being taken.
+#: A check that is later than this was prevented by a pause.
 _LATE_NS = 100_000_000
-#: Remembered; earlier ones count for nothing.
+#: The number of pauses that are remembered; earlier ones count for nothing.
 _MAX_PAUSES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A child at one moment; times are CLOCK_MONOTONIC ns."""
+    """The state of a child at one moment; times are CLOCK_MONOTONIC ns."""
 
     ready: bool
     started_ns: int
-    #: None for a front, and for a worker that has not reported.
+    #: The worker's state; None for a front, and for a worker that has not reported.
     state: WorkerState | None = None
     state_since_ns: int = 0
     last_beat_ns: int = 0
-    #: It owes an answer to a Load, and since when it has given none.
+    #: Whether it owes an answer to a Load, and since when it has given none.
     loading: bool = False
     load_progress_ns: int = 0
-    #: A front: since when it owes a sign of life; 0: it owes none.
+    #: Since when a front owes an acknowledgement; 0: it owes none.
     owes_since_ns: int = 0
 
 
 def snapshot(child: Child) -> Snapshot:
-    """What is known of a child now."""
+    """Takes a snapshot of a child's state."""
     if isinstance(child, Front):
         return Snapshot(child.ready, child.started_ns, owes_since_ns=child.owes_since_ns)
     if not isinstance(child, Worker) or child.page is None:
@@ -56,19 +56,19 @@ def snapshot(child: Child) -> Snapshot:
 
 
 class Pauses:
-    """When the supervisor's own looks came late. Times are CLOCK_MONOTONIC ns."""
+    """Times at which the supervisor itself did not run, as its checks came late. Times are CLOCK_MONOTONIC ns."""
 
     def __init__(self) -> None:
-        #: From when a look was due until it was taken.
+        #: From when a check was due until it was made.
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:
-        """A look is taken that was due then."""
+        """Notes a check at ``now_ns`` that was due at ``due_ns``."""
         if now_ns - due_ns > _LATE_NS:
             self._late.append((due_ns, now_ns))
 
     def within(self, since_ns: int, now_ns: int) -> int:
-        """How much of that time was lost."""
+        """Returns how much of that time the supervisor did not run."""
         return sum(max(0, min(end, now_ns) - max(begin, since_ns)) for begin, end in self._late)
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class Pauses:
 
 
 def overdue(child: Snapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
-    """Why it should be killed, "" when it should not."""
+    """Returns why a child should be killed; "" when it should not."""
 
     def past(since_ns: int, limit: float) -> bool:
         return limit > 0 and now_ns - since_ns - pauses.within(since_ns, now_ns) > limit * 1e9
@@ -92,14 +92,14 @@ def overdue(child: Snapshot, options: Options, now_ns: int, pauses: Pauses) -> s
     match child.state:
         case WorkerState.EXECUTING if past(child.state_since_ns, limits.execute_timeout):
             return f"executes one batch for more than {limits.execute_timeout:g} s"
-        # Start, stop and standing idle end with a turn of the loop.
+        # Starting, stopping and idling end with an iteration of the loop.
         case WorkerState.IDLE | WorkerState.STARTING if past(child.last_beat_ns, limits.idle_timeout):
             return f"has not turned its loop for {limits.idle_timeout:g} s"
     return ""
 
 
 class Watchdog:
-    """One per daemon. ``options()`` are those in force."""
+    """Checks all children. One per daemon; ``options()`` returns those in force."""
 
     def __init__(self, workers: WorkerPool, fronts: Fronts, notifier: Notifier, options: Callable[[], Options]) -> None:
         self._workers = workers
@@ -109,7 +109,7 @@ class Watchdog:
         self._pauses = Pauses()
 
     async def run(self) -> None:
-        """Until it is cancelled. The service manager hears that the daemon is well while no child is overdue."""
+        """Checks until it is cancelled. The service manager's watchdog is fed while no child is overdue."""
         fed, due_ns = 0.0, time.monotonic_ns()
         while True:
             now_ns = time.monotonic_ns()

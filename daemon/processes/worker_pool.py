@@ -1,4 +1,4 @@
-"""The worker processes: one post for each device and for each isolated model, and what their records mean.
+"""The worker processes: one slot for each device and for each isolated model, and what their records mean.
 
 start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unloaded, replies ─▶ died: its owner fills the post again
 
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
-#: A device is broken when that many workers in a row died before they could use it; one that says so itself is enough.
+#: A device is broken when so many workers in a row died before they could use it; one that says so itself is enough.
 _DEATHS_WITHOUT_USE = 3
-#: Until a process is tried again that there was no room for.
+#: Seconds until a process is tried again that there was no room for.
 _AGAIN_SECONDS = 1.0
-#: A worker that was dismissed is killed when it has not ended so long after its time.
+#: A dismissed worker is killed when it has not ended so many seconds after its time.
 _LATE_SECONDS = 2.0
 
 
 class WorkerPool:
-    """Owns the worker processes. The supervisor hears of each that comes, answers, asks, is dismissed or dies."""
+    """Owns the worker processes. The supervisor is called for each that joins, answers, asks, is dismissed or dies."""
 
     def __init__(self, program: str, supervisor: Supervisor) -> None:
-        """``program`` as ``python -m`` takes it."""
+        """Takes the program as ``python -m`` does."""
         self.by_incarnation: dict[int, Worker] = {}
-        #: Name of every post that models share, whether it is filled now or not -> its device.
+        #: The name of every slot that models share, whether it is filled now or not -> its device.
         self._shared_posts: dict[str, Device] = {}
-        #: The same of isolated models.
+        #: The name of every slot of an isolated model -> its device.
         self._isolated: dict[str, Device] = {}
-        #: Name of a post -> sequences that had begun on the workers that died there.
+        #: Name of a slot -> sequences that had begun on the workers that died there.
         self.lost_sequences: Counter[str] = Counter()
-        #: Device -> workers in a row that could not use it; of how many it is broken (``usable``).
+        #: Device -> workers in a row that could not use it; ``_DEATHS_WITHOUT_USE`` mean that it is broken.
         self._without_use: Counter[str] = Counter()
         self._program = program
         self._supervisor = supervisor
@@ -66,26 +66,26 @@ class WorkerPool:
 
     @property
     def posts(self) -> dict[str, str]:
-        """Name of every post, whether it is filled now or not -> its device."""
+        """Returns the name of every slot, whether it is filled now or not, with its device."""
         return {name: device.name for name, device in (self._shared_posts | self._isolated).items()}
 
     @property
     def devices(self) -> list[str]:
-        """Of every post that models share."""
+        """Returns the devices of the slots that models share."""
         return [device.name for device in self._shared_posts.values()]
 
     @property
     def usable(self) -> list[str]:
-        """The devices to which workers come again: those that a worker could use when one was last started for them."""
+        """Returns the devices that can get workers: those that the last worker started for them could use."""
         return [device for device in self.posts.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
     def is_vacant(self, name: str) -> bool:
-        """Whether there is such a post, and nobody in it who stays."""
+        """Returns whether there is such a slot, and no worker in it that stays."""
         there = any(worker.name == name and not worker.stopping for worker in self)
         return name in self.posts and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Has a worker for each of these devices of isolated models, and for no other such device.
+        """Makes a worker for each of these devices of isolated models, and dismisses those of other such devices.
 
         Args:
           wanted: the devices (``tensord.shm.device_names.alone``), with the part of a GPU's memory that XLA takes there.
@@ -101,18 +101,18 @@ class WorkerPool:
             self._fill(name)
 
     def _fill(self, name: str) -> None:
-        """Fills a post of an isolated model that is vacant, later where there is no room."""
+        """Fills a vacant slot of an isolated model, later if there is no room."""
         if not self.is_vacant(name):
             return
         try:
             self.start(name, self._isolated[name])
         except OSError as error:
-            # No memory, no process slots.
+            # There is no memory, or there are no process slots.
             _log.error("%s cannot be started: %s", name, error.strerror)
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._fill, name)
 
     def _dismiss(self, name: str) -> None:
-        """Its model needs the worker no more. What was accepted there is finished first."""
+        """Stops a worker that its model needs no more. What was accepted there is finished first."""
         device = self._isolated.pop(name)
         self._without_use.pop(device.name, None)
         for worker in [worker for worker in self if worker.name == name and not worker.stopping]:
@@ -126,7 +126,7 @@ class WorkerPool:
             self._supervisor.worker_dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
-        """Fills a post. Raises OSError: there is no room for a process."""
+        """Fills a slot. Raises OSError: there is no room for a process."""
         self._adopt(name, device, spawn_worker(self._program, device))
 
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
@@ -144,7 +144,7 @@ class WorkerPool:
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:
-        """The options of one worker: of what is for all of them its share."""
+        """Returns the options of one worker, with its share of what is for all of them."""
         options = self._supervisor.options
         cache = msgspec.structs.replace(
             options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_posts))
@@ -152,7 +152,7 @@ class WorkerPool:
         return msgspec.structs.replace(options, response_cache=cache)
 
     def ready(self) -> list[Worker]:
-        """Those that answer calls now."""
+        """Returns the workers that answer calls now."""
         return [worker for worker in self if worker.ready and worker.alive]
 
     def _received(self, worker: Worker, record: Any, fds: list[int]) -> None:
@@ -194,11 +194,11 @@ class WorkerPool:
 
 
 class Leftovers:
-    """Kills what a dead worker's models have left running: what they started ends with the worker.
+    """Kills the processes that a dead worker's models have left running.
 
-    Processes are found by the worker's mark (``tensord.shm.marked_processes``). One that was given another environment, by code
-    that is not Python's, is not found; under a service manager or in a container that ends it as well. One per daemon; the search
-    runs off the event loop.
+    Processes are found by the worker's mark (``tensord.shm.marked_processes``). One that was given another environment, by
+    code that is not Python's, is not found; under a service manager or in a container that ends it as well. One per daemon;
+    the search runs off the event loop.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class Leftovers:
             task.add_done_callback(self._looks.discard)
 
     async def ended(self) -> None:
-        """Returns when all are gone that were to be ended."""
+        """Returns when all processes that were to be ended are gone."""
         await asyncio.gather(*self._looks)
 
     async def _end(self, worker: str, mark: str) -> None:

@@ -1,1 +1,1 @@
-"""Clients' memory from the supervisor's side: names, owners, quotas, and when it ends."""
+"""This room keeps the names, owners and quotas of clients' memory, and knows when it is unregistered."""

@@ -1,4 +1,4 @@
-"""Which registrations may be: by their own fields, by the operator's rules, and beside what is there. Pure."""
+"""Checks registrations: their own fields, the operator's rules, and what is registered already. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HANDLE_SIZE = 64
 
 
 def check_enabled(options: Regions) -> None:
-    """Raises Unsupported: regions are not served at all."""
+    """Raises Unsupported if regions are not served at all."""
     if not options.enabled:
         raise Unsupported(
             "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
@@ -25,7 +25,7 @@ def check_enabled(options: Regions) -> None:
 
 
 def check_form(options: Regions, request: Registration) -> None:
-    """Whether regions are served at all, and that one could be named so.
+    """Checks that regions are served at all, and that one could have that name.
 
     Raises: Unsupported, InvalidArgument.
     """
@@ -40,7 +40,7 @@ def check_form(options: Regions, request: Registration) -> None:
 
 
 def check_fields(options: Regions, request: Registration) -> None:
-    """Raises InvalidArgument: its size, offset or key cannot be, or is not allowed."""
+    """Raises InvalidArgument if its size, offset or key is invalid, or not allowed."""
     name = request.name
     offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
     if request.byte_size < 1 or offset < 0:
@@ -63,15 +63,15 @@ def check_fields(options: Regions, request: Registration) -> None:
 
 
 def check_quota(options: Regions, request: Registration, peer: Peer, there: Iterable[Region]) -> None:
-    """Raises InvalidArgument, Unavailable: too large, or too much together with what is there."""
+    """Raises InvalidArgument or Unavailable if it is too large, or too much together with what is registered."""
     sizes = [(region.peer, region.request.byte_size) for region in there]
     check_bounds(options, request.name, request.byte_size, peer, sizes)
 
 
 def repeats(region: Region, request: Registration, peer: Peer, sealed: int) -> bool:
-    """Whether a registration asks once more for what is there: of the same owner and the same memory.
+    """Returns whether a registration repeats one that is there: of the same owner and the same memory.
 
-    A client that was restarted does: its memory has the same key, and may be another object by now.
+    A client that was restarted repeats its registration: its memory has the same key, and may be another object by now.
 
     Args:
       sealed: the memfd that came with it, which must be the one that is there; -1: none.

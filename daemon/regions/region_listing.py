@@ -1,4 +1,4 @@
-"""What is told of the registered regions: to clients, to operators, to metrics. Only reads.
+"""Lists the registered regions for clients, operators and metrics. Only reads.
 
 A region that was unregistered while requests used it is listed until the last of them has ended: its memory is in use till then.
 Where its name has a new region already, clients are told of that one.
@@ -24,7 +24,7 @@ _KINDS = {"system": "system", "cuda": "CUDA"}
 
 
 def status(regions: Mapping[str, Region], leaving: Iterable[Region], request: RegionStatus) -> bytes:
-    """JSON array of the regions of a kind, or of the named one. Raises NotFound: there is none, or it is of another kind."""
+    """Returns a JSON array of the regions of a kind, or of the named one. Raises NotFound: there is none, or of another kind."""
     found = {region.request.name: region for region in leaving}
     found |= {name: region for name, region in regions.items() if region.state is not RegionState.REGISTERING}
     if request.name:
@@ -41,7 +41,7 @@ def status(regions: Mapping[str, Region], leaving: Iterable[Region], request: Re
 
 
 def _described(request: Registration) -> dict[str, str | int]:
-    """As status lists it. A handle is not told: whoever knows it can open the memory."""
+    """Describes a region for the status. The handle is left out: whoever knows it can open the memory."""
     if isinstance(request, RegisterCudaRegion):
         return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
     return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}
@@ -50,7 +50,7 @@ def _described(request: Registration) -> dict[str, str | int]:
 async def records(
     regions: Mapping[str, Region], leaving: Sequence[Region], workers: Sequence[Worker], name: str
 ) -> bytes:
-    """JSON array with everything known of the named region, or of all (""). Raises NotFound."""
+    """Returns a JSON array with everything known of the named region, or of all (""). Raises NotFound."""
     found = [region for region in (*regions.values(), *leaving) if name in ("", region.request.name)]
     if name and not found:
         raise NotFound(f"Unable to find shared memory region: '{name}'")
@@ -73,7 +73,10 @@ async def records(
 
 
 async def _ask_use(worker: Worker, name: str) -> dict[str, tuple[int, int]]:
-    """Name -> tensors of requests in its region now, and in those that had the name. A worker that is gone has none."""
+    """Asks a worker: name -> tensors of requests in its region now, and in those that had the name.
+
+    None if the worker is gone.
+    """
     try:
         answer, fds = await worker.call(RegionRecords(name))
     except ServingError:
@@ -83,7 +86,7 @@ async def _ask_use(worker: Worker, name: str) -> dict[str, tuple[int, int]]:
 
 
 def by_owner(regions: Iterable[Region]) -> dict[str, dict[str, int]]:
-    """Owner -> number and bytes of its regions."""
+    """Returns each owner's number and bytes of regions."""
     found: dict[str, dict[str, int]] = {}
     for region in regions:
         entry = found.setdefault(region.peer.owner, {"count": 0, "byte_size": 0})
@@ -93,7 +96,7 @@ def by_owner(regions: Iterable[Region]) -> dict[str, dict[str, int]]:
 
 
 def by_kind(regions: Iterable[Region]) -> dict[str, tuple[int, int]]:
-    """Kind, "system" or "cuda" -> number and bytes of all such regions."""
+    """Returns the number and bytes of all regions of each kind, "system" or "cuda"."""
     sizes: dict[str, list[int]] = {kind: [] for kind in _KINDS}
     for region in regions:
         sizes[region.kind].append(region.request.byte_size)

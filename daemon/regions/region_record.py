@@ -1,4 +1,4 @@
-"""One registration of a client's memory: what was asked, by whom, and where it is in its life."""
+"""The record of a client's registered memory: what was asked, by whom, and its state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
 class RegionState(enum.Enum):
-    """Where a region is in its life."""
+    """The state of a region."""
 
-    #: Workers are being told. It is not listed yet.
+    #: Workers are registering it. It is not listed yet.
     REGISTERING = "registering"
     #: All workers have it.
     REGISTERED = "registered"
-    #: Its owner registers it again, and workers are told: each has the one that was there or the new one.
+    #: Its owner registers it again, and each worker has the former region or the new one.
     RENEWING = "renewing"
     #: No later request finds it; workers finish those that use it.
     UNREGISTERING = "unregistering"
@@ -35,32 +35,32 @@ class RegionState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """One registration."""
+    """A region that a client has registered."""
 
     kind: str
     request: Registration
-    #: Who registered it.
+    #: The client that registered it.
     peer: Peer
-    #: When, in seconds of the epoch: for people.
+    #: When it was registered, in seconds of the epoch: for people.
     registered_at: float
     #: The first GPU of the workers on whose device it is; "": any worker is as near.
     device: str = ""
     state: RegionState = RegionState.REGISTERING
-    #: A system region's object, kept for workers that come later; owned here.
+    #: The object of a system region, kept for workers that come later; owned here.
     fd: int = -1
     #: Incarnations of the workers that have it.
     holders: set[int] = field(default_factory=set)
-    #: Tells when it is to go by itself; None: never.
+    #: Tells when it is to be unregistered by itself; None: never.
     watch: EndWatch | None = None
     #: Set at the end of each change of state.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_near(self, worker: Worker) -> bool:
-        """Whether it is on the worker's own device, or on no worker's."""
+        """Returns whether it is on the worker's own device, or on no worker's."""
         return self.device in ("", gpu_of(worker.device))
 
     def close(self) -> None:
-        """Gives descriptors back. Idempotent."""
+        """Closes the descriptors. Idempotent."""
         if self.watch is not None:
             self.watch.close()
             self.watch = None
@@ -69,7 +69,7 @@ class Region:
             self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
-        """Everything known of it, for operators.
+        """Describes it completely, for operators.
 
         Args:
           workers: the names of those that have it.
@@ -96,12 +96,12 @@ class Region:
 
 
 def is_owner(peer: Peer, owner: Peer) -> bool:
-    """Whether what ``owner`` registered is the peer's as well: a user's own, anybody's on TCP, and everything the operator's."""
+    """Returns whether the peer may unregister what ``owner`` registered: a user's own, anybody's on TCP, all for the operator."""
     return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))
 
 
 class EndWatch:
-    """Calls back once, on the running loop, also for what has ended already. Duplicates the descriptor."""
+    """Calls back once when a descriptor becomes readable, also if it is so already. It duplicates the descriptor."""
 
     def __init__(self, end: int, ended: Callable[[], None]) -> None:
         self._fd = os.dup(end)
@@ -114,7 +114,7 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Calls nobody until ``resume``, which tells what has ended meanwhile."""
+        """Suspends callbacks until ``resume``, which catches up on an end meanwhile."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 

@@ -1,4 +1,4 @@
-"""Client regions by name: which are registered, and on which workers. The supervisor holds the descriptor and maps nothing.
+"""The registry of client regions by name, on every worker. The supervisor holds the descriptor and maps nothing.
 
     system      first worker opens the object by its key ─▶ its descriptor comes back ─▶ the other workers get that descriptor
                 a worker is replaced: it gets every descriptor again; the client may have unlinked the object long ago
@@ -45,30 +45,30 @@ _log = logging.getLogger(__name__)
 
 
 class Chosen(msgspec.Struct):
-    """What the first worker says of an object it has opened."""
+    """The first worker's answer about an object that it has opened."""
 
     access: str
 
 
 class RegionRegistry:
-    """Registers, renews and ends regions on every worker that can use them. Fronts hear of it before the client does."""
+    """Registers, renews and unregisters regions on every worker that can use them. Fronts learn of it before the client does."""
 
     def __init__(self, options: Regions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
-        """``gpus_each``: of one GPU worker."""
+        """Takes as ``gpus_each`` the number of GPUs of one worker."""
         self._options = options
         self._workers = workers
         self._fronts = fronts
         self._gpus_each = gpus_each
-        #: Those whose names are taken.
+        #: The regions whose names are taken.
         self._regions: dict[str, Region] = {}
-        #: Those that were unregistered while requests used them.
+        #: The regions that were unregistered while requests used them.
         self._leaving: list[Region] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------------- register
 
     async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
-        """Registers on every worker that can use the region.
+        """Registers a region on every worker that can use it.
 
         Args:
           peer: who asks.
@@ -88,7 +88,7 @@ class RegionRegistry:
             if there.state is RegionState.REGISTERED:
                 await self._renew(there, self._region(request, peer, sealed), end)
                 return
-            # Somebody else registers it just now: its outcome decides.
+            # Another call registers it just now: its outcome decides.
             await there.changed.wait()
         region_checks.check_fields(self._options, request)
         region_checks.check_quota(self._options, request, peer, (*self._regions.values(), *self._leaving))
@@ -107,7 +107,10 @@ class RegionRegistry:
         self._watch(region, end)
 
     def _region(self, request: Registration, peer: Peer, sealed: int) -> Region:
-        """A new one, that no worker has. Raises InvalidArgument: no worker has its GPU.  Unavailable: no descriptor is left."""
+        """Makes a region that no worker has yet. Raises InvalidArgument: no worker has its GPU.
+
+        Unavailable: no descriptor is left.
+        """
         if isinstance(request, RegisterCudaRegion):
             return Region("cuda", request, peer, time.time(), self._device_of(request))
         request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
@@ -115,17 +118,17 @@ class RegionRegistry:
             return Region("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
     async def _renew(self, region: Region, renewal: Region, end: int) -> None:
-        """What is behind the key or the handle now takes the region's place on every worker. Raises as ``register``."""
+        """Replaces a region on every worker by what is behind its key or handle now. Raises as ``register``."""
         name = region.request.name
         region.state = RegionState.RENEWING
         region.changed.clear()
-        # Whose end counts is open until this is over.
+        # It is open until this is over which region's end counts.
         if region.watch is not None:
             region.watch.pause()
         try:
             await self._spread(renewal, renews=True)
         except BaseException:
-            # Who took the new one has the old one no more, and who came meanwhile has neither.
+            # Workers that have the new region lack the old one, and those that joined meanwhile have neither.
             region.holders -= renewal.holders
             region.state = RegionState.REGISTERED
             lacking = [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]
@@ -138,7 +141,7 @@ class RegionRegistry:
             region.close()
             region.request, region.peer, region.registered_at = renewal.request, renewal.peer, renewal.registered_at
             region.fd, renewal.fd = renewal.fd, -1
-            # Of those that took it some may have died since.
+            # Some of the workers that have it may have died since.
             region.holders = renewal.holders & {worker.incarnation for worker in self._workers.ready()}
             region.state = RegionState.REGISTERED
             self._watch(region, end)
@@ -151,7 +154,7 @@ class RegionRegistry:
             region.watch = EndWatch(end, lambda: self._reclaim(region))
 
     def _reclaim(self, region: Region) -> None:
-        """Its owner is gone, by ``regions.reclaim``."""
+        """Unregisters a region whose owner is gone, by ``regions.reclaim``."""
         if region.state is RegionState.REGISTERED:
             what = "process" if self._options.reclaim == "owner" else "connection of process"
             _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
@@ -163,7 +166,10 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """The first GPU of the workers that have that one; "": no worker has any. Raises InvalidArgument: none has that one."""
+        """Returns the first GPU of the workers that have that one; "": no worker has any.
+
+        Raises: InvalidArgument: none has that one.
+        """
         gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}
         if not gpus:
             return ""
@@ -177,13 +183,13 @@ class RegionRegistry:
         return gpu
 
     def _placed(self, region: Region) -> bool:
-        """Whether a request that names it cannot go to just any worker."""
+        """Returns whether requests that name it have to go to certain workers."""
         return bool(region.device) and len(self._workers.devices) > 1
 
     async def _spread(self, region: Region, renews: bool = False) -> None:
-        """Until every worker has it, also those that came meanwhile."""
+        """Registers a region on every worker, also on those that join meanwhile."""
         while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
-            # The descriptor of the first is what all others get: one object, whatever becomes of the name.
+            # All others get the descriptor of the first: one object, whatever becomes of the name.
             several = missing if region.fd >= 0 or region.kind == "cuda" else missing[:1]
             results = await asyncio.gather(
                 *(self._put(region, worker, renews) for worker in several), return_exceptions=True
@@ -222,7 +228,7 @@ class RegionRegistry:
 
     @staticmethod
     def _check_reserve(region: Region) -> None:
-        """Raises Unavailable: the rest of this process's descriptors is kept for connections and replacements."""
+        """Raises Unavailable if only descriptors are left that are kept for connections and replacements."""
         descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
 
     async def restore(self, worker: Worker) -> None:
@@ -244,16 +250,18 @@ class RegionRegistry:
             await _tell(worker, UnregisterRegion(region.kind, name))
 
     def worker_left(self, incarnation: int) -> None:
-        """That worker's mappings died with it."""
+        """Forgets the mappings of a worker that died."""
         for region in self._regions.values():
             region.holders.discard(incarnation)
 
     # ----------------------------------------------------------------------------------------------------- unregister
 
     async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
-        """Returns once no later request finds the region; a name that is not registered as that kind ("": any) is no error.
+        """Unregisters a region; returns once no later request finds it.
 
-        Requests that use it end well, and it is listed until the last of them has.
+        A name that is not registered as that kind ("": any) is no error.
+
+        Requests that use it end well, and it is listed until the last of them has ended.
 
         "" is all that are the peer's: a user's own, the operator's all, and for TCP all that came that way.
         Raises: Unsupported: regions are not served.  InvalidArgument: the named one is another user's.
@@ -276,12 +284,12 @@ class RegionRegistry:
             region.changed.clear()
             await self._forget(region)
             return
-        # Somebody else is at it: wait for the outcome; a registration that succeeds after all is then undone.
+        # Another call changes it: wait for the outcome; a registration that succeeds after all is then undone.
         await region.changed.wait()
         await self._unregister_one(kind, name)
 
     async def _forget(self, region: Region) -> None:
-        """Every worker is told; its name is free when they have answered."""
+        """Unregisters a region on every worker; its name is free when they have answered."""
         name = region.request.name
         region.state = RegionState.UNREGISTERING
         region.close()
@@ -305,11 +313,14 @@ class RegionRegistry:
     # ---------------------------------------------------------------------------------------------------------- status
 
     def status(self, request: RegionStatus) -> bytes:
-        """JSON array of the regions of a kind, or of the named one. Raises NotFound: there is none, or it is of another kind."""
+        """Returns a JSON array of the regions of a kind, or of the named one.
+
+        Raises: NotFound: there is none, or of another kind.
+        """
         return region_listing.status(self._regions, self._leaving, request)
 
     def places(self) -> list[RegionPlace]:
-        """What a new front must know."""
+        """Returns the records that a new front needs."""
         return [
             RegionPlace(name, region.device)
             for name, region in self._regions.items()
@@ -317,19 +328,19 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """JSON array with everything known of the named region, or of all (""). Raises NotFound."""
+        """Returns a JSON array with everything known of the named region, or of all (""). Raises NotFound."""
         return await region_listing.records(self._regions, self._leaving, list(self._workers.ready()), name)
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Owner -> number and bytes of its regions."""
+        """Returns each owner's number and bytes of regions."""
         return region_listing.by_owner((*self._regions.values(), *self._leaving))
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Kind, "system" or "cuda" -> number and bytes of all such regions."""
+        """Returns the number and bytes of all regions of each kind, "system" or "cuda"."""
         return region_listing.by_kind((*self._regions.values(), *self._leaving))
 
     def close(self) -> None:
-        """Gives the descriptors back."""
+        """Closes the descriptors of all regions."""
         for task in self._tasks:
             task.cancel()
         for region in self._regions.values():
@@ -337,7 +348,7 @@ class RegionRegistry:
         self._regions.clear()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError; for tests, between operations."""
+        """Raises AssertionError if the state is inconsistent; for tests, between operations."""
         present = {worker.incarnation for worker in self._workers.ready()}
         for region in self._regions.values():
             assert region.state is RegionState.REGISTERED
@@ -346,7 +357,7 @@ class RegionRegistry:
 
 
 async def _tell(worker: Worker, request: UnregisterRegion | AwaitRegion) -> int:
-    """What a worker says: how many tensors of requests are in the region. One that is gone has nothing mapped."""
+    """Asks a worker to end a region. Returns how many tensors of requests are in it; 0 if the worker is gone."""
     try:
         answer, fds = await worker.call(request)
         descriptors.close(fds)

@@ -1,4 +1,4 @@
-"""The clients' unix socket for memory that is handed over by descriptor: a memfd with its seals, instead of a name.
+"""The clients' unix socket for memory that is handed over by descriptor: a sealed memfd instead of a name.
 
     client ── {"register": {"name": "x", "byte_size": 4096}} + the memfd ──▶    SEQPACKET: a message is a request
            ── {"unregister": {"name": "x"}} ─────────────────────────────▶    "" is all of the client's own
@@ -30,7 +30,7 @@ from tensord.shm.regions import check_sealed
 
 _log = logging.getLogger(__name__)
 _MAX_MESSAGE = 4096
-#: Descriptors that are taken out of one message, so that too many can be told from one.
+#: Descriptors received with one message, enough to tell too many from one.
 _MAX_FDS = 8
 _MAX_CLIENTS = 1024
 #: Seconds until clients are accepted again after there were no descriptors for one.
@@ -38,7 +38,7 @@ _PAUSE = 1.0
 
 
 class Register(msgspec.Struct, forbid_unknown_fields=True):
-    """Offset and size are bytes; the offset is a multiple of the page size."""
+    """Registers a memfd. Offset and size are bytes; the offset is a multiple of the page size."""
 
     name: str
     byte_size: int
@@ -46,13 +46,13 @@ class Register(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Unregister(msgspec.Struct, forbid_unknown_fields=True):
-    """The region; "" is all that are the client's."""
+    """Unregisters a region; "" is all that are the client's."""
 
     name: str
 
 
 class Question(msgspec.Struct, forbid_unknown_fields=True):
-    """One of the two."""
+    """A request, with one of the two."""
 
     register: Register | None = None
     unregister: Unregister | None = None
@@ -68,7 +68,7 @@ class RegionSocket:
         registry: RegionRegistry,
         settled: Callable[[], Awaitable[None]],
     ) -> None:
-        """``settled`` returns when every front acts upon what was decided before (``tensord.daemon.processes.fronts``)."""
+        """Takes ``settled``, which returns when every front acts upon earlier changes (``tensord.daemon.processes.fronts``)."""
         self.path = unix_socket.path(options.socket, "regions.sock", environment) if options.enabled else None
         self._registry = registry
         self._reclaim = options.reclaim
@@ -93,7 +93,7 @@ class RegionSocket:
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Idempotent. Clients' regions stay as they are."""
+        """Closes the socket. Clients' regions stay registered. Idempotent."""
         if self._listener is not None and self.path is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
@@ -124,7 +124,7 @@ class RegionSocket:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, client: socket.socket) -> None:
-        """One request after the other, until the client is gone."""
+        """Serves one request after the other, until the client is gone."""
         loop = asyncio.get_running_loop()
         with client, contextlib.closing(ConnectionEnd()) as connection, contextlib.suppress(OSError):  # it went away
             peer = peer_of(client.fileno())
@@ -170,7 +170,7 @@ class RegionSocket:
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
-    """A message and its descriptors, which the caller then owns; None: the client is gone."""
+    """Receives a message and its descriptors, which the caller then owns; None: the client is gone."""
     await _readable(client)
     content, fds, flags, _ = socket.recv_fds(client, _MAX_MESSAGE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     if not content:

@@ -1,1 +1,1 @@
-"""Traces of requests: which are sampled, what is known of them, where they are written."""
+"""This room samples requests, and writes their traces to files."""

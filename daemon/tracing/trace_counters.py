@@ -1,4 +1,4 @@
-"""Counters that every front draws from when it decides about a trace, so that they count over all fronts.
+"""Counters that all fronts share when they decide which requests to trace.
 
 Each is an eventfd in semaphore mode. The supervisor makes it and sends it to the fronts; each read takes one, atomically and
 without waiting, and nobody has to ask anybody.
@@ -10,19 +10,19 @@ import os
 
 
 class TraceBudget:
-    """How many traces may still be taken. Owns its descriptor."""
+    """Counts the traces that may still be taken. It owns its descriptor."""
 
     def __init__(self, fd: int) -> None:
-        """Takes the descriptor over, as it came from ``create`` in another process."""
+        """Takes over a descriptor that ``create`` made in another process."""
         self.fd = fd
 
     @classmethod
     def create(cls, count: int) -> TraceBudget:
-        """``count`` below 2^32."""
+        """Makes a counter of ``count`` traces, below 2^32."""
         return cls(os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def take(self) -> bool:
-        """One trace less. False: none is left."""
+        """Takes one trace off. Returns False if none is left."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -30,7 +30,7 @@ class TraceBudget:
         return True
 
     def remaining(self) -> int:
-        """What is left now, without taking any (proc(5), fdinfo of an eventfd)."""
+        """Returns how many traces are left, without taking any (proc(5), fdinfo of an eventfd)."""
         with open(f"/proc/self/fdinfo/{self.fd}") as lines:
             for line in lines:
                 name, _, value = line.partition(":")
@@ -39,12 +39,12 @@ class TraceBudget:
         return 0
 
     def close(self) -> None:
-        """Once."""
+        """Closes the descriptor; call it once."""
         os.close(self.fd)
 
 
 class TraceTurn:
-    """Which request is the one in so many. Owns its descriptor.
+    """Samples one request in every ``rate``. It owns its descriptor.
 
     The counter holds how many requests are passed over before the next one is traced. Each request takes one; the one that finds
     none is traced, and puts them back for the next round. When two fronts find none at the same moment both are traced, and so
@@ -52,17 +52,17 @@ class TraceTurn:
     """
 
     def __init__(self, fd: int, rate: int) -> None:
-        """Takes the descriptor over, as it came from ``create`` in another process with the same ``rate``, at least 1."""
+        """Takes over a descriptor that ``create`` made in another process with the same ``rate``, at least 1."""
         self.fd = fd
         self._skipped = rate - 1
 
     @classmethod
     def create(cls, rate: int) -> TraceTurn:
-        """``rate`` from 1 to 2^32 - 1; the first turn is that of the request with this number."""
+        """Makes a counter with ``rate`` from 1 to 2^32 - 1; the first request sampled is the one with this number."""
         return cls(os.eventfd(rate - 1, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 
     def take(self) -> bool:
-        """Counts a request. True: trace it."""
+        """Counts a request. Returns whether it is sampled."""
         if not self._skipped:
             return True
         try:
@@ -73,5 +73,5 @@ class TraceTurn:
         return False
 
     def close(self) -> None:
-        """Once."""
+        """Closes the descriptor; call it once."""
         os.close(self.fd)

@@ -1,4 +1,4 @@
-"""Traces on their way to a file: written by a thread of its own, so that no request waits for a disk.
+"""Writes traces to files in a thread of its own, so that no request waits for a disk.
 
     FILE       [ trace , trace , ... ]     appended to by every front, under a lock (flock); valid JSON after every write
     FILE.N     [ ... ]                     with ``log_frequency``: so many traces each, N counted up, none overwritten
@@ -28,12 +28,12 @@ _MODE = 0o640
 
 
 class TraceFiles:
-    """Belongs to a front; any number of paths."""
+    """The trace files of one front, at any number of paths."""
 
     def __init__(self, max_byte_size: int, max_files: int) -> None:
         self._left = max_byte_size
         self._max_files = max_files
-        #: By path: the first of its series that may not be there yet.
+        #: Path -> the first number of its series whose file may not exist yet.
         self._next_index: dict[str, int] = {}
         self._max_byte_size = max_byte_size
         self._waiting: queue.SimpleQueue[tuple[str, bytes, bool] | None] = queue.SimpleQueue()
@@ -42,7 +42,7 @@ class TraceFiles:
         self._seldom = Seldom()
 
     def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
-        """Takes the JSON objects of one or more traces, comma-separated. Returns at once."""
+        """Queues the JSON objects of one or more traces, comma-separated. Returns at once."""
         self._left -= len(traces)
         if self._left < 0:
             self._complain(f"a front has written trace.max_byte_size ({self._max_byte_size}) bytes of traces")
@@ -73,7 +73,7 @@ class TraceFiles:
                     _log.error("traces cannot be written to %s: %s", path, reason)
 
     def _create(self, path: str, traces: bytes) -> None:
-        """The next file of the series that does not exist. Raises OSError."""
+        """Writes the next file of the series that does not exist. Raises OSError."""
         for index in range(self._next_index.get(path, 0), self._max_files):
             self._next_index[path] = index + 1
             try:
@@ -90,14 +90,14 @@ class TraceFiles:
         self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:
-        """What was given is written, if the disk takes it within a moment."""
+        """Waits until queued traces are written, for a moment at most."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_CLOSE_SECONDS)
 
 
 def append(path: str, traces: bytes) -> None:
-    """Adds to the array in the file. Raises OSError, or ValueError: what is in the file is no array."""
+    """Appends to the array in a file. Raises OSError, or ValueError: the file holds no array."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -113,7 +113,7 @@ def append(path: str, traces: bytes) -> None:
 
 
 def _put(fd: int, content: bytes, at: int) -> None:
-    """All of it, or nothing of it: a full disk takes a part. Raises OSError."""
+    """Writes all of the content or none of it: a full disk takes a part. Raises OSError."""
     written = 0
     try:
         written = os.pwrite(fd, content, at)
@@ -127,5 +127,5 @@ def _put(fd: int, content: bytes, at: int) -> None:
 
 
 def begin(path: str) -> None:
-    """An empty file, as a server starts with. Raises OSError: it cannot be written."""
+    """Makes an empty file, as a server starts with. Raises OSError: it cannot be written."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE))

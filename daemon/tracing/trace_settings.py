@@ -1,4 +1,4 @@
-"""Which requests are traced: settings for all models and for single ones. Owned by the supervisor, which tells every front.
+"""Trace settings for all models and for single ones. The supervisor owns them and publishes them to every front.
 
     defaults (configuration) ─▶ settings of all models ("") ─▶ settings of a model
 
@@ -35,7 +35,7 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,40}")
 
 
 def parse(model: str, settings: Mapping[str, Sequence[str]]) -> ChangeTrace:
-    """What a client wants changed. An empty list of values clears a setting; unknown settings and levels are ignored.
+    """Parses a client's settings. An empty list of values clears a setting; unknown settings and levels are ignored.
 
     Raises: Unsupported: it names a file.  InvalidArgument: a value that is none.
     """
@@ -77,7 +77,7 @@ def _number(setting: str, text: str, least: int, largest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """All settings of a scope; ``level`` is a sum of ``LEVELS``."""
+    """The values of all trace settings of a scope; ``level`` is a sum of ``LEVELS``."""
 
     level: int
     rate: int
@@ -85,7 +85,7 @@ class Values:
     log_frequency: int
 
     def check(self, file: str) -> None:
-        """Raises InvalidArgument: nothing could be traced with these."""
+        """Raises InvalidArgument if nothing could be traced with these settings."""
         if not self.level:
             return
         if not self.rate:
@@ -95,27 +95,27 @@ class Values:
 
 
 class _Scope:
-    """The settings in force for a model, or ("") for all that have none."""
+    """The settings in force for a model, or ("") for all models without their own."""
 
     def __init__(self, values: Values, own: frozenset[str]) -> None:
         self._values = values
-        #: Names of the values that are not taken over from the scope before.
+        #: Names of the values that are not inherited from the scope before.
         self.own = own
-        #: None: nothing is traced.
+        #: The shared counter of requests; None: nothing is traced.
         self.turn = TraceTurn.create(values.rate) if values.level else None
-        #: None: no limit.
+        #: The shared counter of traces left; None: there is no limit.
         self.budget = None if values.count < 0 else TraceBudget.create(values.count)
 
     @property
     def values(self) -> Values:
-        """The values now; the count is what is left of it."""
+        """Returns the values now; ``count`` is what is left of it."""
         if self.budget is None:
             return self._values
         return dataclasses.replace(self._values, count=self.budget.remaining())
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What travels with the record, as ``tensord.shm.control_records.TraceChanged`` says."""
+        """Returns the descriptors that travel with the record (``tensord.shm.control_records.TraceChanged``)."""
         if self.turn is None:
             return ()
         return (self.turn.fd,) if self.budget is None else (self.turn.fd, self.budget.fd)
@@ -127,7 +127,10 @@ class _Scope:
 
 
 class TraceSettings:
-    """``known`` says whether a model is served; ``publish`` gets every change, with the descriptors that belong to it."""
+    """Holds the trace settings of all scopes.
+
+    ``known`` says whether a model is served; ``publish`` gets every change, with the descriptors that belong to it.
+    """
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class TraceSettings:
         self._scopes = {"": _Scope(self._defaults, frozenset())}
 
     def change(self, wanted: ChangeTrace) -> bytes:
-        """Applies all of it or nothing. Returns the settings then in force for that model, JSON. Raises InvalidArgument."""
+        """Applies all changes or none. Returns the settings then in force for that model, as JSON. Raises InvalidArgument."""
         if wanted.model and not self._known(wanted.model):
             raise InvalidArgument(f"Request for unknown model : {wanted.model}")
         given = {name: value for name in Values.__slots__ if (value := getattr(wanted, name)) is not None}
@@ -156,7 +159,7 @@ class TraceSettings:
         planned: dict[str, tuple[Values, frozenset[str]]] = {}
         planned[model] = self._planned(model, given, cleared, self._defaults if not model else self._scopes[""].values)
         if not model:
-            # Models follow in what they have not set themselves.
+            # Models inherit what they have not set themselves.
             for other in self._scopes.keys() - {""}:
                 planned[other] = self._planned(other, {}, frozenset(), planned[""][0])
         for values, _ in planned.values():
@@ -182,17 +185,17 @@ class TraceSettings:
         ), own
 
     def _record(self, name: str) -> tuple[Any, ...]:
-        """The record for the fronts, and the descriptors it travels with."""
+        """Makes the record for the fronts; returns it with its descriptors."""
         scope = self._scopes[name]
         values = scope.values
         return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
 
     def records(self) -> list[tuple[Any, ...]]:
-        """What a new front has to know: records, each with its descriptors where it has some."""
+        """Returns the records that a new front needs, each with its descriptors."""
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:
-        """By the protocol's names, in its order and types."""
+        """Describes the values by the protocol's names, in its order and types."""
         return {
             "trace_level": [name for name, bit in LEVELS.items() if values.level & bit] or ["OFF"],
             "trace_rate": str(values.rate),
@@ -203,6 +206,6 @@ class TraceSettings:
         }
 
     def close(self) -> None:
-        """Gives the counters back."""
+        """Closes the shared counters."""
         for scope in self._scopes.values():
             scope.close()

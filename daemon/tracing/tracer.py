@@ -1,4 +1,4 @@
-"""Tracing in a front, whatever its protocol: which requests are sampled, and what is known of one that is.
+"""Traces requests in a front, whatever its protocol: samples them, and collects what is known of each.
 
     sample ─▶ Trace: stamps of the front ─▶ RequestRecord.trace ─▶ worker ─▶ AnswerRecord.trace ─▶ more stamps ─▶ end: written
 
@@ -23,12 +23,12 @@ from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.messages import Timeline
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
-#: Ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
+#: Trace ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
 _ID_BITS = 32
 
 
 class Tracer:
-    """One per front."""
+    """Samples the requests of a front."""
 
     def __init__(self, incarnation: int, max_byte_size: int, max_files: int) -> None:
         #: Whether any request may be sampled at all.
@@ -38,13 +38,13 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Settings of a model, or of all ("") that have none of their own. Takes the descriptors."""
+        """Applies settings of a model, or of all ("") that have none of their own. Takes the descriptors over."""
         self._forget(record.model)
         self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
-        """That model has no settings of its own any more."""
+        """Removes a model's own settings."""
         self._forget(record.model)
         self._look()
 
@@ -57,7 +57,7 @@ class Tracer:
         self.on = any(sampler.level for sampler in self._samplers.values())
 
     def sample(self, model: str) -> Trace | None:
-        """A trace if this request, which is for ``model``, is the one in so many."""
+        """Returns a trace if this request, which is for ``model``, is sampled; None if not."""
         sampler = self._samplers.get(model) or self._samplers.get("")
         if sampler is None or not sampler.hit():
             return None
@@ -68,7 +68,7 @@ class Tracer:
         return self._last_id
 
     def close(self) -> None:
-        """Writes what was collected."""
+        """Writes the traces that were collected."""
         for model in list(self._samplers):
             self._forget(model)
         self.on = False
@@ -76,10 +76,10 @@ class Tracer:
 
 
 class Sampler:
-    """The settings of a scope, and where its traces go."""
+    """Samples by the settings of one scope, and writes its traces."""
 
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
-        """``fds``: as they travel with the settings."""
+        """Takes the descriptors that travel with the settings."""
         self.level = settings.level
         self._turn = TraceTurn(fds[0], settings.rate) if fds else None
         self._budget = TraceBudget(fds[1]) if len(fds) > 1 else None
@@ -91,13 +91,13 @@ class Sampler:
         self._closed = False
 
     def hit(self) -> bool:
-        """Counts a request. True: trace it."""
+        """Counts a request. Returns whether to trace it."""
         if self._turn is None:
             return False
         return self._turn.take() and (self._budget is None or self._budget.take())
 
     def write(self, trace: bytes) -> None:
-        """A finished trace."""
+        """Writes or collects a finished trace."""
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -111,7 +111,7 @@ class Sampler:
             self._collected = []
 
     def close(self) -> None:
-        """Other settings took its place; traces under way are still written."""
+        """Ends the sampler, as other settings replace it; traces under way are still written."""
         self._closed = True
         self._flush()
         for counter in (self._turn, self._budget):
@@ -120,7 +120,7 @@ class Sampler:
 
 
 class Trace:
-    """One sampled request."""
+    """The trace of one sampled request."""
 
     __slots__ = ("_children", "_entries", "_id", "_model", "_next_id", "_sampler", "_stamps", "_version", "client_id")
 
@@ -132,22 +132,22 @@ class Trace:
         self._version = -1
         self._stamps: list[tuple[int, str]] = []
         self._entries: list[dict[str, Any]] = []
-        #: Of the requests that were made for this one.
+        #: The timelines of the requests that were made for this one.
         self._children: tuple[Timeline, ...] = ()
-        #: The ``id`` of the request, once it is known.
+        #: The request's ``id``, once it is known.
         self.client_id = ""
 
     @property
     def level(self) -> int:
-        """For ``RequestRecord.trace``."""
+        """Returns the level, for ``RequestRecord.trace``."""
         return self._sampler.level
 
     def stamp(self, name: str, ns: int = 0) -> None:
-        """Something happened, then or now."""
+        """Adds a timestamp; without ``ns`` it is now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
 
     def completed(self, version: int, timeline: Timeline | None) -> None:
-        """Adds the worker's part of it, and the end of the request itself. ``version``: which one has answered it; 0: none."""
+        """Adds the worker's part of the trace, and the end of the request. ``version``: which one has answered it; 0: none."""
         self._version = version or self._version
         if timeline is not None:
             self._stamps += [(ns, name) for name, ns in timeline.moments]
@@ -156,7 +156,7 @@ class Trace:
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Everything is known: to the file with it, and with what was made for it, each of which says whose child it is."""
+        """Writes the trace, and those of the requests made for it, each of which names its parent."""
         entries = self._head(self._id, self._model, self._version)
         entries += self._stamped(self._id, self._stamps)
         entries += self._entries

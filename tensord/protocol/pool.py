@@ -1,4 +1,4 @@
-"""The descriptor pool that holds every message of tensord, and how a compiled module fills it.
+"""The descriptor pool that holds every message of tensord; compiled modules fill it.
 
 The pool is not protobuf's own. That one is shared by a whole process and takes a name once: tritonclient, kserve and grpcio's
 packages register the names of these files there, and models and tests import them beside ours. The classes are made from
@@ -19,7 +19,7 @@ POOL = DescriptorPool()
 
 
 def define(serialized: bytes, module: dict[str, Any]) -> None:
-    """Adds a compiled file to the pool, and to a module's names its DESCRIPTOR, messages, enumerations and their values."""
+    """Adds a compiled file to the pool, and to a module its DESCRIPTOR, messages, enumerations and their values."""
     file = POOL.AddSerializedFile(serialized)
     module["DESCRIPTOR"] = file
     for name, enumeration in file.enum_types_by_name.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tensord.shm.status_page import DESKS, IDS_PER_DESK, StatusPage, WorkerState
+from tensord.shm.status_page import IDS_PER_SLOT, SLOTS, StatusPage, WorkerState
 
 
 def test_what_the_worker_notes_is_what_others_read() -> None:
@@ -14,8 +14,8 @@ def test_what_the_worker_notes_is_what_others_read() -> None:
     page.set_state(WorkerState.EXECUTING, 5)
     page.beat(7)
     page.begin(0, [(1, 2), (3, 2**63 - 1)], 2**64 - 1, 5)
-    page.begin(DESKS - 1, [(9, 9)], 1, 5)
-    page.begin(DESKS, [(4, 4)], 1, 5)
+    page.begin(SLOTS - 1, [(9, 9)], 1, 5)
+    page.begin(SLOTS, [(4, 4)], 1, 5)
     page.close()
     assert reader.state == (WorkerState.EXECUTING, 5)
     assert reader.last_beat_ns == 7
@@ -26,12 +26,12 @@ def test_what_the_worker_notes_is_what_others_read() -> None:
 
 def test_a_batch_that_ended_is_gone_and_a_huge_one_is_cut() -> None:
     page = StatusPage.create()
-    page.begin(3, [(1, i) for i in range(IDS_PER_DESK + 50)], 1, 5)
-    assert len(page.executing()) == IDS_PER_DESK
+    page.begin(3, [(1, i) for i in range(IDS_PER_SLOT + 50)], 1, 5)
+    assert len(page.executing()) == IDS_PER_SLOT
     page.end(3)
     page.begin(3, [(1, 999)], 1, 5)
     assert page.executing() == {(1, 999)}
     page.end(3)
-    page.end(DESKS)
+    page.end(SLOTS)
     assert page.executing() == set()
     page.close()

@@ -31,6 +31,6 @@ def test_words_of_the_status_page() -> None:
     assert (words[_native.PAGE_SINCE], words[_native.PAGE_BEAT]) == (7, 8)
     assert words[desk : desk + 3].tolist() == [1, 1, 2]
     assert (words[desk + _native.DESK_MODEL], words[desk + _native.DESK_SINCE]) == (3, 9)
-    assert _native.MAX_ROWS <= status_page.IDS_PER_DESK
+    assert _native.MAX_ROWS <= status_page.IDS_PER_SLOT
     words.release()
     page.close()
