@@ -24,7 +24,7 @@ Forms = Annotated[int, Meta(ge=0, le=1024)]
 CountOrNone = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ByteSize = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
-#: The most fronts that a protocol may have; each has a row of their shared counters (``tensord.daemon.control.tally``).
+#: The most fronts that a protocol may have; each has a row of their shared counters (``tensord.daemon.control.shared_counters``).
 MAX_PROCESSES = 64
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 #: Bounded, so that every time is also a number of nanoseconds.
@@ -244,14 +244,14 @@ class Requests(Section, frozen=True):
     max_forms: Forms = 1024
 
 
-class Responses(Section, frozen=True):
+class ResponsesOptions(Section, frozen=True):
     """Responses of models that answer a request with several."""
 
     #: Bytes of a request's responses that wait to be taken by its client; its model waits beyond.
     max_ahead: Annotated[int, Meta(ge=4096, le=_LARGEST)] = 1 << 20
 
 
-class ResponseCache(Section, frozen=True):
+class ResponseCacheOptions(Section, frozen=True):
     """The cache of answers, for models that ask for it."""
 
     #: Inputs and outputs of all cached answers, of all shared workers together: each has its share; 0: there is no cache.
@@ -267,7 +267,7 @@ class RateLimit(Section, frozen=True):
     resources: tuple[str, ...] = ()
 
 
-class Executables(Section, frozen=True):
+class ExecutablesOptions(Section, frozen=True):
     """The compilation of models."""
 
     #: "": $XDG_CACHE_HOME/tensord, or $CACHE_DIRECTORY under systemd. It holds code, so it has to be this user's alone.
@@ -286,7 +286,7 @@ class Executables(Section, frozen=True):
     place_outputs: bool = True
 
 
-class Regions(Section, frozen=True):
+class RegionsOptions(Section, frozen=True):
     """Client shared memory: what may be registered, how it is used, how much of it."""
 
     enabled: bool = True
@@ -315,7 +315,7 @@ class Regions(Section, frozen=True):
     socket: str = ""
 
 
-class Supervisor(Section, frozen=True):
+class SupervisorOptions(Section, frozen=True):
     """Starting, watching, replacing and stopping processes."""
 
     #: After SIGTERM, accepted requests may take so long to finish.
@@ -340,7 +340,7 @@ class Log(Section, frozen=True):
     file: str = ""
 
 
-class Trace(Section, frozen=True):
+class TraceOptions(Section, frozen=True):
     """The traces taken from the start, and their files."""
 
     #: The levels; empty: tracing is off.
@@ -371,11 +371,11 @@ class Options(Section, frozen=True):
     arenas: Arenas = Arenas()
     lanes: Lanes = Lanes()
     requests: Requests = Requests()
-    responses: Responses = Responses()
-    response_cache: ResponseCache = ResponseCache()
+    responses: ResponsesOptions = ResponsesOptions()
+    response_cache: ResponseCacheOptions = ResponseCacheOptions()
     rate_limit: RateLimit = RateLimit()
-    executables: Executables = Executables()
-    regions: Regions = Regions()
-    supervisor: Supervisor = Supervisor()
+    executables: ExecutablesOptions = ExecutablesOptions()
+    regions: RegionsOptions = RegionsOptions()
+    supervisor: SupervisorOptions = SupervisorOptions()
     log: Log = Log()
-    trace: Trace = Trace()
+    trace: TraceOptions = TraceOptions()

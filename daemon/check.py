@@ -148,19 +148,19 @@ def _tried(
         else:
             waiting.setdefault(model.devices[0] if model.devices else devices[0].name, []).append(model)
     running: list[_Attempt] = []
-    told = 0
+    yielded = 0
     try:
-        while told < len(models):
+        while yielded < len(models):
             for name in [name for name in waiting if name not in {attempt.device for attempt in running}]:
                 if len(running) < most:
                     device = known[device_names.shared(name)]
                     running.append(
                         _Attempt(waiting.pop(name), encoded, dataclasses.replace(device, name=name), timeout)
                     )
-            while told < len(models) and models[told].name in verdicts:
+            while yielded < len(models) and models[yielded].name in verdicts:
                 bar.clear()
-                yield verdicts[models[told].name]
-                told += 1
+                yield verdicts[models[yielded].name]
+                yielded += 1
             if running:
                 bar.draw(len(verdicts), len(models), "; ".join(filter(None, (attempt.at for attempt in running))))
                 _wait(running)

@@ -22,7 +22,7 @@ from tensord.config.layers import ConfigurationError
 from tensord.config.options import Options
 from tensord.daemon import flags
 from tensord.daemon.processes import spawned
-from tensord.daemon.processes.devices import Device, NoDevice, find_devices
+from tensord.daemon.processes.devices import Device, MissingDevice, find_devices
 from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.tracing import trace_file
 from tensord.shm import device_names
@@ -104,7 +104,7 @@ def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
         _log.info("%s", layers.ignored_sentence(foreign))
     try:
         workers = spawned.spawn_workers(options.workers, os.environ)
-    except NoDevice as error:
+    except MissingDevice as error:
         _fail(str(error), status=1)
     except OSError as error:
         _fail(f"cannot start: {error}", status=1)
@@ -167,7 +167,7 @@ def check(
         paths = [Path(path) for path in options.repository.paths]
         found, others = repository.scan(paths), repository.others(paths)
         devices = [] if read_only else find_devices(options.workers, os.environ)
-    except (InvalidArgument, NoDevice) as error:
+    except (InvalidArgument, MissingDevice) as error:
         _fail(str(error))
     for path, why in others.items():
         click.echo(f"'{path}' is no model: {why}", err=True)
@@ -270,7 +270,7 @@ def export_model(model: Path, folder: Path, platforms: str) -> None:
     try:
         found = repository.poll(model.absolute())
         exporting.export(found, options, find_devices(options.workers, os.environ)[0], folder, platforms)
-    except (InvalidArgument, NoDevice) as error:
+    except (InvalidArgument, MissingDevice) as error:
         _fail(str(error), status=1)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:

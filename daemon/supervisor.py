@@ -34,14 +34,14 @@ from tensord.daemon.operator import model_list, process_list
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.operator.control_socket import ControlSocket
 from tensord.daemon.operator.operations import Operations
-from tensord.daemon.processes.child import Child, Front, Worker
+from tensord.daemon.processes.child import Child, FrontProcess, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
 from tensord.daemon.processes.notify import Notifier
-from tensord.daemon.processes.posts import Posts
-from tensord.daemon.processes.shutdown import Phase, Shutdown
+from tensord.daemon.processes.process_slots import ProcessSlots
+from tensord.daemon.processes.shutdown import DaemonPhase, Shutdown
 from tensord.daemon.processes.spawned import WORKER, Spawned
 from tensord.daemon.processes.tasks import Tasks
 from tensord.daemon.processes.watchdog import Watchdog
@@ -53,7 +53,7 @@ from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.channel import pair
 from tensord.shm.control_records import (
-    Call,
+    ControlCall,
     LaneOpened,
     Loaded,
     LogChanged,
@@ -97,7 +97,7 @@ class Supervisor:
           spawned: the workers to begin with, which are owned from the moment that the sockets are bound.
           first_signals: what has handled signals so far.
         """
-        self.phase = Phase.STARTING
+        self.phase = DaemonPhase.STARTING
         self._configuration = Configuration(options, reread)
         self._shutdown = Shutdown()
         self._tasks = Tasks(self._shutdown.fail)
@@ -105,7 +105,7 @@ class Supervisor:
         self._first_signals = first_signals or FirstSignals()
         self._next_incarnation = 1
         self._spawned = spawned
-        self._posts = Posts(options.supervisor, self)
+        self._slots = ProcessSlots(options.supervisor, self)
         self._leftovers = Leftovers()
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()
@@ -127,7 +127,7 @@ class Supervisor:
         )
         self._gpus = GpuWatcher()
         collection = Collection(
-            self.workers, self._fronts, self._posts, self._regions, options.regions, self._models, self._gpus
+            self.workers, self._fronts, self._slots, self._regions, options.regions, self._models, self._gpus
         )
         self._metrics = Endpoint(options.metrics, collection.snapshot)
 
@@ -163,7 +163,7 @@ class Supervisor:
             await self._shutdown.requested.wait()
             await self._drain()
         finally:
-            self.phase = Phase.STOPPING
+            self.phase = DaemonPhase.STOPPING
             await self._bury()
             self._metrics.close()
             control.close()
@@ -177,7 +177,7 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------------------- starting
 
-    def tell(self, front: Front) -> None:
+    def tell(self, front: FrontProcess) -> None:
         """Sends a new front everything that it needs; lanes before the states that name their workers."""
         for worker in self.workers.ready():
             self._open_lane(front, worker)
@@ -188,14 +188,14 @@ class Supervisor:
         for record, *fds in self._trace_settings.records():
             front.send(record, *fds)
 
-    def _open_lane(self, front: Front, worker: Worker) -> None:
+    def _open_lane(self, front: FrontProcess, worker: WorkerProcess) -> None:
         ours, theirs = pair()
         with ours, theirs:
             pages = [page.fd for page in (worker.page, worker.sequences) if page is not None]
             front.send(LaneOpened(worker.incarnation, worker.device), ours.fileno(), *pages)
             worker.send(LaneOpened(front.incarnation), theirs.fileno())
 
-    async def _join(self, worker: Worker) -> None:
+    async def _join(self, worker: WorkerProcess) -> None:
         """Connects a new worker: regions first, so that no request names one that it lacks; then lanes, then models."""
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
@@ -216,11 +216,11 @@ class Supervisor:
             _log.critical("stopping: a model failed to load at start, and repository.exit_on_error is set")
             self._shutdown.fail()
             return
-        while self.phase is Phase.STARTING and not self._all_up():
+        while self.phase is DaemonPhase.STARTING and not self._all_up():
             await asyncio.sleep(0.05)
-        if self.phase is not Phase.STARTING:
+        if self.phase is not DaemonPhase.STARTING:
             return
-        self.phase = Phase.SERVING
+        self.phase = DaemonPhase.SERVING
         self._notifier.ready(self._summary())
         self._log_readiness(self._summary())
         self._served_models.change()  # which that line says
@@ -250,30 +250,30 @@ class Supervisor:
             self._bar.draw(
                 record.wanted - record.unserved, record.wanted, record.at
             ) if record.at else self._bar.clear()
-        if isinstance(record, Readiness) and self.phase is Phase.SERVING:
+        if isinstance(record, Readiness) and self.phase is DaemonPhase.SERVING:
             if line := self._served_models.change():
                 self._log_readiness(line)
             self._notifier.status(self._summary())
 
     # ---------------------------------------------------------------------------------------------------------- records
 
-    def front_asked(self, front: Front, call: Call, fds: list[int]) -> None:
+    def front_asked(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
         """Answers a front's call, and owns the descriptors that came with it."""
         self._tasks.spawn(self._answer(front, call, fds))
 
-    def worker_joined(self, worker: Worker) -> None:
+    def worker_joined(self, worker: WorkerProcess) -> None:
         """Gives a worker that is ready its regions, lanes and models."""
         self._tasks.spawn(self._join(worker))
 
-    def worker_asked(self, worker: Worker, call: Call) -> None:
+    def worker_asked(self, worker: WorkerProcess, call: ControlCall) -> None:
         """Answers the call of a model on that worker."""
         self._tasks.spawn(self._answer_worker(worker, call))
 
-    def worker_dismissed(self, worker: Worker) -> None:
+    def worker_dismissed(self, worker: WorkerProcess) -> None:
         """Forgets a worker that is stopping because its model needs it no more; it dies later."""
         self._models.worker_dismissed(worker.incarnation)
 
-    def worker_answered(self, worker: Worker, record: Loading | Loaded | Unloaded) -> None:
+    def worker_answered(self, worker: WorkerProcess, record: Loading | Loaded | Unloaded) -> None:
         """Handles the progress or the end of a load or an unload."""
         if isinstance(record, Loading):
             self._models.loading(worker.incarnation, record)
@@ -282,13 +282,13 @@ class Supervisor:
         else:
             self._models.unloaded(worker.incarnation, record.name, record.version)
 
-    async def _answer(self, front: Front, call: Call, fds: list[int]) -> None:
+    async def _answer(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
         try:
             front.send(await self._operations.reply(call, fds[0] if fds else -1))
         finally:
             descriptors.close(fds)
 
-    async def _answer_worker(self, worker: Worker, call: Call) -> None:
+    async def _answer_worker(self, worker: WorkerProcess, call: ControlCall) -> None:
         worker.send(await self._operations.reply_to_model(call))
 
     def _log_changed(self, options: Log) -> None:
@@ -305,7 +305,7 @@ class Supervisor:
 
     # ----------------------------------------------------------------------------------------------------------- deaths
 
-    def worker_died(self, worker: Worker, device: Device) -> None:
+    def worker_died(self, worker: WorkerProcess, device: Device) -> None:
         """Handles a worker's death: fences it, and fills its slot again."""
         self._regions.worker_left(worker.incarnation)
         # The fence comes first: what was in flight there may run elsewhere from now on.
@@ -313,21 +313,21 @@ class Supervisor:
         self._models.worker_left(worker.incarnation, worker.describe_exit(), self.workers.usable)
         doing = " while loading model '{}' version {}".format(*worker.owed[0]) if worker.owed else ""
         self._leftovers.end(worker.name, worker.mark)
-        self._posts.died(worker, lambda: self.workers.start(worker.name, device), doing)
+        self._slots.died(worker, lambda: self.workers.start(worker.name, device), doing)
         self._shutdown.child_died()
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
         """Starts and dismisses workers of isolated models, as ``isolation.wanted`` says."""
-        if self.phase is Phase.STOPPING:
+        if self.phase is DaemonPhase.STOPPING:
             return
-        before = self.workers.posts.keys()
+        before = self.workers.slots.keys()
         self.workers.isolate(wanted)
-        for name in before - self.workers.posts.keys():
-            self._posts.forget(name)
+        for name in before - self.workers.slots.keys():
+            self._slots.forget(name)
 
-    def front_died(self, front: Front) -> None:
+    def front_died(self, front: FrontProcess) -> None:
         """Handles a front's death: fills its slot again."""
-        self._posts.died(front, lambda: self._fronts.start(front.protocol, front.row))
+        self._slots.died(front, lambda: self._fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
     def needs(self, child: Child) -> bool:
@@ -335,16 +335,16 @@ class Supervisor:
 
         Workers finish what the fronts have accepted; fronts accept nothing once the daemon stops.
         """
-        if isinstance(child, Worker):
-            return self.phase is not Phase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
-        return self.phase not in (Phase.STOPPING, Phase.DRAINING)
+        if isinstance(child, WorkerProcess):
+            return self.phase is not DaemonPhase.STOPPING and not child.stopping and self.workers.is_vacant(child.name)
+        return self.phase not in (DaemonPhase.STOPPING, DaemonPhase.DRAINING)
 
     def gives_up(self, child: Child) -> bool:
         """Returns whether the daemon stops, because a slot was never filled: after too many deaths, or one that would recur.
 
         A daemon that is starting stops, one that serves goes on; it also goes on without one isolated model.
         """
-        if self.phase is not Phase.STARTING or (isinstance(child, Worker) and child.model):
+        if self.phase is not DaemonPhase.STARTING or (isinstance(child, WorkerProcess) and child.model):
             return False
         self._shutdown.fail()
         return True
@@ -353,7 +353,7 @@ class Supervisor:
 
     async def _reload(self) -> None:
         """Reloads the configuration, applying what can be applied; a bad file changes nothing."""
-        while self.phase is Phase.STARTING:
+        while self.phase is DaemonPhase.STARTING:
             await asyncio.sleep(0.1)
         _log.info("reload: reading the configuration again")
         self._notifier.reloading()
@@ -375,12 +375,12 @@ class Supervisor:
     async def _drain(self) -> None:
         """Stops fronts, then workers; whatever outlives the bound, or a second signal, is killed by ``_bury``."""
         deadline_ns = time.monotonic_ns() + int(self.options.supervisor.exit_timeout * 1e9)
-        self.phase = Phase.DRAINING
+        self.phase = DaemonPhase.DRAINING
         self._notifier.stopping("finishing accepted requests")
         _log.info("stopping: finishing accepted requests, for at most %g s", self.options.supervisor.exit_timeout)
         self._fronts.stop_listening()
         await self._shutdown.finish(self._fronts.by_incarnation, deadline_ns)
-        self.phase = Phase.STOPPING
+        self.phase = DaemonPhase.STOPPING
         deadline_ns = max(deadline_ns, time.monotonic_ns() + int(_WORKER_GRACE * 1e9))
         await self._shutdown.finish(self.workers.by_incarnation, deadline_ns)
 
@@ -411,9 +411,9 @@ class Supervisor:
             "grpc": self._fronts.urls("grpc"),
             "metrics": self._metrics.url,
             "workers": process_list.of_workers(
-                self.workers, self._posts, self._models.lifecycle.known_versions(), now_ns
+                self.workers, self._slots, self._models.lifecycle.known_versions(), now_ns
             ),
-            "fronts": process_list.of_fronts(self._fronts, self._posts, now_ns),
+            "fronts": process_list.of_fronts(self._fronts, self._slots, now_ns),
             **model_list.of_models(self._models),
             "regions": self._regions.statistics(),
         }

@@ -37,7 +37,7 @@ class Announcer:
         """Notes that the peer could not map a segment, so that it is announced again."""
         self.announced.discard(segment)
 
-    def is_told(self, segment: int) -> bool:
+    def is_published(self, segment: int) -> bool:
         """Returns whether nothing needs to be announced before the segment is used."""
         return segment in self.announced and self.closures == self._arena.closures
 

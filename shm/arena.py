@@ -80,7 +80,7 @@ class Arena:
       byte_size: segment 0; rounded up to a power of two.
       max_byte_size: all segments together.
       keep_byte_size: free large segments that are kept for reuse; their pages stay warm.
-      on_segment: told of every segment once it is made.
+      on_segment: called with every segment once it is made.
     """
 
     def __init__(

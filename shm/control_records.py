@@ -3,16 +3,18 @@
 Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` has their base.
 
                 supervisor --> front                     front --> supervisor
-    control     Start Serve Stop LaneOpened              ChildReady Call Seen
-                WorkerFenced ModelState ModelGone
-                Readiness RegionPlace Reply Told
-                LogChanged TraceChanged TraceCleared
+    control     Start Serve Stop LaneOpened              ChildReady ControlCall
+                WorkerFenced ModelState ModelGone        StateAcknowledged
+                Readiness RegionPlace Reply
+                StatePublished LogChanged
+                TraceChanged TraceCleared
 
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
-                CancelLoad Call Reply LogChanged         Unloaded Loading Call
+                CancelLoad ControlCall Reply             Unloaded Loading
+                LogChanged                               ControlCall
 
-A Call, by a front, by a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
+A ControlCall, by a front, by a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
 ``tensord.shm.operations``.
 """
 
@@ -74,13 +76,13 @@ class ChildReady(Record, frozen=True, tag="ready"):
     jax_lacks: tuple[str, ...] = ()
 
 
-class Told(Record, frozen=True, tag="told"):
-    """Tells a front that everything up to that edition of the published state was sent. Answered with Seen."""
+class StatePublished(Record, frozen=True, tag="published"):
+    """Tells a front that everything up to that edition of the published state was sent. Answered with StateAcknowledged."""
 
     edition: int
 
 
-class Seen(Record, frozen=True, tag="seen"):
+class StateAcknowledged(Record, frozen=True, tag="acknowledged"):
     """The front acknowledges that it acts upon everything up to that edition."""
 
     edition: int
@@ -239,7 +241,7 @@ class Unloaded(Record, frozen=True, tag="unloaded"):
     version: int
 
 
-class Call(Record, frozen=True, tag="call"):
+class ControlCall(Record, frozen=True, tag="call"):
     """Asks for an operation; answered with Reply.
 
     With a registration of a region travels a pidfd of the client's process, if any.
@@ -252,7 +254,7 @@ class Call(Record, frozen=True, tag="call"):
 
 
 class Reply(Record, frozen=True, tag="reply"):
-    """Answers a Call with ``result`` (JSON, often empty) or with a ServingError as code and message."""
+    """Answers a ControlCall with ``result`` (JSON, often empty) or with a ServingError as code and message."""
 
     call_id: int
     code: str = ""
@@ -263,7 +265,7 @@ class Reply(Record, frozen=True, tag="reply"):
 ToFront = (
     Start
     | Serve
-    | Told
+    | StatePublished
     | Stop
     | LogChanged
     | TraceChanged
@@ -276,6 +278,6 @@ ToFront = (
     | RegionPlace
     | Reply
 )
-FromFront = ChildReady | Seen | Call
-ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | CancelLoad | Unload | Call | Reply
-FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | Call
+FromFront = ChildReady | StateAcknowledged | ControlCall
+ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | CancelLoad | Unload | ControlCall | Reply
+FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall

@@ -332,7 +332,7 @@ class WorkerLane:
 
     def is_announced(self, lease: Lease) -> bool:
         """Returns whether the submitter knows the lease's segment and every closure in the arena."""
-        return self._announcer.is_told(lease.place.segment)
+        return self._announcer.is_published(lease.place.segment)
 
     def number(self, prepared: PreparedAnswer) -> Numbered[PreparedAnswer]:
         """Returns the number that stands for such answers."""

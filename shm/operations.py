@@ -1,4 +1,4 @@
-"""The operations that processes ask of each other in a ``tensord.shm.control_records.Call``, by front, worker or supervisor.
+"""The operations that processes ask of each other in a call (``tensord.shm.control_records.ControlCall``).
 
 Each docstring says what its Reply holds. Who asks is a ``Peer``, which comes with the call.
 """

@@ -1,7 +1,7 @@
 """Requests that are answered 503 because there is no room, time or worker for them, counted by reason for metrics and the log.
 
-Whoever refuses counts for himself: workers for each model version (``tensord.shm.figures``), fronts on their tally
-(``tensord.daemon.control.tally``). The log of each gets one line a minute at most, however many there are.
+Whoever refuses counts for himself: workers for each model version (``tensord.shm.figures``), fronts on their shared counters
+(``tensord.daemon.control.shared_counters``). The log of each gets one line a minute at most, however many there are.
 """
 
 from __future__ import annotations

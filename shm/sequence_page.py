@@ -50,7 +50,7 @@ class SequenceState(enum.IntEnum):
     ENDED = 3
 
 
-class Slots(NamedTuple):
+class FreeSlots(NamedTuple):
     """The free slots for sequences of a model version on one worker."""
 
     #: A number that changes each time the slots are published.
@@ -122,10 +122,10 @@ class SequencePage:
         value = self.value(key)
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
-    def slots(self, key: Key) -> Slots | None:
+    def slots(self, key: Key) -> FreeSlots | None:
         """Returns the free slots of a model version; None: nothing is published of it."""
         value = self.value(key)
-        return Slots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
+        return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
     def sequences(self) -> Iterator[tuple[Key, SequenceState, int]]:
         """Yields all sequences, with their state and since when they are there; a dead worker's page still has what it had."""
@@ -191,14 +191,14 @@ class SequencePage:
             self._remove(key)
             self._sequences -= 1
 
-    def tell_slots(self, key: Key, free: int, backlog: int) -> None:
+    def publish_slots(self, key: Key, free: int, backlog: int) -> None:
         """Publishes the free slots of a model version."""
         self._edition = self._edition % _MOST_SLOTS + 1
         if self._models < _MOST_MODELS or self.value(key):
             free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
-    def forget_slots(self, key: Key) -> None:
+    def withdraw_slots(self, key: Key) -> None:
         """Withdraws the slots of a model version: no new sequence of it is taken here."""
         self._models -= self._remove(key)
 

@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from tensord.config.options import Options
-from tensord.daemon.control.tally import Tally
+from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.shm import stack_report
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import (
-    Call,
     ChildReady,
+    ControlCall,
     FromFront,
     LaneOpened,
     ModelState,
@@ -241,14 +241,14 @@ class FrontProcess:
         """``send_buffer``: bytes the front's side of a connection holds at most; 0: as many as the kernel gives it."""
         self.workers: list[EchoWorker] = []
         self._next_worker = 1000
-        self.tally = Tally.create()
+        self.counters = SharedCounters.create()
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         if send_buffer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # what is accepted inherits it
         ours, theirs = pair()
         with listener, theirs:
             self.port: int = listener.getsockname()[1]
-            fds = {"control-fd": theirs.fileno(), "listen-fds": listener.fileno(), "tally-fd": self.tally.fd}
+            fds = {"control-fd": theirs.fileno(), "listen-fds": listener.fileno(), "counters-fd": self.counters.fd}
             words = [self.program, "--row=0", *(f"--{name}={fd}" for name, fd in fds.items())]
             self.process = prepared.start(words, list(fds.values()))
         self._control = Channel(ours, decoder(FromFront))
@@ -273,10 +273,10 @@ class FrontProcess:
             self._received += received[0]
         return self._received.popleft()
 
-    def answer_call(self, code: str = "", message: str = "", result: bytes = b"") -> Call:
+    def answer_call(self, code: str = "", message: str = "", result: bytes = b"") -> ControlCall:
         """Waits for a question and answers it."""
         call = self.receive()
-        assert isinstance(call, Call)
+        assert isinstance(call, ControlCall)
         self.send(Reply(call.call_id, code, message, result))
         return call
 
@@ -342,7 +342,7 @@ class FrontProcess:
         finally:
             self.process.kill()
             self.process.wait(PATIENCE_SECONDS)
-            self.tally.close()
+            self.counters.close()
             for worker in self.workers:
                 worker.close()
 

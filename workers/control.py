@@ -26,8 +26,8 @@ from tensord.config.options import Log
 from tensord.shm import descriptors
 from tensord.shm.channel import Channel, DescriptorsLost
 from tensord.shm.control_records import (
-    Call,
     CancelLoad,
+    ControlCall,
     LaneOpened,
     Load,
     Loaded,
@@ -108,7 +108,7 @@ class Control:
                 self._cancel((record.name, record.version))
             elif isinstance(record, Unload):
                 self._unload(record)
-            elif isinstance(record, Call):
+            elif isinstance(record, ControlCall):
                 self._call(record, fds)
             elif isinstance(record, Reply):
                 self._operations.answered(record)
@@ -217,7 +217,7 @@ class Control:
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
-    def _call(self, call: Call, fds: list[int]) -> None:
+    def _call(self, call: ControlCall, fds: list[int]) -> None:
         operation = call.operation
         try:
             if isinstance(operation, RegisterSystemRegion):
@@ -249,12 +249,12 @@ class Control:
     def refuse(self, lost: DescriptorsLost) -> None:
         """Answers a call whose descriptor this process could not take. Raises InvalidArgument: it was no call."""
         for record in lost.records:
-            if not isinstance(record, Call):
+            if not isinstance(record, ControlCall):
                 raise InvalidArgument(f"{lost}: {descriptors.limit()} files may be open")
             message = f"a worker has as many files open as it may, {descriptors.limit()}"
             self._channel.put(Reply(record.call_id, Unavailable.code, message))
 
-    def _register(self, call: Call, operation: RegisterSystemRegion, fds: list[int]) -> None:
+    def _register(self, call: ControlCall, operation: RegisterSystemRegion, fds: list[int]) -> None:
         """Registers a region. The first worker opens the object by its key and replies with the descriptor, which others get."""
         given = fds.pop(0) if fds else None
         region, access = self._regions.register(operation, given)
@@ -263,7 +263,7 @@ class Control:
         else:
             self._channel.put(Reply(call.call_id))
 
-    def _ask_ready(self, call: Call, operation: ModelReady) -> None:
+    def _ask_ready(self, call: ControlCall, operation: ModelReady) -> None:
         """Replies whether a model is ready, once the model itself has said so."""
 
         def answered(ready: bool) -> None:

@@ -14,7 +14,7 @@ import queue
 from collections.abc import Callable
 
 from tensord.shm.channel import Channel
-from tensord.shm.control_records import Call, Reply
+from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.errors import Unavailable, from_code
 from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
 from tensord.workers.calls.caller import ModelPort
@@ -63,7 +63,7 @@ class DaemonOperations:
         self._asked[call_id] = answered, waits
         if waits:
             self._loader.step_aside()
-        self._channel.put(Call(call_id, operation))
+        self._channel.put(ControlCall(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
         """Passes the supervisor's reply on to who has asked."""

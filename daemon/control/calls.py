@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tensord.daemon.control.channel import ControlChannel
-from tensord.shm.control_records import Call, Reply
+from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.errors import Unavailable, from_code
 from tensord.shm.operations import ANONYMOUS, Operation, Peer
 
@@ -13,7 +13,7 @@ from tensord.shm.operations import ANONYMOUS, Operation, Peer
 _LIMIT = 1024
 
 
-class Calls:
+class ControlCalls:
     """Sends calls over the control connection, and matches the answers by number."""
 
     def __init__(self, connection: ControlChannel) -> None:
@@ -35,7 +35,7 @@ class Calls:
         number = self._last
         waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiter
-        self._connection.send(Call(number, operation, peer), *([end] if end >= 0 else []))
+        self._connection.send(ControlCall(number, operation, peer), *([end] if end >= 0 else []))
         try:
             reply = await waiter
         finally:

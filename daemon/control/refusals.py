@@ -10,7 +10,7 @@ from typing import TypeVar
 from tensord.shm.errors import ServingError
 from tensord.shm.refusals import Refusal, RefusalLog
 
-#: The reasons for which fronts refuse, in the order of their shared counters (``tensord.daemon.control.tally``).
+#: The reasons for which fronts refuse, in the order of their shared counters (``tensord.daemon.control.shared_counters``).
 OF_FRONTS = (
     Refusal.REQUEST_ROOM,
     Refusal.BODIES,
@@ -46,12 +46,12 @@ class Refusals:
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
         """Wraps the callback of a wait for room, so that an error is noted."""
 
-        def told(given: T | ServingError) -> None:
+        def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):
                 self.note(model, Refusal.REQUEST_ROOM)
             on_room(given)
 
-        return told
+        return given_room
 
     def close(self) -> None:
         """Writes the last line to the log."""

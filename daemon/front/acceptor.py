@@ -13,7 +13,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence, Sized
 
-from tensord.daemon.control.tally import Seat
+from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.peer import owner_of
 
 _log = logging.getLogger(__name__)
@@ -37,24 +37,24 @@ class Acceptor:
     """Owns this process's descriptors of the listening sockets, and accepts connections on them.
 
     Args:
-      open_: takes a connection and whose it is, as ``Peer.owner`` tells it; its protocol counts it in ``seat`` until it is lost.
+      open_: takes a connection and whose it is, as ``Peer.owner`` tells it; its protocol counts it in ``counters``.
       opening: what of that is under way, and not yet counted.
     """
 
     def __init__(
         self,
         listeners: Sequence[socket.socket],
-        seat: Seat,
+        counters: FrontCounters,
         open_: Callable[[socket.SocketType, str], None],
         opening: Sized = (),
     ) -> None:
         self._listeners = [ListeningSocket(listener) for listener in listeners]
-        self._seat = seat
+        self._counters = counters
         self._open = open_
         self._opening = opening
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._crowd = Crowd()
+        self._crowd = AcceptLimit()
         #: The connections that this front had when it last left one to others, with those accepted then.
         self._most = 0
         self._complained = False
@@ -68,7 +68,7 @@ class Acceptor:
         """Accepts what has connected already, then no more; returns when all of it is open, or after ``timeout`` seconds."""
         if self._closed:
             return
-        self._seat.serve(False)
+        self._counters.serve(False)
         self._pause()
         for _ in range(_MAX_WAITING):
             if not sum(self._take(listener) for listener in self._listeners):
@@ -87,7 +87,7 @@ class Acceptor:
         return self._timer is not None
 
     def _readable(self, listener: ListeningSocket) -> None:
-        mine, least = self._seat.own() + len(self._opening), self._seat.least()
+        mine, least = self._counters.own() + len(self._opening), self._counters.least()
         if least is not None and mine > least + (least >> 3) and not self._replaces(mine):
             # Another front has fewer.
             self._pause()
@@ -116,7 +116,7 @@ class Acceptor:
             self._loop.remove_reader(listener.fileno())
 
     def _go_on(self) -> None:
-        self._seat.serve(True)
+        self._counters.serve(True)
         for listener in self._listeners:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
@@ -127,7 +127,7 @@ class Acceptor:
         for listener in self._listeners:
             if self._timer is None:
                 self._take(listener)
-        self._most = max(self._most, self._seat.own() + len(self._opening))
+        self._most = max(self._most, self._counters.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
         """Accepts a connection. Returns whether there was one."""
@@ -142,7 +142,7 @@ class Acceptor:
             if not self._complained:
                 _log.error("new connections have to wait: %s", error.strerror)
                 self._complained = True
-            self._seat.serve(False)
+            self._counters.serve(False)
             self._pause()
             self._timer = self._loop.call_later(_PAUSE, self._resume)
             return False
@@ -151,7 +151,7 @@ class Acceptor:
         return True
 
 
-class Crowd:
+class AcceptLimit:
     """Decides how many connections are accepted in one iteration of the loop; pure.
 
     After a connection that came alone a second ``accept`` is tried ever more seldom, as long as it finds none; while there

@@ -21,7 +21,7 @@ _FIRST_BYTE_SIZE = 16 << 10
 DIRECT_BYTE_SIZE = 64 << 10
 
 
-class Connection(Protocol):
+class BodyConnection(Protocol):
     """A connection that sends large bodies."""
 
     def data_received(self, data: bytes) -> None: ...
@@ -45,7 +45,7 @@ class Body(Protocol):
 class BodyReader(asyncio.BufferedProtocol):
     """Reads in place of a connection's protocol while the connection sends large bodies."""
 
-    def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
+    def __init__(self, connection: BodyConnection, transport: asyncio.Transport) -> None:
         self._connection = connection
         self._transport = transport
         #: The body that is arriving; None: the connection's protocol gets what arrives.

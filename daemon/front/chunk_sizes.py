@@ -18,7 +18,7 @@ from tensord.daemon.front.status import BodyTooLarge
 _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 
 
-class Refusal(Exception):
+class ChunkRefused(Exception):
     """The body is not accepted."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -101,13 +101,13 @@ class ChunkSizes:
             return
         self._total += byte_size
         if self._total > self._max_body:
-            raise Refusal(*BodyTooLarge(f"has at least {min(self._total, 1 << 63)} bytes", self._max_body).refusal)
+            raise ChunkRefused(*BodyTooLarge(f"has at least {min(self._total, 1 << 63)} bytes", self._max_body).refusal)
         self._left = byte_size + len(b"\r\n")
 
     def _check_lines(self, byte_size: int) -> None:
         if self._spent + byte_size > self._max_lines:
             what = "trailers" if self._phase is _Phase.TRAILERS else "chunk extensions"
-            raise Refusal(
+            raise ChunkRefused(
                 431, f"the {what} have at least {self._spent + byte_size} bytes, at most {self._max_lines} are allowed"
             )
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tensord.config.options import Options
-from tensord.daemon.control.calls import Calls
+from tensord.daemon.control.calls import ControlCalls
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.operations import (
@@ -60,7 +60,7 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 class Endpoints:
     """Answers the endpoints. JSON results are the supervisor's bytes, unread."""
 
-    def __init__(self, table: ModelTable, calls: Calls, options: Options) -> None:
+    def __init__(self, table: ModelTable, calls: ControlCalls, options: Options) -> None:
         self._table = table
         self._calls = calls
         self._name = options.server_name

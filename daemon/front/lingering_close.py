@@ -20,7 +20,7 @@ import struct
 import termios
 from time import monotonic
 
-from tensord.daemon.front.pace import Pace
+from tensord.daemon.front.drain_rate import DrainRate
 
 #: Seconds to wait for a client that reads nothing more and does not close.
 LINGER_SECONDS = 5.0
@@ -92,7 +92,7 @@ class Lingering(asyncio.Protocol):
         self._lingering_close = lingering_close
         self._transport = transport
         self._since = monotonic()
-        self._pace = Pace()
+        self._pace = DrainRate()
         self._dropped = 0
 
     def data_received(self, data: bytes) -> None:

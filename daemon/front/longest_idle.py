@@ -18,7 +18,7 @@ _SEARCH_SECONDS = 0.1
 _LOG_SECONDS = 60.0
 
 
-class Guest(Protocol):
+class IdleConnection(Protocol):
     """A connection that may have to make room."""
 
     @property
@@ -41,11 +41,11 @@ class LongestIdle:
       limit: how many there may be, of all fronts together.
     """
 
-    def __init__(self, connections: Collection[Guest], limit: int) -> None:
+    def __init__(self, connections: Collection[IdleConnection], limit: int) -> None:
         self._connections = connections
         self._limit = limit
         #: Idle connections, each with when it was last of use, as it was found.
-        self._found: deque[tuple[float, Guest]] = deque()
+        self._found: deque[tuple[float, IdleConnection]] = deque()
         self._search_at = self._log_at = 0.0
 
     def make_room(self, now: float) -> bool:
@@ -77,5 +77,5 @@ class LongestIdle:
             _log.warning("%d connections are allowed (max_connections): those idle longest make room", self._limit)
 
 
-def _used_at(guest: Guest) -> float:
+def _used_at(guest: IdleConnection) -> float:
     return guest.used_at

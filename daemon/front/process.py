@@ -23,9 +23,9 @@ import uvloop
 
 from tensord.config import log
 from tensord.config.options import Log, Options
-from tensord.daemon.control.calls import Calls
+from tensord.daemon.control.calls import ControlCalls
 from tensord.daemon.control.channel import ControlChannel
-from tensord.daemon.control.tally import Tally
+from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
@@ -40,12 +40,12 @@ from tensord.shm.control_records import (
     ModelState,
     RegionPlace,
     Reply,
-    Seen,
     Serve,
     Start,
+    StateAcknowledged,
+    StatePublished,
     Stop,
     ToFront,
-    Told,
     TraceChanged,
     TraceCleared,
     WorkerFenced,
@@ -63,7 +63,7 @@ class Place:
     """The listening sockets of a front, and its row among the fronts that share them."""
 
     listeners: tuple[socket.socket, ...]
-    tally: Tally
+    counters: SharedCounters
     row: int
 
 
@@ -82,7 +82,7 @@ class Front(ABC):
         self._serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         self._submitter: Submitter | None = None
-        self.calls = Calls(self._connection)
+        self.calls = ControlCalls(self._connection)
         self.table = ModelTable()
 
     async def run(self) -> None:
@@ -133,13 +133,15 @@ class Front(ABC):
                 log.configure(options.log, record.name)
                 self.tracer = Tracer(record.incarnation, options.trace.max_byte_size, options.trace.max_files)
                 row = self.place.row
-                seat = self.place.tally.seat(row)
-                self._submitter = Submitter(record.incarnation, options, self.table, row, seat.refuse, seat.mint)
+                counters = self.place.counters.front(row)
+                self._submitter = Submitter(
+                    record.incarnation, options, self.table, row, counters.refuse, counters.mint
+                )
                 self._started.set_result(record)
             case Serve():
                 self._serve.set_result(None)
-            case Told(edition):
-                self._connection.send(Seen(edition))
+            case StatePublished(edition):
+                self._connection.send(StateAcknowledged(edition))
             case Stop():
                 if not self._stop.done():
                     self._stop.set_result(record)
@@ -174,7 +176,7 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--listen-fds", required=True, help="comma-separated")
-    parser.add_argument("--tally-fd", type=int, required=True)
+    parser.add_argument("--counters-fd", type=int, required=True)
     parser.add_argument("--row", type=int, required=True)
     arguments = parser.parse_args()
     # The supervisor decides; a terminal's Ctrl-C or a service manager's signal reaches it as well.
@@ -183,7 +185,7 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
 
     async def run() -> None:
         listeners = tuple(socket.socket(fileno=int(fd)) for fd in arguments.listen_fds.split(","))
-        place = Place(listeners, Tally(arguments.tally_fd), arguments.row)
+        place = Place(listeners, SharedCounters(arguments.counters_fd), arguments.row)
         await make(socket.socket(fileno=arguments.control_fd), place).run()
 
     uvloop.run(run())

@@ -5,7 +5,7 @@
 A client that opens a connection for each request pays for it each time; the loop's own transports ask the kernel for addresses
 and options and take three turns of the loop until they read. This one asks for nothing. What is read is given to the protocol as
 they give it. What is written goes to the socket at once; what the socket does not take is kept as it lies, and the protocol is
-told so, ``pause_writing``, until all of that is out.
+informed by ``pause_writing`` until all of that is out.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import cast
 
 from tensord.daemon.front.body_reader import DIRECT_BYTE_SIZE, BodyReader
 from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.drain_rate import DrainRate
 from tensord.daemon.front.each import call_each
-from tensord.daemon.front.pace import Pace
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.frames import Violation
 from tensord.daemon.grpc.http2 import CLOSED, ENDING, WRITE_BUFFER, Http2, Phase
@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._on_written: list[Callable[[], None]] = []
         #: Since when the client takes nothing, and whether it takes enough of what waits for it. Times are the loop's.
         self._paused_since = 0.0
-        self._pace = Pace()
+        self._pace = DrainRate()
         #: What came has to wait for the next iteration of the loop.
         self._resting = False
         #: Reads what is large in our place; there while the connection sends such. What came since it last had something to do.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from tensord.daemon.front.memo import Memo
+from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.reception import Reception
 from tensord.daemon.grpc.request_codec import DecodedHead, decode_head, decode_scheduling
@@ -130,9 +130,9 @@ class PreparedMessages:
         self._table = table
         self._submitter = submitter
         #: By their rest.
-        self._known: Memo[bytes, PreparedMessage] = Memo(count)
+        self._known: BoundedCache[bytes, PreparedMessage] = BoundedCache(count)
         #: What parameters say that schedule, by their bytes.
-        self._schedulings: Memo[bytes, Scheduling] = Memo(count)
+        self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     # ----------------------------------------------------------------------------------------------------------- known
 

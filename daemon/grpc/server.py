@@ -64,7 +64,7 @@ class GrpcFront(Front):
         access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
         serving = self._serving = Serving(
-            options.grpc, methods, self.place.tally.seat(self.place.row), self.submitter.accounts, rules
+            options.grpc, methods, self.place.counters.front(self.place.row), self.submitter.accounts, rules
         )
         opening = Opening(lambda owner: Connection(serving, owner), tls_context(options.grpc))
         self._acceptor = Acceptor(self.place.listeners, serving.seat, opening.open, opening.pending)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tensord.config.options import COMPRESSION_LEVELS, Grpc
-from tensord.daemon.control.tally import Seat
+from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.access import Restricted, Rule
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
@@ -29,7 +29,7 @@ class Serving:
     #: What answers a path.
     methods: dict[str, Callable[[Stream], Call]]
     #: Where this front's connections are counted, and the others' stand.
-    seat: Seat
+    seat: FrontCounters
     #: What its clients hold.
     accounts: Accounts
     #: What a path needs to be let in; those that are not here need nothing.

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, DrainRate
 from tensord.daemon.front.each import call_each
-from tensord.daemon.front.pace import GRACE_SECONDS, SILENCE_SECONDS, Pace
 from tensord.daemon.grpc import frames, header_blocks
 from tensord.daemon.grpc.arriving_message import PREFIX, ArrivingMessage, Refused, inflated, read_prefix
 from tensord.daemon.grpc.call import Call
@@ -85,7 +85,7 @@ class Stream:
     #: Since when some of it has not left, loop time, while it is blocked; how much has left that was; and whether that is enough.
     _blocked_since = 0.0
     _taken = 0
-    _pace: Pace | None = None
+    _pace: DrainRate | None = None
     #: Who waits for all of that to have left.
     _on_sent: list[Callable[[], None]] | None = None
     _trailers = b""
@@ -498,7 +498,7 @@ class Stream:
         if not self.blocked:
             return False
         if self._pace is None:
-            self._pace = Pace()
+            self._pace = DrainRate()
         options = self.http2.serving.options
         return self._pace.is_slow(self._blocked_since, -self._taken, now, options.write_timeout, options.min_rate)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from tensord.config.options import Http
-from tensord.daemon.front.pace import GRACE_SECONDS, SILENCE_SECONDS, Pace
+from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, DrainRate
 
 
 class Late(enum.Enum):
@@ -33,7 +33,7 @@ class Deadlines:
         self.head_since = 0.0
         self.body_since = 0.0
         self.stalled_since = 0.0
-        self._pace = Pace()
+        self._pace = DrainRate()
         #: While the server stops: what had come of what is not whole, and since when it is so much.
         self._came, self._silent_since = -1, 0.0
 

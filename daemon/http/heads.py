@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from tensord.daemon.front.memo import Memo
+from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.http.message_head import InferHead
 
 #: Longer heads are parsed each time.
@@ -30,7 +30,7 @@ _OTHER_LINE = re.compile(
 )
 
 
-class Heads(Memo[bytes, InferHead]):
+class Heads(BoundedCache[bytes, InferHead]):
     """One per front. ``heads[bytes]``: what bytes up to the empty line mean; None: they have to be parsed."""
 
     __slots__ = ("_cuts", "_max_byte_size", "_max_fields")

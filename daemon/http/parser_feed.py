@@ -21,7 +21,7 @@ from time import monotonic
 import httptools
 
 from tensord.daemon.front.access import Restricted
-from tensord.daemon.front.chunk_sizes import ChunkSizes, Refusal
+from tensord.daemon.front.chunk_sizes import ChunkRefused, ChunkSizes
 from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.status import BodyTooLarge
 from tensord.daemon.http import message_head
@@ -342,7 +342,7 @@ class ParserFeed:
                 # for another protocol's bytes, so it reads the head again, without the offer.
                 data, between = self._head_without_upgrade() + data[upgrade.args[0] :], True
                 messages.begin_anew()
-            except Refusal as refusal:
+            except ChunkRefused as refusal:
                 order.refuse(refusal.status, refusal.message)
             except httptools.HttpParserCallbackError:
                 _log.exception("a request met a defect of the server")

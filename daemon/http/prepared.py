@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from tensord.daemon.front.memo import Memo
+from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.http import request_codec, request_head, response_codec
 from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source
 from tensord.daemon.http.json_cut import Cut
@@ -58,9 +58,9 @@ class PreparedRequests:
         """
         self._inline_byte_size = inline_byte_size
         #: By what is said.
-        self._known: Memo[Any, Prepared] = Memo(count)
+        self._known: BoundedCache[Any, Prepared] = BoundedCache(count)
         #: By model, version, size of the tensors behind it, and text: of those that come again with the same id and scheduling.
-        self.texts: Memo[tuple[TextKey, bytes], Request] = Memo(count)
+        self.texts: BoundedCache[tuple[TextKey, bytes], Request] = BoundedCache(count)
 
     def read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None) -> Request:
         """Reads what a request says with that head, and binary parts of ``tail_size`` bytes together.

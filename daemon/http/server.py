@@ -38,7 +38,7 @@ class HttpFront(Front):
             options,
             self.table,
             self.submitter,
-            self.place.tally.seat(self.place.row),
+            self.place.counters.front(self.place.row),
             infer_rule=access.rule("ModelInfer"),
             forwarding=Forwarding(pattern) if pattern else None,
             cross_origin=cross_origin,

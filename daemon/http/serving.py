@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp
 
 from tensord.config.options import COMPRESSION_LEVELS, Options
-from tensord.daemon.control.tally import Seat
+from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.access import Rule
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.lingering_close import LingeringClose
@@ -31,7 +31,7 @@ class Serving:
     table: ModelTable
     submitter: Submitter
     #: Where this front's connections are counted, and the others' stand.
-    seat: Seat
+    seat: FrontCounters
     prepared: PreparedRequests = field(init=False)
     heads: Heads = field(init=False)
     routes: InferRoutes = field(default_factory=InferRoutes)

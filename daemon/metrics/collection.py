@@ -13,15 +13,15 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tensord.config.options import Regions as RegionOptions
+from tensord.config.options import RegionsOptions
 from tensord.daemon.metrics.ledger import Ledger
 from tensord.daemon.metrics.own_metrics import OwnMetricsLedger
-from tensord.daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
+from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
 from tensord.daemon.models.changes import Models
-from tensord.daemon.processes.child import Worker
+from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
-from tensord.daemon.processes.posts import Posts
+from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm import descriptors
@@ -42,15 +42,15 @@ class Collection:
         self,
         workers: WorkerPool,
         fronts: Fronts,
-        posts: Posts,
+        slots: ProcessSlots,
         regions: RegionRegistry,
-        limits: RegionOptions,
+        limits: RegionsOptions,
         models: Models,
         gpus: GpuWatcher,
     ) -> None:
         self._workers = workers
         self._fronts = fronts
-        self._posts = posts
+        self._slots = slots
         self._regions = regions
         self._limits = limits
         self._models = models
@@ -60,7 +60,7 @@ class Collection:
         #: Incarnation -> its last report of the leases on regions.
         self._leases: dict[int, dict[str, int]] = {}
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> MetricsSnapshot:
         """Returns a snapshot of the daemon now. Never fails because of a worker."""
         asked = self._workers.ready()
         answers = await asyncio.gather(*(self._ask(worker) for worker in asked))
@@ -72,12 +72,12 @@ class Collection:
         self._ledger.keep(living, set(served))
         self._own.keep(living, set(served))
         self._leases = {incarnation: held for incarnation, held in self._leases.items() if incarnation in living}
-        return Snapshot(
+        return MetricsSnapshot(
             self._models.readiness.ready,
             {model.name: bool(model.served) for model in self._models.standings()},
             self._ledger.totals(served),
-            self._worker_posts(answered),
-            self._front_posts(),
+            self._worker_slots(answered),
+            self._front_slots(),
             self._region_kinds(),
             self._limits.max_count if self._limits.enabled else 0,
             self._limits.max_total_byte_size if self._limits.enabled else 0,
@@ -93,7 +93,7 @@ class Collection:
         described = {(name, number): models[name].versions[number].described for name, number in served}
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
-    async def _ask(self, worker: Worker) -> bool:
+    async def _ask(self, worker: WorkerProcess) -> bool:
         """Asks a worker for its counters. Returns False if it did not answer in time."""
         try:
             async with asyncio.timeout(_PATIENCE):
@@ -111,32 +111,32 @@ class Collection:
         self._leases[worker.incarnation] = figures.leases
         return True
 
-    def _worker_posts(self, answered: set[int]) -> list[WorkerPost]:
+    def _worker_slots(self, answered: set[int]) -> list[WorkerSlot]:
         filled = {worker.name: worker for worker in self._workers}
         found = []
-        for name, device in self._workers.posts.items():
+        for name, device in self._workers.slots.items():
             worker = filled.get(name)
             up = worker is not None and worker.ready
-            told = worker is not None and worker.incarnation in answered
+            answered_now = worker is not None and worker.incarnation in answered
             lost = self._workers.lost_sequences[name]
             loading = worker.loading if worker is not None else None
-            found.append(WorkerPost(name, device, up, told, self._posts.restarts(name), lost, loading))
+            found.append(WorkerSlot(name, device, up, answered_now, self._slots.restarts(name), lost, loading))
         return found
 
-    def _front_posts(self) -> list[FrontPost]:
+    def _front_slots(self) -> list[FrontSlot]:
         filled = {front.name: front for front in self._fronts}
         found = []
-        for name, protocol in self._fronts.posts().items():
+        for name, protocol in self._fronts.slots().items():
             front = filled.get(name)
             connections = self._fronts.connections(front) if front is not None else 0
             up = front is not None and front.ready
             refused = self._fronts.refused(name)
             forms = self._fronts.forms(name)
-            found.append(FrontPost(name, protocol, up, connections, self._posts.restarts(name), refused, *forms))
+            found.append(FrontSlot(name, protocol, up, connections, self._slots.restarts(name), refused, *forms))
         return found
 
-    def _region_kinds(self) -> list[Regions]:
+    def _region_kinds(self) -> list[RegionTotals]:
         return [
-            Regions(kind, count, byte_size, sum(held.get(kind, 0) for held in self._leases.values()))
+            RegionTotals(kind, count, byte_size, sum(held.get(kind, 0) for held in self._leases.values()))
             for kind, (count, byte_size) in self._regions.by_kind().items()
         ]

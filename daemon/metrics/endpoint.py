@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tensord.config.options import Metrics
-from tensord.daemon.metrics.snapshot import Snapshot
+from tensord.daemon.metrics.snapshot import MetricsSnapshot
 from tensord.daemon.processes import listening
 from tensord.daemon.processes.listening import Listener
 
@@ -34,7 +34,7 @@ _TIMEOUT = 20.0
 class Endpoint:
     """Owns the listening socket. ``snapshot()`` gathers what is shown."""
 
-    def __init__(self, options: Metrics, snapshot: Callable[[], Awaitable[Snapshot]]) -> None:
+    def __init__(self, options: Metrics, snapshot: Callable[[], Awaitable[MetricsSnapshot]]) -> None:
         self._options = options
         self._snapshot = snapshot
         self._listener: Listener | None = None

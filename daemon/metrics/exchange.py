@@ -12,7 +12,7 @@ from http import HTTPStatus
 import httptools
 import msgspec
 
-from tensord.daemon.front.chunk_sizes import ChunkSizes, Refusal
+from tensord.daemon.front.chunk_sizes import ChunkRefused, ChunkSizes
 
 #: The most bytes of request line and headers together.
 _MAX_HEAD = 16 << 10
@@ -29,7 +29,7 @@ class BadRequest(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ScrapeRequest:
     """A parsed request."""
 
     method: bytes
@@ -40,7 +40,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScrapeAnswer:
     """An answer; ``headers`` come besides length and connection."""
 
     status: int
@@ -48,12 +48,14 @@ class Answer:
     headers: tuple[tuple[str, str], ...]
 
 
-def refusal(status: int, reason: str, *headers: tuple[str, str]) -> Answer:
+def refusal(status: int, reason: str, *headers: tuple[str, str]) -> ScrapeAnswer:
     """Makes an error answer in the form that the other ports have, too."""
-    return Answer(status, msgspec.json.encode({"error": reason}), (("Content-Type", "application/json"), *headers))
+    return ScrapeAnswer(
+        status, msgspec.json.encode({"error": reason}), (("Content-Type", "application/json"), *headers)
+    )
 
 
-class Exchange:
+class ScrapeExchange:
     """The server's side of one connection."""
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class Exchange:
         self._head = b""
         self._target = b""
         self._fields: list[tuple[bytes, bytes]] = []
-        self._asked: Request | None = None
+        self._asked: ScrapeRequest | None = None
         #: The status that refuses an invalid head; 0: it is valid.
         self._refused = 0
         #: The bytes of the body that came, and its framing if it comes in chunks.
@@ -70,7 +72,7 @@ class Exchange:
         self._chunks: ChunkSizes | None = None
         self._whole = False
 
-    async def request(self, reader: asyncio.StreamReader) -> Request | None:
+    async def request(self, reader: asyncio.StreamReader) -> ScrapeRequest | None:
         """Reads the request, and discards its body. Returns None if the client went away before it asked.
 
         Raises: BadRequest: it is invalid, or its head is too large.
@@ -83,7 +85,7 @@ class Exchange:
                 return None
             try:
                 self._take(data)
-            except Refusal as refusal:
+            except ChunkRefused as refusal:
                 raise BadRequest(refusal.status) from None
             except httptools.HttpParserError:
                 raise BadRequest(400) from None
@@ -148,7 +150,7 @@ class Exchange:
         if codings:
             self._chunks = ChunkSizes(_MAX_BODY, _MAX_HEAD)
         accept = b",".join(self._values(b"accept")).decode("latin-1")
-        self._asked = Request(self._parser.get_method(), self._target.partition(b"?")[0], accept)
+        self._asked = ScrapeRequest(self._parser.get_method(), self._target.partition(b"?")[0], accept)
 
     def on_message_complete(self) -> None:
         self._whole = True
@@ -161,7 +163,7 @@ class Exchange:
         expected = self._values(b"expect")
         return bool(expected) and expected[0].lower() == b"100-continue" and self._parser.get_http_version() == "1.1"
 
-    def answered(self, answer: Answer) -> bytes:
+    def answered(self, answer: ScrapeAnswer) -> bytes:
         """Encodes an answer; the connection ends with it."""
         headers = (*answer.headers, ("Content-Length", str(len(answer.body))), ("Connection", "close"))
         lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", *map(": ".join, headers), "", ""]

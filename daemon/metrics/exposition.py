@@ -25,7 +25,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from tensord.daemon.metrics.own_metrics import OwnFamily
-from tensord.daemon.metrics.snapshot import Snapshot
+from tensord.daemon.metrics.snapshot import MetricsSnapshot
 from tensord.daemon.processes.gpu_watch import Gpu
 from tensord.shm.control_records import Footprint
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
@@ -106,7 +106,7 @@ _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
 )
 
 
-def render(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
+def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
     """Returns the text and its content type.
 
     Args:
@@ -126,7 +126,7 @@ def render(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
 class _Snapshots(Collector):
     """Presents one snapshot as a collector of the library."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: MetricsSnapshot) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
@@ -148,7 +148,7 @@ class _Snapshots(Collector):
         yield _filled(GaugeMetricFamily("tensord_build_info", "Always 1", labels=["version"]), [((version,), 1)])
 
 
-def _readiness(snapshot: Snapshot) -> Iterator[Metric]:
+def _readiness(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily("tensord_ready", "Whether the daemon is ready, as /v2/health/ready says", snapshot.ready)
     served = GaugeMetricFamily(
         "tensord_model_served", "Whether a version is served of a model that should be", labels=["model"]
@@ -156,7 +156,7 @@ def _readiness(snapshot: Snapshot) -> Iterator[Metric]:
     yield _filled(served, [((name,), served_now) for name, served_now in snapshot.wanted.items()])
 
 
-def _models(snapshot: Snapshot) -> Iterator[Metric]:
+def _models(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     models = [((total.name, str(total.version)), total) for total in snapshot.models]
     failure = UnknownMetricFamily(
         "nv_inference_request_failure",
@@ -221,7 +221,7 @@ def _models(snapshot: Snapshot) -> Iterator[Metric]:
     yield _filled(padded, [(labels, total.counts.padded_elements) for labels, total in models])
 
 
-def _gpus(snapshot: Snapshot) -> Iterator[Metric]:
+def _gpus(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     for name, text, of in _GPU:
         rows = [((gpu.uuid,), value) for gpu in snapshot.gpus if (value := of(gpu)) is not None]
         yield _filled(GaugeMetricFamily(name, text, labels=["gpu_uuid"]), rows)
@@ -237,13 +237,13 @@ def _gpus(snapshot: Snapshot) -> Iterator[Metric]:
     yield _filled(errors, list(snapshot.gpu_errors.items()))
 
 
-def _footprints(snapshot: Snapshot) -> Iterator[Metric]:
+def _footprints(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     for name, text, of in _FOOTPRINT:
         rows = [((model, str(version)), of(taken)) for (model, version), taken in snapshot.footprints.items()]
         yield _filled(GaugeMetricFamily(name, text, labels=_MODEL), rows)
 
 
-def _regions(snapshot: Snapshot) -> Iterator[Metric]:
+def _regions(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     kinds = [((regions.kind,), regions) for regions in snapshot.regions]
     count = GaugeMetricFamily("tensord_regions", "Regions that clients have registered", labels=["kind"])
     yield _filled(count, [(kind, regions.count) for kind, regions in kinds])
@@ -257,29 +257,29 @@ def _regions(snapshot: Snapshot) -> Iterator[Metric]:
     )
 
 
-def _workers(snapshot: Snapshot) -> Iterator[Metric]:
-    workers = [((post.name, post.device), post) for post in snapshot.workers]
+def _workers(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
     labels = ("worker", "device")
     up = GaugeMetricFamily("tensord_worker_up", "Whether the worker's process is up", labels=labels)
-    yield _filled(up, [(of, post.up) for of, post in workers])
+    yield _filled(up, [(of, slot.up) for of, slot in workers])
     answered = GaugeMetricFamily(
         "tensord_worker_answered",
         "Whether it told its figures for this scrape; if not, its last ones are shown",
         labels=labels,
     )
-    yield _filled(answered, [(of, post.answered) for of, post in workers])
+    yield _filled(answered, [(of, slot.answered) for of, slot in workers])
     restarts = CounterMetricFamily("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)
-    yield _filled(restarts, [(of, post.restarts) for of, post in workers])
+    yield _filled(restarts, [(of, slot.restarts) for of, slot in workers])
     lost = CounterMetricFamily(
         "tensord_worker_sequences_lost_total", "Sequences that had begun on it when it died", labels=labels
     )
-    yield _filled(lost, [(of, post.lost_sequences) for of, post in workers])
+    yield _filled(lost, [(of, slot.lost_sequences) for of, slot in workers])
     programs = GaugeMetricFamily(
         "tensord_worker_load_programs",
         "Of the model that it loads now: the programs that are made, and all that are to be",
         labels=(*labels, *_MODEL, "state"),
     )
-    for of, at in [(of, post.loading) for of, post in workers]:
+    for of, at in [(of, slot.loading) for of, slot in workers]:
         if at is not None and at.total:
             model = (*of, at.name, str(at.version))
             programs.add_metric((*model, "made"), at.number - 1)
@@ -287,32 +287,32 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
     yield programs
 
 
-def _fronts(snapshot: Snapshot) -> Iterator[Metric]:
-    fronts = [((post.name, post.protocol), post) for post in snapshot.fronts]
+def _fronts(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    fronts = [((slot.name, slot.protocol), slot) for slot in snapshot.fronts]
     labels = ("front", "protocol")
     up = GaugeMetricFamily("tensord_front_up", "Whether the front's process is up", labels=labels)
-    yield _filled(up, [(of, post.up) for of, post in fronts])
+    yield _filled(up, [(of, slot.up) for of, slot in fronts])
     connections = GaugeMetricFamily("tensord_front_connections", "Connections of clients now", labels=labels)
-    yield _filled(connections, [(of, post.connections) for of, post in fronts])
+    yield _filled(connections, [(of, slot.connections) for of, slot in fronts])
     refused = CounterMetricFamily(
         "tensord_front_refused_total", "Requests that the front answered 503, by reason", labels=(*labels, "reason")
     )
-    rows = [((*of, why.value), count) for of, post in fronts for why, count in post.refused.items()]
+    rows = [((*of, why.value), count) for of, slot in fronts for why, count in slot.refused.items()]
     yield _filled(refused, rows)
     known = GaugeMetricFamily(
         "tensord_front_forms", "Kinds of requests that came again and have a number on the lanes now", labels=labels
     )
-    yield _filled(known, [(of, post.forms) for of, post in fronts])
+    yield _filled(known, [(of, slot.forms) for of, slot in fronts])
     minted = CounterMetricFamily("tensord_front_forms_minted_total", "Kinds that were given a number", labels=labels)
-    yield _filled(minted, [(of, post.forms_minted) for of, post in fronts])
+    yield _filled(minted, [(of, slot.forms_minted) for of, slot in fronts])
     evicted = CounterMetricFamily(
         "tensord_front_forms_evicted_total",
         "Kinds that were forgotten because others took their numbers",
         labels=labels,
     )
-    yield _filled(evicted, [(of, post.forms_evicted) for of, post in fronts])
+    yield _filled(evicted, [(of, slot.forms_evicted) for of, slot in fronts])
     restarts = CounterMetricFamily("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
-    yield _filled(restarts, [(of, post.restarts) for of, post in fronts])
+    yield _filled(restarts, [(of, slot.restarts) for of, slot in fronts])
 
 
 def _memory(processes: Mapping[str, int]) -> Metric:

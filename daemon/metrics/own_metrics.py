@@ -59,15 +59,13 @@ class OwnMetricsLedger:
                 # Only different workers can have families of one name and different kinds: the first one is shown.
                 first, metrics = found.setdefault(family.name, (family, []))
                 if first.kind == family.kind:
-                    metrics += (
-                        _told_apart(family.metrics, worker) if apart and family.kind == "gauge" else family.metrics
-                    )
+                    metrics += _labelled(family.metrics, worker) if apart and family.kind == "gauge" else family.metrics
         return [
             OwnFamily(name, first.description, first.kind, _summed(metrics)) for name, (first, metrics) in found.items()
         ]
 
 
-def _told_apart(metrics: Iterable[MetricFigures], worker: str) -> Iterable[MetricFigures]:
+def _labelled(metrics: Iterable[MetricFigures], worker: str) -> Iterable[MetricFigures]:
     for metric in metrics:
         labels = dict(metric.labels)
         labels.setdefault("worker", worker)

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 
 from tensord.daemon.metrics import exposition
-from tensord.daemon.metrics.exchange import Answer, BadRequest, Exchange, Request, refusal
-from tensord.daemon.metrics.snapshot import Snapshot
+from tensord.daemon.metrics.exchange import BadRequest, ScrapeAnswer, ScrapeExchange, ScrapeRequest, refusal
+from tensord.daemon.metrics.snapshot import MetricsSnapshot
 from tensord.shm.errors import DEFECT
 
 _log = logging.getLogger(__name__)
 _PATH = b"/metrics"
 
-TakeSnapshot = Callable[[], Awaitable[Snapshot]]
+TakeSnapshot = Callable[[], Awaitable[MetricsSnapshot]]
 
 
 async def serve(
@@ -28,7 +28,7 @@ async def serve(
       thread: where the text is written.
     Raises: OSError: the client went away.
     """
-    exchange = Exchange()
+    exchange = ScrapeExchange()
     try:
         request = await exchange.request(reader)
     except BadRequest as error:
@@ -41,7 +41,7 @@ async def serve(
     await writer.drain()
 
 
-async def _answer(request: Request, snapshot: TakeSnapshot, thread: Executor) -> Answer:
+async def _answer(request: ScrapeRequest, snapshot: TakeSnapshot, thread: Executor) -> ScrapeAnswer:
     if request.path != _PATH:
         return refusal(404, "Not Found")
     if request.method != b"GET":
@@ -53,4 +53,4 @@ async def _answer(request: Request, snapshot: TakeSnapshot, thread: Executor) ->
     except Exception:
         _log.exception("a scrape of the metrics failed")
         return refusal(500, DEFECT)
-    return Answer(200, text, (("Content-Type", content_type),))
+    return ScrapeAnswer(200, text, (("Content-Type", content_type),))

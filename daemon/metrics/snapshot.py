@@ -17,7 +17,7 @@ from tensord.shm.refusals import Refusal
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPost:
+class WorkerSlot:
     """A worker's slot, whether it is filled now or not."""
 
     name: str
@@ -35,7 +35,7 @@ class WorkerPost:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontPost:
+class FrontSlot:
     """A front's slot, whether it is filled now or not."""
 
     name: str
@@ -52,7 +52,7 @@ class FrontPost:
 
 
 @dataclass(frozen=True, slots=True)
-class Regions:
+class RegionTotals:
     """The registered regions of one kind, "system" or "cuda"."""
 
     kind: str
@@ -63,7 +63,7 @@ class Regions:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class MetricsSnapshot:
     """The snapshot of all that metrics show."""
 
     #: Whether the daemon is ready, as /v2/health/ready says.
@@ -71,9 +71,9 @@ class Snapshot:
     #: Models that should be served -> whether a version of each is.
     wanted: Mapping[str, bool]
     models: Sequence[Total]
-    workers: Sequence[WorkerPost]
-    fronts: Sequence[FrontPost]
-    regions: Sequence[Regions]
+    workers: Sequence[WorkerSlot]
+    fronts: Sequence[FrontSlot]
+    regions: Sequence[RegionTotals]
     #: The limits of regions, all kinds together.
     max_regions: int
     max_region_byte_size: int

@@ -202,7 +202,7 @@ class Models:
         self._forget(found)
         self._wanted.update(wanted)
         self._readiness.begin({*self._wanted, *self._repositories.unreadable}, options.required)
-        self._judge()
+        self._check_readiness()
         return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
     async def follow(self, found: Mapping[str, FoundModel], changed: Sequence[FoundModel], gone: Sequence[str]) -> None:
@@ -213,7 +213,7 @@ class Models:
             self._begin(self.lifecycle.unload(name, self._outcomes.token()))
         self._forget(found)
         self._wanted.update(model.name for model in changed)
-        self._judge()
+        self._check_readiness()
         await asyncio.gather(*[self._bring_wanted(model.name, model) for model in changed])
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
@@ -261,7 +261,7 @@ class Models:
             return load_errors.no_version_error(found.name)
         try:
             if found.members:
-                with self._coming.told(found, self.lifecycle.models.get(found.name)):
+                with self._coming.published(found, self.lifecycle.models.get(found.name)):
                     placed = await self._with_members(found, within, again)
             else:
                 placed = repository.placed(found, self._supervisor.workers.devices, self._placing)
@@ -349,7 +349,7 @@ class Models:
     def _note_refused(self, name: str, reason: str) -> None:
         self._refused[name] = reason
         self._supervisor.model_changed(listing.refused_state(name, reason))
-        self._judge()
+        self._check_readiness()
 
     def _dismiss(self, name: str) -> None:
         if self._refused.pop(name, None) is not None:
@@ -363,8 +363,8 @@ class Models:
         wanted, refused = {*self._wanted, *unreadable}, {**self._refused, **unreadable}
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
-    def _judge(self) -> None:
-        self._readiness.judge(self._options.strict_readiness)
+    def _check_readiness(self) -> None:
+        self._readiness.check(self._options.strict_readiness)
 
     @property
     def readiness(self) -> Readiness:
@@ -393,7 +393,7 @@ class Models:
     def loading(self, incarnation: int, at: Loading) -> None:
         """Notes how far a worker is with a load."""
         self._readiness.loads(incarnation, at)
-        self._judge()
+        self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
         """Handles a worker's answer to Load."""
@@ -431,7 +431,7 @@ class Models:
                     self._outcomes.settle(token, error)
         self._supervisor.isolate(isolation.wanted(self.lifecycle, self._placing.workers))
         self._settle_ensembles()
-        self._judge()
+        self._check_readiness()
 
     def _retry(self, retry: Retry) -> None:
         if self.lifecycle.reason(retry.name, retry.version):

@@ -23,7 +23,7 @@ from tensord.config import ensemble_graph, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.daemon.models import placement
 from tensord.daemon.models.repository import FoundModel
-from tensord.daemon.models.versions import Model, Version, VersionState
+from tensord.daemon.models.versions import IndexState, ModelEntry, VersionEntry
 from tensord.shm.control_records import ModelGone, ModelState
 from tensord.shm.device_names import model_of
 from tensord.shm.errors import InvalidArgument
@@ -43,7 +43,7 @@ class _Built:
 class Ensembles:
     """Knows which models each ensemble uses. One per daemon."""
 
-    def __init__(self, models: Mapping[str, Model]) -> None:
+    def __init__(self, models: Mapping[str, ModelEntry]) -> None:
         """Takes the models of the lifecycle."""
         #: The loads of ensembles that wait for members, and of models that have others loaded.
         self.waits = LoadWaits()
@@ -187,10 +187,10 @@ class Ensembles:
     def _whole(self, found: FoundModel) -> bool:
         return all(self._ready(name, number) is not None for name, number in found.members)
 
-    def _ready(self, name: str, number: int) -> Version | None:
+    def _ready(self, name: str, number: int) -> VersionEntry | None:
         """Returns that version if it serves, or with -1 the newest that does."""
         versions = self._models[name].versions if name in self._models else {}
-        ready = [n for n, version in versions.items() if version.state is VersionState.READY and number in (-1, n)]
+        ready = [n for n, version in versions.items() if version.state is IndexState.READY and number in (-1, n)]
         return versions[max(ready)] if ready else None
 
     def _busy(self, name: str) -> bool:
@@ -291,7 +291,7 @@ class Coming:
         self._waiting: dict[tuple[str, int], int] = {}
 
     @contextlib.contextmanager
-    def told(self, found: FoundModel, known: Model | None) -> Iterator[None]:
+    def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
         """Publishes a model as LOADING while its members are loaded; its own load says the rest.
 
         ``known``: what the lifecycle has of the model.
@@ -306,7 +306,7 @@ class Coming:
         except BaseException:
             for each in versions:
                 version = None if known is None else known.versions.get(each[1])
-                self._publish(ModelGone(*each) if version is None else version.told(each[1]))
+                self._publish(ModelGone(*each) if version is None else version.state_record(each[1]))
             raise
         finally:
             for each in versions:

@@ -23,7 +23,7 @@ from collections.abc import Collection
 from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
 from tensord.daemon.models.load_errors import load_error
 from tensord.daemon.models.repository import FoundModel
-from tensord.daemon.models.versions import Model, Operation, Version, VersionState, awaits, has_members
+from tensord.daemon.models.versions import IndexState, ModelEntry, Operation, VersionEntry, awaits, has_members
 from tensord.shm.control_records import CancelLoad, Loaded, ModelGone, ModelState, Unload
 from tensord.shm.device_names import model_of
 
@@ -38,7 +38,7 @@ class Lifecycle:
     """The state machine of all models. ``known`` names are in the repository; models may be loaded that no longer are."""
 
     def __init__(self) -> None:
-        self.models: dict[str, Model] = {}
+        self.models: dict[str, ModelEntry] = {}
         self.known: set[str] = set()
         #: The devices of workers by incarnation.
         self._workers: dict[int, str] = {}
@@ -51,7 +51,7 @@ class Lifecycle:
         Args:
           again: also those that serve already from the same files.
         """
-        model = self.models.setdefault(found.name, Model())
+        model = self.models.setdefault(found.name, ModelEntry())
         return self._follow(found.name, model, Operation((token,), found, again))
 
     def unload(self, name: str, token: int) -> list[Instruction]:
@@ -60,7 +60,7 @@ class Lifecycle:
             return [Settled(token)]
         return self._follow(name, self.models[name], Operation((token,), None))
 
-    def _follow(self, name: str, model: Model, later: Operation) -> list[Instruction]:
+    def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
         """Queues an operation, and gives up earlier loads that nobody wants any more because of it."""
         overtaken: list[Operation] = []
         while model.waiting and model.waiting[-1].overtaken_by(later):
@@ -81,23 +81,23 @@ class Lifecycle:
         return out + self._advance(name)
 
     @staticmethod
-    def _loads(model: Model) -> bool:
+    def _loads(model: ModelEntry) -> bool:
         """Returns whether the running load still waits for workers, not only for replaced versions to be unloaded."""
         brought = [model.versions[number] for number in model.bringing]
-        return any(v.loading or v.postponed or v.state is VersionState.LOADING for v in brought)
+        return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
-    def _give_up(self, name: str, model: Model, heir: FoundModel | None) -> list[Instruction]:
+    def _give_up(self, name: str, model: ModelEntry, heir: FoundModel | None) -> list[Instruction]:
         """Ends the running load without its outcome; versions that serve go on. ``heir``: what is loaded in its place."""
         out: list[Instruction] = []
         for number in model.bringing:
             version = model.versions[number]
             out += [Send(worker, CancelLoad(name, number)) for worker in sorted(version.loading)]
             version.postponed = set()
-            if version.state is VersionState.LOADING:
+            if version.state is IndexState.LOADING:
                 version.wanted, version.given_up, version.due = False, "", False
                 # Its requests go on waiting if another load of it follows.
                 if heir is None or number not in heir.chosen:
-                    version.state, version.reason = VersionState.UNAVAILABLE, "unloaded"
+                    version.state, version.reason = IndexState.UNAVAILABLE, "unloaded"
                     out.append(self._publish(number, version))
         model.running, model.bringing, model.fingerprint = None, {}, ""
         return out
@@ -112,7 +112,7 @@ class Lifecycle:
             del self.models[name]
         return out
 
-    def _forget(self, name: str, model: Model, present: Collection[int]) -> list[Instruction]:
+    def _forget(self, name: str, model: ModelEntry, present: Collection[int]) -> list[Instruction]:
         gone = [number for number, v in model.versions.items() if number not in present and not v.in_use]
         for number in gone:
             del model.versions[number]
@@ -132,7 +132,7 @@ class Lifecycle:
             out += self._finish(name, model)
         return out
 
-    def _begin_load(self, model: Model, found: FoundModel, again: bool) -> list[Instruction]:
+    def _begin_load(self, model: ModelEntry, found: FoundModel, again: bool) -> list[Instruction]:
         unchanged = model.fingerprint == found.fingerprint
         model.repeated += unchanged and again
         model.chosen = found.chosen
@@ -140,18 +140,18 @@ class Lifecycle:
         for number, version in model.versions.items():
             if version.given_up and number not in found.chosen:
                 # There is no further try; what is served of it stays until something replaces it.
-                version.wanted = version.state is VersionState.READY
+                version.wanted = version.state is IndexState.READY
                 version.given_up, version.due, version.postponed = "", False, set()
         out = self._forget(found.name, model, {*found.versions, *found.chosen})
         for number in found.chosen:
             load = found.load(number)
-            version = model.versions.setdefault(number, Version(load))
-            if version.state is VersionState.READY and unchanged and not again:
+            version = model.versions.setdefault(number, VersionEntry(load))
+            if version.state is IndexState.READY and unchanged and not again:
                 continue
             version.load, version.deaths, version.suspect, version.wanted = load, 0, False, True
             version.given_up, version.due = "", False
-            if version.state is not VersionState.READY:
-                version.state, version.reason = VersionState.LOADING, ""
+            if version.state is not IndexState.READY:
+                version.state, version.reason = IndexState.LOADING, ""
                 out.append(self._publish(number, version))
             version.postponed, version.devices, version.members = set(), found.devices, found.members
             # A version that was being unloaded is loaded again: each worker does one after the other.
@@ -161,7 +161,7 @@ class Lifecycle:
         model.fingerprint = found.fingerprint
         return out
 
-    def _begin_unload(self, name: str, model: Model) -> list[Instruction]:
+    def _begin_unload(self, name: str, model: ModelEntry) -> list[Instruction]:
         model.fingerprint = ""
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
@@ -170,20 +170,20 @@ class Lifecycle:
         version = self.models[name].versions[number]
         version.wanted, version.postponed = False, set()
         version.given_up, version.due = "", False
-        if version.state is not VersionState.READY:
+        if version.state is not IndexState.READY:
             return []
-        version.state, version.unloading = VersionState.UNLOADING, set(version.ready)
+        version.state, version.unloading = IndexState.UNLOADING, set(version.ready)
         out: list[Instruction] = [Send(worker, Unload(name, number)) for worker in sorted(version.ready)]
         version.ready = {}
         return [self._publish(number, version), *out, *self._unload_ended(number, version)]
 
-    def _unload_ended(self, number: int, version: Version) -> list[Instruction]:
-        if version.state is not VersionState.UNLOADING or version.unloading:
+    def _unload_ended(self, number: int, version: VersionEntry) -> list[Instruction]:
+        if version.state is not IndexState.UNLOADING or version.unloading:
             return []
-        version.state, version.reason, version.described = VersionState.UNAVAILABLE, "unloaded", None
+        version.state, version.reason, version.described = IndexState.UNAVAILABLE, "unloaded", None
         return [self._publish(number, version)]
 
-    def _finish(self, name: str, model: Model) -> list[Instruction]:
+    def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
         """Ends the running operation once every worker has answered."""
         operation = model.running
         if operation is None:
@@ -197,12 +197,12 @@ class Lifecycle:
         out: list[Instruction] = []
         brought = [model.versions[number] for number in model.bringing]
         for number, version in zip(model.bringing, brought, strict=True):
-            waits = version.state is VersionState.LOADING and not version.ready and version.postponed
+            waits = version.state is IndexState.LOADING and not version.ready and version.postponed
             if waits and not awaits(self.models, version):
                 version.postponed = set()
                 out += self._failed(name, number, version, "a model that it is made of is not there any more")
         # Without any worker the load waits for the first one: it cannot be said to have succeeded.
-        if any(awaits(self.models, v) or (v.state is VersionState.LOADING and not v.ready) for v in brought):
+        if any(awaits(self.models, v) or (v.state is IndexState.LOADING and not v.ready) for v in brought):
             return out
         # The load also goes on while the version is served as it was, by workers that it is to leave.
         coming = [model.versions[number] for number, reason in model.bringing.items() if not reason]
@@ -222,8 +222,8 @@ class Lifecycle:
         error = load_error(name, failed) if failed else ""
         return [*out, *(Settled(token, error) for token in operation.tokens)]
 
-    def _retire_replaced(self, name: str, model: Model) -> list[Instruction]:
-        serving = [number for number, version in model.versions.items() if version.state is VersionState.READY]
+    def _retire_replaced(self, name: str, model: ModelEntry) -> list[Instruction]:
+        serving = [number for number, version in model.versions.items() if version.state is IndexState.READY]
         old = [number for number in serving if number not in model.chosen]
         if len(old) == len(serving):
             return []  # nothing replaces it
@@ -240,7 +240,7 @@ class Lifecycle:
         # Versions that may have killed a worker come last and alone.
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
 
-    def _homes(self, version: Version) -> set[int]:
+    def _homes(self, version: VersionEntry) -> set[int]:
         """Returns the workers that load a version."""
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
@@ -274,7 +274,7 @@ class Lifecycle:
             out += self._after_answer(name)
         return out
 
-    def _left(self, name: str, number: int, version: Version, worker: int, how: str) -> list[Instruction]:
+    def _left(self, name: str, number: int, version: VersionEntry, worker: int, how: str) -> list[Instruction]:
         served = version.ready.pop(worker, None) is not None
         owed = version.loading.pop(worker, 0) > 0 or worker in version.postponed
         version.postponed.discard(worker)
@@ -320,7 +320,7 @@ class Lifecycle:
             )
             version.deaths, version.suspect, version.given_up, version.due = 0, False, "", False
             version.ready[worker] = version.described = answer
-            version.state, version.reason = VersionState.READY, ""
+            version.state, version.reason = IndexState.READY, ""
             # An earlier load of it served on workers where this one does not belong.
             strays = sorted(version.ready.keys() - self._homes(version))
             version.ready = {home: version.ready[home] for home in version.ready.keys() - set(strays)}
@@ -348,7 +348,7 @@ class Lifecycle:
         out = self._finish(name, self.models[name])
         return out + self._advance(name)
 
-    def _failed(self, name: str, number: int, version: Version, reason: str) -> list[Instruction]:
+    def _failed(self, name: str, number: int, version: VersionEntry, reason: str) -> list[Instruction]:
         model = self.models[name]
         if number in model.bringing:
             model.bringing[number] = reason
@@ -358,10 +358,10 @@ class Lifecycle:
             # What serves goes on serving (also the former content of the same version); the last answer decides.
             return []
         version.wanted, version.described = bool(version.given_up), None
-        version.state, version.reason = VersionState.UNAVAILABLE, reason
+        version.state, version.reason = IndexState.UNAVAILABLE, reason
         return [self._publish(number, version)]
 
-    def _send_load(self, worker: int, version: Version) -> list[Instruction]:
+    def _send_load(self, worker: int, version: VersionEntry) -> list[Instruction]:
         if (version.suspect and self.loading_at(worker)) or not has_members(self.models, version, worker):
             if worker not in version.loading:
                 version.postponed.add(worker)
@@ -431,12 +431,12 @@ class Lifecycle:
 
     def states(self) -> list[ModelState]:
         """Returns the records that a new front needs."""
-        return [v.told(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
+        return [v.state_record(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
 
     def is_ready(self, name: str, number: int = 0) -> bool:
         """Returns whether that version, or any with 0, is READY."""
         versions = self.models[name].versions if name in self.models else {}
-        return any(v.state is VersionState.READY for n, v in versions.items() if number in (0, n))
+        return any(v.state is IndexState.READY for n, v in versions.items() if number in (0, n))
 
     def folders(self, name: str) -> set[str]:
         """Returns the model folders that versions of that name are served from, or are being loaded from or unloaded."""
@@ -457,7 +457,7 @@ class Lifecycle:
     def ready_models(self) -> dict[str, list[int]]:
         """Returns the READY versions by name."""
         found = {
-            name: [n for n, v in sorted(model.versions.items()) if v.state is VersionState.READY]
+            name: [n for n, v in sorted(model.versions.items()) if v.state is IndexState.READY]
             for name, model in sorted(self.models.items())
         }
         return {name: versions for name, versions in found.items() if versions}
@@ -472,15 +472,15 @@ class Lifecycle:
                 assert version.loading.keys() <= self._workers.keys()
                 assert version.wanted or not version.given_up
                 assert version.given_up or not version.due
-                assert not version.ready or version.state is VersionState.READY
-                assert not version.unloading or version.state is VersionState.UNLOADING
+                assert not version.ready or version.state is IndexState.READY
+                assert not version.unloading or version.state is IndexState.UNLOADING
                 assert not version.postponed & version.loading.keys()
-                if version.state in (VersionState.READY, VersionState.LOADING):
+                if version.state in (IndexState.READY, IndexState.LOADING):
                     assert version.wanted
 
-    def _version(self, name: str, number: int) -> Version | None:
+    def _version(self, name: str, number: int) -> VersionEntry | None:
         model = self.models.get(name)
         return None if model is None else model.versions.get(number)
 
-    def _publish(self, number: int, version: Version) -> Publish:
-        return Publish(version.told(number))
+    def _publish(self, number: int, version: VersionEntry) -> Publish:
+        return Publish(version.state_record(number))

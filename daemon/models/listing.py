@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.retries import Retries
-from tensord.daemon.models.versions import VersionState
+from tensord.daemon.models.versions import IndexState
 from tensord.shm.control_records import Footprint, ModelState
 
 
@@ -50,7 +50,7 @@ def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
     for name in sorted(lifecycle.known | loaded):
         versions = models[name].versions if name in models else {}
         for number, version in sorted(versions.items()):
-            if ready and version.state is not VersionState.READY:
+            if ready and version.state is not IndexState.READY:
                 continue
             entry = {"name": name, "version": str(number), "state": version.state.value}
             found.append(entry | ({"reason": version.reason} if version.reason else {}))
@@ -66,7 +66,7 @@ def refused_states(refused: Mapping[str, str]) -> list[ModelState]:
 
 def refused_state(name: str, reason: str) -> ModelState:
     """Makes the record by which fronts know why a model could not be tried; its version is 0, which is none."""
-    return ModelState(name, 0, VersionState.UNAVAILABLE.value, reason)
+    return ModelState(name, 0, IndexState.UNAVAILABLE.value, reason)
 
 
 def _takes(footprint: Footprint) -> dict[str, str | int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tensord.daemon.models.lifecycle import Lifecycle
-from tensord.daemon.models.versions import VersionState
+from tensord.daemon.models.versions import IndexState
 from tensord.shm.progress import Loading, Readiness
 
 #: The most names in a sentence; further models are only counted.
@@ -66,13 +66,13 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
         return Standing(name, served, refused, failed=True)
     chosen = model.chosen if model is not None else ()
     missing = [(number, versions[number]) for number in chosen if number not in served and number in versions]
-    failed = [(n, v) for n, v in missing if v.state is VersionState.UNAVAILABLE]
+    failed = [(n, v) for n, v in missing if v.state is IndexState.UNAVAILABLE]
     if failed:
         reason = "; ".join(f"version {number}: {version.reason}" for number, version in failed)
         stranded = all(version.stranded for _, version in missing)
         return Standing(name, served, reason, failed=len(failed) == len(missing), stranded=stranded)
     if missing or not served:
-        waits = any(version.state is VersionState.READY for _, version in missing)
+        waits = any(version.state is IndexState.READY for _, version in missing)
         return Standing(name, served, "its workers are being replaced" if waits else _LOADING, failed=False)
     return Standing(name, served, "", failed=False)
 
@@ -136,16 +136,16 @@ class ReadinessCheck:
         else:
             self._loading[worker] = at
 
-    def judge(self, strict: bool) -> None:
+    def check(self, strict: bool) -> None:
         """Publishes the readiness if it has changed. ``strict``: as in ``readiness``."""
         standings = list(self._standings())
         self._first &= {model.name for model in standings}
         self._served &= self._first | self._required
         self._served |= {model.name for model in standings if model.served} & (self._first | self._required)
         counted = (self._required or self._first) - self._served
-        judged = readiness(standings, strict, counted)
-        if judged.unserved and self._loading:
-            judged = msgspec.structs.replace(judged, at=str(next(iter(self._loading.values()))))
-        if self._begun and judged != self.readiness:
-            self.readiness = judged
-            self._publish(judged)
+        found = readiness(standings, strict, counted)
+        if found.unserved and self._loading:
+            found = msgspec.structs.replace(found, at=str(next(iter(self._loading.values()))))
+        if self._begun and found != self.readiness:
+            self.readiness = found
+            self._publish(found)

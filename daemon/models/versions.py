@@ -12,7 +12,7 @@ from tensord.daemon.models.repository import FoundModel
 from tensord.shm.control_records import Load, Loaded, ModelState
 
 
-class VersionState(enum.Enum):
+class IndexState(enum.Enum):
     """The states of Triton's repository index."""
 
     #: The repository has it, and nobody ever asked for it.
@@ -28,11 +28,11 @@ class VersionState(enum.Enum):
 
 
 @dataclass(slots=True)
-class Version:
+class VersionEntry:
     """A model's version as the lifecycle keeps it. All sets hold worker incarnations."""
 
     load: Load
-    state: VersionState = VersionState.UNKNOWN
+    state: IndexState = IndexState.UNKNOWN
     reason: str = ""
     #: Workers that serve it, with what each said about it.
     ready: dict[int, Loaded] = field(default_factory=dict)
@@ -69,15 +69,15 @@ class Version:
     @property
     def in_use(self) -> bool:
         """Returns whether it serves, or is on its way to or from there."""
-        return self.state not in (VersionState.UNKNOWN, VersionState.UNAVAILABLE) or bool(self.loading)
+        return self.state not in (IndexState.UNKNOWN, IndexState.UNAVAILABLE) or bool(self.loading)
 
     def belongs(self, device: str) -> bool:
         """Returns whether the worker of that device loads it."""
         return not self.devices or device in self.devices
 
-    def told(self, number: int) -> ModelState:
+    def state_record(self, number: int) -> ModelState:
         """Makes the record about it that fronts get, as version ``number``."""
-        described = self.described if self.state is VersionState.READY else None
+        described = self.described if self.state is IndexState.READY else None
         if described is None:
             return ModelState(self.load.name, number, self.state.value, self.reason)
         return ModelState(
@@ -116,10 +116,10 @@ class Operation:
 
 
 @dataclass(slots=True)
-class Model:
+class ModelEntry:
     """A model by its name: its versions, and the operations that wait for each other."""
 
-    versions: dict[int, Version] = field(default_factory=dict)
+    versions: dict[int, VersionEntry] = field(default_factory=dict)
     waiting: deque[Operation] = field(default_factory=deque)
     running: Operation | None = None
     #: Versions that the running load brings, and what went wrong with each.
@@ -131,12 +131,12 @@ class Model:
     chosen: tuple[int, ...] = ()
 
 
-def has_members(models: Mapping[str, Model], version: Version, worker: int) -> bool:
+def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker: int) -> bool:
     """Returns whether everything that an ensemble is made of is ready in that worker."""
     return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
 
 
-def awaits(models: Mapping[str, Model], version: Version) -> bool:
+def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
     """Returns whether a worker owes an answer to a version's Load, or will get it as soon as others have answered."""
     return bool(version.loading) or any(
         all(
@@ -147,7 +147,7 @@ def awaits(models: Mapping[str, Model], version: Version) -> bool:
     )
 
 
-def _named(models: Mapping[str, Model], name: str, number: int) -> list[Version]:
+def _named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
     """Returns a version, or with -1 all versions of that name."""
     versions = models[name].versions if name in models else {}
     return [version for n, version in versions.items() if number in (-1, n)]

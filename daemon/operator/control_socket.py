@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tensord.config.options import Supervisor as SupervisorOptions
+from tensord.config.options import SupervisorOptions
 from tensord.daemon.control import runtime_directory, unix_socket
 from tensord.daemon.operator.operations import Operations
 from tensord.shm.errors import InvalidArgument, ServingError
@@ -40,7 +40,7 @@ _MAX_LINE = 1 << 20
 _OPERATOR = Peer("operator")
 
 
-class Question(msgspec.Struct, forbid_unknown_fields=True):
+class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
     """A question of tensorctl."""
 
     command: str
@@ -116,7 +116,7 @@ class ControlSocket:
 
     async def _answer(self, line: bytes) -> bytes:
         try:
-            question = msgspec.json.decode(line, type=Question)
+            question = msgspec.json.decode(line, type=OperatorQuestion)
             if question.command == "status":
                 return msgspec.json.encode({"result": self._describe()})
             result = await self._operations.answer(_operation(question), _OPERATOR)
@@ -130,7 +130,7 @@ class ControlSocket:
             return msgspec.json.encode({"error": FAILED})
 
 
-def _operation(question: Question) -> Operation:
+def _operation(question: OperatorQuestion) -> Operation:
     match question.command:
         case "models":
             return RepositoryIndex(detailed=True)

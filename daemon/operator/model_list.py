@@ -18,7 +18,7 @@ class ServedModels:
         self._models = models
         self._ready = False
         #: Every model that should be served, and whether it is, as last logged.
-        self._told: dict[str, bool] = {}
+        self._logged: dict[str, bool] = {}
 
     def change(self) -> str:
         """Returns a line about changes since the last one; "": there are none.
@@ -29,14 +29,14 @@ class ServedModels:
         now = {
             model.name: bool(model.served)
             for model in standings
-            if model.served or model.name in self._told or not model.loads
+            if model.served or model.name in self._logged or not model.loads
         }
-        told, self._told = self._told, now
+        logged, self._logged = self._logged, now
         before, self._ready = self._ready, ready
         news = [
-            ("served now", [name for name, served in now.items() if served and not told.get(name)]),
-            ("not served now", [name for name, served in now.items() if not served and told.get(name, True)]),
-            ("gone", [name for name in told if name not in now]),
+            ("served now", [name for name, served in now.items() if served and not logged.get(name)]),
+            ("not served now", [name for name, served in now.items() if not served and logged.get(name, True)]),
+            ("gone", [name for name in logged if name not in now]),
         ]
         said = [f"{what}: {_listed(names)}" for what, names in news if names]
         if not said and ready == before:

@@ -11,14 +11,14 @@ from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.models import statistics
 from tensord.daemon.models.changes import Models
 from tensord.daemon.models.lifecycle import Lifecycle
-from tensord.daemon.models.versions import VersionState
-from tensord.daemon.processes.child import Worker
+from tensord.daemon.models.versions import IndexState
+from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
-from tensord.shm.control_records import Call, Reply
+from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import (
     FAILED,
@@ -68,7 +68,7 @@ class Operations:
         self._readiness_query = ReadinessQuery(models.lifecycle, workers)
         self._fronts = fronts
 
-    async def reply(self, call: Call, end: int = -1) -> Reply:
+    async def reply(self, call: ControlCall, end: int = -1) -> Reply:
         """Makes a record of the answer; every failure becomes a code and a sentence. ``end``: as in ``answer``."""
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
@@ -80,7 +80,7 @@ class Operations:
             _log.exception("%s failed", type(operation).__name__)
             return Reply(call_id, Internal.code, FAILED)
 
-    async def reply_to_model(self, call: Call) -> Reply:
+    async def reply_to_model(self, call: ControlCall) -> Reply:
         """Replies to a worker whose model asks."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call)
@@ -154,7 +154,7 @@ class Operations:
         return statistics.merge(answer for answer in answers if isinstance(answer, bytes))
 
 
-async def _ask(worker: Worker, operation: Operation) -> bytes:
+async def _ask(worker: WorkerProcess, operation: Operation) -> bytes:
     result, fds = await worker.call(operation)
     descriptors.close(fds)
     return result
@@ -173,7 +173,7 @@ class ReadinessQuery:
     async def is_ready(self, name: str, number: int = 0) -> bool:
         """Returns whether a version (0: the newest) serves and its model says that it is ready."""
         versions = self._lifecycle.models[name].versions if self._lifecycle.is_ready(name, number) else {}
-        ready = [n for n, version in versions.items() if version.state is VersionState.READY]
+        ready = [n for n, version in versions.items() if version.state is IndexState.READY]
         if not ready:
             return False
         number = number or max(ready)
@@ -186,14 +186,14 @@ class ReadinessQuery:
 
     async def listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
         """Completes the repository index with the models' own readiness checks. ``ready``: lists ready versions only."""
-        served = [entry for entry in index if entry.get("state") == VersionState.READY.value]
+        served = [entry for entry in index if entry.get("state") == IndexState.READY.value]
         answers = await asyncio.gather(*(self.is_ready(str(e["name"]), int(e["version"])) for e in served))
         for entry, answer in zip(served, answers, strict=True):
             if not answer:
-                entry["state"], entry["reason"] = VersionState.UNAVAILABLE.value, _NOT_READY
-        return [entry for entry in index if not ready or entry["state"] == VersionState.READY.value]
+                entry["state"], entry["reason"] = IndexState.UNAVAILABLE.value, _NOT_READY
+        return [entry for entry in index if not ready or entry["state"] == IndexState.READY.value]
 
-    async def _ask(self, worker: Worker, name: str, number: int) -> bool:
+    async def _ask(self, worker: WorkerProcess, name: str, number: int) -> bool:
         try:
             async with asyncio.timeout(_READY_SECONDS):
                 result, fds = await worker.call(ModelReady(name, number))

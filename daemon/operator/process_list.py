@@ -7,25 +7,25 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tensord.daemon.processes.child import Child, Worker
+from tensord.daemon.processes.child import Child, WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
-from tensord.daemon.processes.posts import Posts
+from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.shm import device_names
 from tensord.shm.status_page import model_key
 
 
-def of_fronts(fronts: Fronts, posts: Posts, now_ns: int) -> list[dict[str, Any]]:
+def of_fronts(fronts: Fronts, slots: ProcessSlots, now_ns: int) -> list[dict[str, Any]]:
     """Returns an entry for each front, with the connections it has."""
-    return [_entry(front, posts, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
+    return [_entry(front, slots, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
 
 
 def of_workers(
-    workers: Iterable[Worker], posts: Posts, models: Mapping[str, Iterable[int]], now_ns: int
+    workers: Iterable[WorkerProcess], slots: ProcessSlots, models: Mapping[str, Iterable[int]], now_ns: int
 ) -> list[dict[str, Any]]:
     """Returns an entry for each worker, with its device and its status page. ``models``: names and versions that it may have."""
     names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}
     return [
-        _entry(worker, posts, now_ns)
+        _entry(worker, slots, now_ns)
         | {
             "device": device_names.shared(worker.device),
             "state": _state(worker),
@@ -39,24 +39,26 @@ def of_workers(
     ]
 
 
-def _state(worker: Worker) -> str:
+def _state(worker: WorkerProcess) -> str:
     """Words the state of its loop and of its loader: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
     state = worker.page.state[0].name.lower() if worker.page else "starting"
     loading = worker.describe_load()
     return loading if loading and state == "idle" else f"{state}, {loading}" if loading else state
 
 
-def _outputs(worker: Worker) -> str:
+def _outputs(worker: WorkerProcess) -> str:
     return worker.page.outputs.name.lower() if worker.page else "unknown"
 
 
-def _own(worker: Worker) -> dict[str, Any]:
+def _own(worker: WorkerProcess) -> dict[str, Any]:
     """Describes the isolated model that a worker serves, if any, with the part of a GPU's memory that XLA takes there."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 
 
-def _oldest_execution(worker: Worker, names: Mapping[int, tuple[str, int]], now_ns: int) -> dict[str, Any] | None:
+def _oldest_execution(
+    worker: WorkerProcess, names: Mapping[int, tuple[str, int]], now_ns: int
+) -> dict[str, Any] | None:
     running = None if worker.page is None else worker.page.oldest()
     # A version that is gone from the repository and still runs has no name here.
     return None if running is None else _since(*names.get(running.model, ("?", 0)), running.since_ns, now_ns)
@@ -79,12 +81,12 @@ def _cores(pid: int) -> dict[str, Any]:
     return {}  # it has just ended
 
 
-def _entry(child: Child, posts: Posts, now_ns: int) -> dict[str, Any]:
+def _entry(child: Child, slots: ProcessSlots, now_ns: int) -> dict[str, Any]:
     return {
         "name": child.name,
         "pid": child.pid,
         "ready": child.ready,
         "uptime_s": round((now_ns - child.started_ns) / 1e9, 1),
-        "deaths": posts.deaths(child.name),
+        "deaths": slots.deaths(child.name),
         "missing": list(child.missing),
     }

@@ -22,7 +22,17 @@ from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.processes.spawned import Spawned, spawn
 from tensord.shm import descriptors, device_names, stack_report
 from tensord.shm.channel import Channel
-from tensord.shm.control_records import Call, ChildReady, FromFront, FromWorker, Load, Reply, Start, Stop, Told
+from tensord.shm.control_records import (
+    ChildReady,
+    ControlCall,
+    FromFront,
+    FromWorker,
+    Load,
+    Reply,
+    Start,
+    StatePublished,
+    Stop,
+)
 from tensord.shm.errors import Unavailable, from_code
 from tensord.shm.operations import Operation
 from tensord.shm.progress import Loading
@@ -174,7 +184,7 @@ class Child:
         return f"<{type(self).__name__} {self.name} pid={self.pid} ready={self.ready} returncode={self.returncode}>"
 
 
-class Front(Child):
+class FrontProcess(Child):
     """A process that speaks a protocol to clients; it acknowledges each edition of the published state."""
 
     def __init__(
@@ -183,8 +193,8 @@ class Front(Child):
         protocol: str,
         row: int,
         incarnation: int,
-        on_record: Callable[[Front, Any, list[int]], None],
-        on_exit: Callable[[Front], None],
+        on_record: Callable[[FrontProcess, Any, list[int]], None],
+        on_exit: Callable[[FrontProcess], None],
     ) -> None:
         """Takes as ``row`` its number among the fronts of that protocol, "http" or "grpc"."""
         super().__init__(module, front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
@@ -193,7 +203,7 @@ class Front(Child):
         #: True once it was asked to take clients.
         self.serves = False
         #: The edition it acknowledged last, and the one it was last asked about.
-        self.seen = 0
+        self.acknowledged = 0
         self._asked = -1
         #: When it was last asked, and since when it owes an answer; 0: it owes none (ns).
         self.asked_ns = 0
@@ -205,19 +215,19 @@ class Front(Child):
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
-        self.send(Told(edition))
+        self.send(StatePublished(edition))
 
-    def saw(self, edition: int) -> None:
+    def acknowledge(self, edition: int) -> None:
         """Handles its acknowledgement of an edition."""
-        self.seen = max(self.seen, edition)
+        self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0
         for waited in [waited for waited in self._waiting if waited <= edition]:
             self._waiting.pop(waited).set_result(None)
 
-    async def has_seen(self, edition: int) -> None:
+    async def wait_acknowledged(self, edition: int) -> None:
         """Returns when it has acknowledged that edition, which was sent to it, or when it is dead."""
-        if self.seen >= edition or not self.alive:
+        if self.acknowledged >= edition or not self.alive:
             return
         waiting = self._waiting.get(edition)
         if waiting is None:
@@ -232,7 +242,7 @@ class Front(Child):
         self._waiting.clear()
 
 
-class Worker(Child):
+class WorkerProcess(Child):
     """A process that runs models on one device; it answers calls and shows a status page."""
 
     def __init__(
@@ -241,8 +251,8 @@ class Worker(Child):
         name: str,
         incarnation: int,
         device: str,
-        on_record: Callable[[Worker, Any, list[int]], None],
-        on_exit: Callable[[Worker], None],
+        on_record: Callable[[WorkerProcess, Any, list[int]], None],
+        on_exit: Callable[[WorkerProcess], None],
     ) -> None:
         super().__init__(module, name, incarnation, FromWorker, on_record, on_exit)
         self.device = device
@@ -310,7 +320,7 @@ class Worker(Child):
         call_id, self._next_call = self._next_call, self._next_call + 1
         answer = asyncio.get_running_loop().create_future()
         self._calls[call_id] = answer
-        self.send(Call(call_id, operation), *fds)
+        self.send(ControlCall(call_id, operation), *fds)
         try:
             reply, received = await answer
         finally:

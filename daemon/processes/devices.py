@@ -29,7 +29,7 @@ _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _PLUGINS = "jax_plugins"
 
 
-class NoDevice(Exception):
+class MissingDevice(Exception):
     """GPUs or cores were asked for that do not exist."""
 
 
@@ -80,7 +80,7 @@ def find_devices(
             ]
             return workers + (_cpu_workers(options) if options.cpu_beside_gpus else [])
         if options.device == "cuda":
-            raise NoDevice(f'workers.device is "cuda", but {reason or "no GPU is visible"}')
+            raise MissingDevice(f'workers.device is "cuda", but {reason or "no GPU is visible"}')
         if reason:
             _log.warning("models run on the CPU: %s", reason)
     return _cpu_workers(options)
@@ -99,7 +99,7 @@ def _check_cores(lists: Sequence[str]) -> None:
     for i, text in enumerate(lists):
         missing = set(core_list.parse(text)) - ours
         if missing:
-            raise NoDevice(
+            raise MissingDevice(
                 f"workers.cores: worker {i} is to run on cores {text}, but of those {core_list.describe(missing)} cannot be "
                 f"used: this process may use {core_list.describe(ours)}"
             )

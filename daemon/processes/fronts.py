@@ -1,11 +1,11 @@
 """The front processes: several for each protocol on its listening sockets, and the state that is published to all of them.
 
-    a change ─▶ publish to every front ─▶ Told(edition) ─▶ Seen(edition) of all that serve ─▶ the client who asked is answered
+    a change ─▶ publish to every front ─▶ StatePublished(edition) ─▶ StateAcknowledged of all that serve ─▶ the client is answered
 
 A client may ask one front for a change and send its next request to another. So whoever answers for a change waits in ``settled``
-until every front acts upon it. A front that starts is sent what the others know and serves only once it has seen all of it: from
-then on it is waited for. One that does not answer is killed in the end (``tensord.daemon.processes.watchdog``), and waited for no
-more.
+until every front acts upon it. A front that starts gets the published state, and serves only once it has acknowledged all of it;
+from then on it is waited for. One that does not answer is killed in the end (``tensord.daemon.processes.watchdog``), and waited
+for no more.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tensord.config.options import Options
-from tensord.daemon.control.tally import Tally
+from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.processes import listening, socket_activation
-from tensord.daemon.processes.child import Front, MissingParts, front_name
+from tensord.daemon.processes.child import FrontProcess, MissingParts, front_name
 from tensord.daemon.processes.listening import Listener, ListenError
 from tensord.shm import descriptors
-from tensord.shm.control_records import Call, ChildReady, Seen, Serve
+from tensord.shm.control_records import ChildReady, ControlCall, Serve, StateAcknowledged
 from tensord.shm.record import Record
 from tensord.shm.refusals import Refusal
 
@@ -40,12 +40,12 @@ class Fronts:
 
     def __init__(self, programs: Mapping[str, str], supervisor: Supervisor) -> None:
         """Takes protocol -> module."""
-        self.by_incarnation: dict[int, Front] = {}
+        self.by_incarnation: dict[int, FrontProcess] = {}
         self._programs = programs
         self._supervisor = supervisor
         #: The listening sockets of each protocol.
         self._listeners: dict[str, list[Listener]] = {}
-        self._tallies: dict[str, Tally] = {}
+        self._counters: dict[str, SharedCounters] = {}
         self._missing = MissingParts()
         #: First fronts that are still to be started, by protocol and row.
         self._unstarted: list[tuple[str, int]] = []
@@ -69,7 +69,7 @@ class Fronts:
                         section.address, section.port, protocol, section.socket_mode
                     )
             for protocol in self._listeners:
-                self._tallies[protocol] = Tally.create()
+                self._counters[protocol] = SharedCounters.create()
         except (ListenError, OSError):
             self.close()
             raise
@@ -103,16 +103,16 @@ class Fronts:
 
     def start(self, protocol: str, row: int) -> None:
         """Starts the front of that row. Raises OSError: there is no room for a process."""
-        front = Front(
+        front = FrontProcess(
             self._programs[protocol], protocol, row, self._supervisor.next_incarnation(), self._received, self._exited
         )
-        tally = self._tallies[protocol].fd
+        counters = self._counters[protocol].fd
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
         front.spawn(
             msgspec.msgpack.encode(of_one(self._supervisor.options, protocol)),
-            ["--listen-fds", ",".join(map(str, sockets)), "--tally-fd", str(tally), "--row", str(row)],
+            ["--listen-fds", ",".join(map(str, sockets)), "--counters-fd", str(counters), "--row", str(row)],
             {},
-            [*sockets, tally],
+            [*sockets, counters],
         )
         self.by_incarnation[front.incarnation] = front
         self._supervisor.tell(front)
@@ -124,7 +124,7 @@ class Fronts:
         """Sends a record to every front."""
         self.publish_each(lambda front: front.send(record, *fds))
 
-    def publish_each(self, send: Callable[[Front], None]) -> None:
+    def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
         """Calls ``send`` for every front, as one publication."""
         self._edition += 1
         for front in self.by_incarnation.values():
@@ -133,23 +133,23 @@ class Fronts:
     async def settled(self) -> None:
         """Returns when every front that serves has acknowledged all that was published before."""
         edition = self._edition
-        behind = [front for front in self.by_incarnation.values() if front.serves and front.seen < edition]
-        await asyncio.gather(*(front.has_seen(edition) for front in behind))
+        behind = [front for front in self.by_incarnation.values() if front.serves and front.acknowledged < edition]
+        await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
         """Asks fronts that were not asked for so long, so that one whose loop hangs is noticed; 0: none."""
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
-                front.ask(front.seen)
+                front.ask(front.acknowledged)
 
-    def _received(self, front: Front, record: Any, fds: list[int]) -> None:
-        if isinstance(record, Call):
+    def _received(self, front: FrontProcess, record: Any, fds: list[int]) -> None:
+        if isinstance(record, ControlCall):
             self._supervisor.front_asked(front, record, fds)
             return
         descriptors.close(fds)
         match record:
-            case Seen(edition):
-                front.saw(edition)
+            case StateAcknowledged(edition):
+                front.acknowledge(edition)
                 if front.serves:
                     return
                 if edition < self._edition:
@@ -165,9 +165,9 @@ class Fronts:
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
-    def _exited(self, front: Front) -> None:
+    def _exited(self, front: FrontProcess) -> None:
         del self.by_incarnation[front.incarnation]
-        self._tallies[front.protocol].clear(front.row)
+        self._counters[front.protocol].clear(front.row)
         self._supervisor.front_died(front)
         if not front.ready:
             self._go_on()
@@ -182,9 +182,9 @@ class Fronts:
     def close(self) -> None:
         """Closes sockets and shared counters; call it when no front runs. Idempotent."""
         self.stop_listening()
-        for tally in self._tallies.values():
-            tally.close()
-        self._tallies.clear()
+        for counters in self._counters.values():
+            counters.close()
+        self._counters.clear()
 
     # ------------------------------------------------------------------------------------------------------------ others
 
@@ -192,10 +192,10 @@ class Fronts:
         """Returns whether every front is started and ready."""
         return not self._unstarted and all(front.ready for front in self)
 
-    def __iter__(self) -> Iterator[Front]:
+    def __iter__(self) -> Iterator[FrontProcess]:
         return iter(self.by_incarnation.values())
 
-    def posts(self) -> dict[str, str]:
+    def slots(self) -> dict[str, str]:
         """Returns the name of every front that there should be, with its protocol."""
         return {
             front_name(protocol, row): protocol for protocol in self._listeners for row in range(self._rows(protocol))
@@ -208,16 +208,16 @@ class Fronts:
     def refused(self, name: str) -> dict[Refusal, int]:
         """Returns the requests that the fronts of that name have refused, by reason."""
         protocol, _, row = name.rpartition("-")
-        return self._tallies[protocol].refused(int(row))
+        return self._counters[protocol].refused(int(row))
 
     def forms(self, name: str) -> tuple[int, int, int]:
         """Counts prepared requests of the front of that name: those that have numbers, those made, those evicted."""
         protocol, _, row = name.rpartition("-")
-        return self._tallies[protocol].forms(int(row))
+        return self._counters[protocol].forms(int(row))
 
-    def connections(self, front: Front) -> int:
+    def connections(self, front: FrontProcess) -> int:
         """Counts the clients that a front has now."""
-        return self._tallies[front.protocol].connections(front.row)
+        return self._counters[front.protocol].connections(front.row)
 
 
 def of_one(options: Options, protocol: str) -> Options:

@@ -42,7 +42,7 @@ class GpuWatcher:
         self._gpus: Sequence[Gpu] = ()
         self._said_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._told = ""
+        self._logged = ""
 
     @property
     def gpus(self) -> Sequence[Gpu]:
@@ -54,8 +54,8 @@ class GpuWatcher:
         try:
             while True:
                 reason = await self._watch(environment)
-                if reason != self._told:
-                    self._told = reason
+                if reason != self._logged:
+                    self._logged = reason
                     _log.warning("GPUs are not watched, and metrics show none: %s", reason)
                 await asyncio.sleep(_PAUSE)
         finally:
@@ -80,7 +80,7 @@ class GpuWatcher:
             await loop.connect_read_pipe(lambda reader=reader: asyncio.StreamReaderProtocol(reader), pipe)  # type: ignore[misc]
         try:
             while line := await lines.readline():
-                self._heard(msgspec.json.decode(line, type=Look | Event))
+                self._report(msgspec.json.decode(line, type=Look | Event))
             said = (await words.read()).decode(errors="replace").strip()
             return said.rpartition("\n")[2] or "who watches them ended without a word"
         except (msgspec.MsgspecError, ValueError) as error:
@@ -89,10 +89,10 @@ class GpuWatcher:
             process.kill()
             process.poll()
 
-    def _heard(self, what: Look | Event) -> None:
+    def _report(self, what: Look | Event) -> None:
         if isinstance(what, Look):
             self._gpus, self._said_at = what.gpus, time.monotonic()
-            self._told = ""
+            self._logged = ""
             return
         self.errors[what.uuid, what.kind] += 1
         _log.error("GPU %s %s", what.uuid or "(unknown)", _KINDS.get(what.kind, what.kind).format(what.number))

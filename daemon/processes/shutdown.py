@@ -17,7 +17,7 @@ from tensord.daemon.processes.child import Child
 _log = logging.getLogger(__name__)
 
 
-class Phase(enum.Enum):
+class DaemonPhase(enum.Enum):
     """The phase of the daemon's life."""
 
     #: Some first loads are not settled.

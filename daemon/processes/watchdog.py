@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tensord.config.options import Options
-from tensord.daemon.processes.child import Child, Front, Worker
+from tensord.daemon.processes.child import Child, FrontProcess, WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.notify import Notifier
 from tensord.daemon.processes.worker_pool import WorkerPool
@@ -28,7 +28,7 @@ _MAX_PAUSES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ChildSnapshot:
     """The state of a child at one moment; times are CLOCK_MONOTONIC ns."""
 
     ready: bool
@@ -44,15 +44,17 @@ class Snapshot:
     owes_since_ns: int = 0
 
 
-def snapshot(child: Child) -> Snapshot:
+def snapshot(child: Child) -> ChildSnapshot:
     """Takes a snapshot of a child's state."""
-    if isinstance(child, Front):
-        return Snapshot(child.ready, child.started_ns, owes_since_ns=child.owes_since_ns)
-    if not isinstance(child, Worker) or child.page is None:
-        return Snapshot(child.ready, child.started_ns)
+    if isinstance(child, FrontProcess):
+        return ChildSnapshot(child.ready, child.started_ns, owes_since_ns=child.owes_since_ns)
+    if not isinstance(child, WorkerProcess) or child.page is None:
+        return ChildSnapshot(child.ready, child.started_ns)
     state, since_ns = child.page.state
     beat_ns = child.page.last_beat_ns
-    return Snapshot(child.ready, child.started_ns, state, since_ns, beat_ns, bool(child.owed), child.load_progress_ns)
+    return ChildSnapshot(
+        child.ready, child.started_ns, state, since_ns, beat_ns, bool(child.owed), child.load_progress_ns
+    )
 
 
 class Pauses:
@@ -75,7 +77,7 @@ class Pauses:
         return f"<Pauses {len(self._late)}>"
 
 
-def overdue(child: Snapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
+def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
     """Returns why a child should be killed; "" when it should not."""
 
     def past(since_ns: int, limit: float) -> bool:

@@ -1,8 +1,8 @@
 """The worker processes: one slot for each device and for each isolated model, and what their records mean.
 
-start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unloaded, replies ─▶ died: its owner fills the post again
+start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unloaded, replies ─▶ died: its slot is filled again
 
-The post of an isolated model is there as long as the model needs it ("worker-0#m", on "cpu:0#m"): ``isolate``.
+The slot of an isolated model is there as long as the model needs it ("worker-0#m", on "cpu:0#m"): ``isolate``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tensord.config.options import Options
-from tensord.daemon.processes.child import OF_JAX, MissingParts, Worker
+from tensord.daemon.processes.child import OF_JAX, MissingParts, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
-from tensord.shm.control_records import Call, ChildReady, Loaded, Reply, Unloaded
+from tensord.shm.control_records import ChildReady, ControlCall, Loaded, Reply, Unloaded
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.marked_processes import MARK
 from tensord.shm.progress import Loading
@@ -44,9 +44,9 @@ class WorkerPool:
 
     def __init__(self, program: str, supervisor: Supervisor) -> None:
         """Takes the program as ``python -m`` does."""
-        self.by_incarnation: dict[int, Worker] = {}
+        self.by_incarnation: dict[int, WorkerProcess] = {}
         #: The name of every slot that models share, whether it is filled now or not -> its device.
-        self._shared_posts: dict[str, Device] = {}
+        self._shared_slots: dict[str, Device] = {}
         #: The name of every slot of an isolated model -> its device.
         self._isolated: dict[str, Device] = {}
         #: Name of a slot -> sequences that had begun on the workers that died there.
@@ -60,29 +60,29 @@ class WorkerPool:
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
         """Adopts the first workers, one for each device. Raises OSError: there is no room for a process."""
-        self._shared_posts = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
-        for name, (device, process) in zip(self._shared_posts, spawned, strict=True):
+        self._shared_slots = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
+        for name, (device, process) in zip(self._shared_slots, spawned, strict=True):
             self._adopt(name, device, process)
 
     @property
-    def posts(self) -> dict[str, str]:
+    def slots(self) -> dict[str, str]:
         """Returns the name of every slot, whether it is filled now or not, with its device."""
-        return {name: device.name for name, device in (self._shared_posts | self._isolated).items()}
+        return {name: device.name for name, device in (self._shared_slots | self._isolated).items()}
 
     @property
     def devices(self) -> list[str]:
         """Returns the devices of the slots that models share."""
-        return [device.name for device in self._shared_posts.values()]
+        return [device.name for device in self._shared_slots.values()]
 
     @property
     def usable(self) -> list[str]:
         """Returns the devices that can get workers: those that the last worker started for them could use."""
-        return [device for device in self.posts.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
+        return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
     def is_vacant(self, name: str) -> bool:
         """Returns whether there is such a slot, and no worker in it that stays."""
         there = any(worker.name == name and not worker.stopping for worker in self)
-        return name in self.posts and not there
+        return name in self.slots and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
         """Makes a worker for each of these devices of isolated models, and dismisses those of other such devices.
@@ -93,10 +93,10 @@ class WorkerPool:
         known = {device.name: name for name, device in self._isolated.items()}
         for name in [name for device, name in known.items() if device not in wanted]:
             self._dismiss(name)
-        beside = {device.name: (name, device) for name, device in self._shared_posts.items()}
+        beside = {device.name: (name, device) for name, device in self._shared_slots.items()}
         for device in [device for device in wanted if device not in known]:
-            post, shared = beside[device_names.shared(device)]
-            name = device_names.alone(post, device_names.model_of(device))
+            slot, shared = beside[device_names.shared(device)]
+            name = device_names.alone(slot, device_names.model_of(device))
             self._isolated[name] = shared.alone(device, wanted[device])
             self._fill(name)
 
@@ -130,7 +130,7 @@ class WorkerPool:
         self._adopt(name, device, spawn_worker(self._program, device))
 
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
-        def exited(worker: Worker) -> None:
+        def exited(worker: WorkerProcess) -> None:
             del self.by_incarnation[worker.incarnation]
             if not worker.ready and not worker.stopping:
                 at_once = worker.returncode == child_process.NO_DEVICE
@@ -138,7 +138,9 @@ class WorkerPool:
             self.lost_sequences[name] += worker.lost_sequences
             self._supervisor.worker_died(worker, device)
 
-        worker = Worker(self._program, name, self._supervisor.next_incarnation(), device.name, self._received, exited)
+        worker = WorkerProcess(
+            self._program, name, self._supervisor.next_incarnation(), device.name, self._received, exited
+        )
         worker.memory_fraction = device.memory_fraction
         worker.adopt(spawned, msgspec.msgpack.encode(self._shared()))
         self.by_incarnation[worker.incarnation] = worker
@@ -147,15 +149,15 @@ class WorkerPool:
         """Returns the options of one worker, with its share of what is for all of them."""
         options = self._supervisor.options
         cache = msgspec.structs.replace(
-            options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_posts))
+            options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_slots))
         )
         return msgspec.structs.replace(options, response_cache=cache)
 
-    def ready(self) -> list[Worker]:
+    def ready(self) -> list[WorkerProcess]:
         """Returns the workers that answer calls now."""
         return [worker for worker in self if worker.ready and worker.alive]
 
-    def _received(self, worker: Worker, record: Any, fds: list[int]) -> None:
+    def _received(self, worker: WorkerProcess, record: Any, fds: list[int]) -> None:
         match record:
             case ChildReady():
                 return self._reported(worker, record, fds)
@@ -169,11 +171,11 @@ class WorkerPool:
                 self._supervisor.worker_answered(worker, record)
             case Unloaded():
                 self._supervisor.worker_answered(worker, record)
-            case Call():
+            case ControlCall():
                 self._supervisor.worker_asked(worker, record)
         return descriptors.close(fds)
 
-    def _reported(self, worker: Worker, record: ChildReady, fds: list[int]) -> None:
+    def _reported(self, worker: WorkerProcess, record: ChildReady, fds: list[int]) -> None:
         if len(fds) != 2:
             descriptors.close(fds)
             return worker.kill("reported without its pages")
@@ -189,7 +191,7 @@ class WorkerPool:
         _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
         return self._supervisor.worker_joined(worker)
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[WorkerProcess]:
         return iter(self.by_incarnation.values())
 
 

@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Iterable
 
-from tensord.config.options import Regions
-from tensord.daemon.regions.region_record import Region, Registration
+from tensord.config.options import RegionsOptions
+from tensord.daemon.regions.region_record import RegisteredRegion, Registration
 from tensord.shm.errors import InvalidArgument, Unavailable, Unsupported
 from tensord.shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
 
@@ -16,7 +16,7 @@ _LIMIT = (1 << 63) - 1
 _HANDLE_SIZE = 64
 
 
-def check_enabled(options: Regions) -> None:
+def check_enabled(options: RegionsOptions) -> None:
     """Raises Unsupported if regions are not served at all."""
     if not options.enabled:
         raise Unsupported(
@@ -24,7 +24,7 @@ def check_enabled(options: Regions) -> None:
         )
 
 
-def check_form(options: Regions, request: Registration) -> None:
+def check_form(options: RegionsOptions, request: Registration) -> None:
     """Checks that regions are served at all, and that one could have that name.
 
     Raises: Unsupported, InvalidArgument.
@@ -39,7 +39,7 @@ def check_form(options: Regions, request: Registration) -> None:
         raise InvalidArgument("a region's name has 1 to 255 characters, none of them a control character")
 
 
-def check_fields(options: Regions, request: Registration) -> None:
+def check_fields(options: RegionsOptions, request: Registration) -> None:
     """Raises InvalidArgument if its size, offset or key is invalid, or not allowed."""
     name = request.name
     offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
@@ -62,13 +62,13 @@ def check_fields(options: Regions, request: Registration) -> None:
         )
 
 
-def check_quota(options: Regions, request: Registration, peer: Peer, there: Iterable[Region]) -> None:
+def check_quota(options: RegionsOptions, request: Registration, peer: Peer, there: Iterable[RegisteredRegion]) -> None:
     """Raises InvalidArgument or Unavailable if it is too large, or too much together with what is registered."""
     sizes = [(region.peer, region.request.byte_size) for region in there]
     check_bounds(options, request.name, request.byte_size, peer, sizes)
 
 
-def repeats(region: Region, request: Registration, peer: Peer, sealed: int) -> bool:
+def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed: int) -> bool:
     """Returns whether a registration repeats one that is there: of the same owner and the same memory.
 
     A client that was restarted repeats its registration: its memory has the same key, and may be another object by now.
@@ -92,7 +92,7 @@ def repeats(region: Region, request: Registration, peer: Peer, sealed: int) -> b
 
 
 def check_bounds(
-    options: Regions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
+    options: RegionsOptions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
 ) -> None:
     """Checks that one more region of that size is within every bound, all together and of its owner.
 

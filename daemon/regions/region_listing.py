@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tensord.daemon.regions.region_record import Region, RegionState, Registration
+from tensord.daemon.regions.region_record import RegionState, RegisteredRegion, Registration
 from tensord.shm import descriptors
 from tensord.shm.errors import NotFound, ServingError
 from tensord.shm.operations import RegionRecords, RegionStatus, RegisterCudaRegion
 
 if TYPE_CHECKING:
-    from tensord.daemon.processes.child import Worker
+    from tensord.daemon.processes.child import WorkerProcess
 
 _KINDS = {"system": "system", "cuda": "CUDA"}
 
 
-def status(regions: Mapping[str, Region], leaving: Iterable[Region], request: RegionStatus) -> bytes:
+def status(
+    regions: Mapping[str, RegisteredRegion], leaving: Iterable[RegisteredRegion], request: RegionStatus
+) -> bytes:
     """Returns a JSON array of the regions of a kind, or of the named one. Raises NotFound: there is none, or of another kind."""
     found = {region.request.name: region for region in leaving}
     found |= {name: region for name, region in regions.items() if region.state is not RegionState.REGISTERING}
@@ -48,7 +50,10 @@ def _described(request: Registration) -> dict[str, str | int]:
 
 
 async def records(
-    regions: Mapping[str, Region], leaving: Sequence[Region], workers: Sequence[Worker], name: str
+    regions: Mapping[str, RegisteredRegion],
+    leaving: Sequence[RegisteredRegion],
+    workers: Sequence[WorkerProcess],
+    name: str,
 ) -> bytes:
     """Returns a JSON array with everything known of the named region, or of all (""). Raises NotFound."""
     found = [region for region in (*regions.values(), *leaving) if name in ("", region.request.name)]
@@ -72,7 +77,7 @@ async def records(
     )
 
 
-async def _ask_use(worker: Worker, name: str) -> dict[str, tuple[int, int]]:
+async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
     """Asks a worker: name -> tensors of requests in its region now, and in those that had the name.
 
     None if the worker is gone.
@@ -85,7 +90,7 @@ async def _ask_use(worker: Worker, name: str) -> dict[str, tuple[int, int]]:
     return msgspec.json.decode(answer, type=dict[str, tuple[int, int]])
 
 
-def by_owner(regions: Iterable[Region]) -> dict[str, dict[str, int]]:
+def by_owner(regions: Iterable[RegisteredRegion]) -> dict[str, dict[str, int]]:
     """Returns each owner's number and bytes of regions."""
     found: dict[str, dict[str, int]] = {}
     for region in regions:
@@ -95,7 +100,7 @@ def by_owner(regions: Iterable[Region]) -> dict[str, dict[str, int]]:
     return found
 
 
-def by_kind(regions: Iterable[Region]) -> dict[str, tuple[int, int]]:
+def by_kind(regions: Iterable[RegisteredRegion]) -> dict[str, tuple[int, int]]:
     """Returns the number and bytes of all regions of each kind, "system" or "cuda"."""
     sizes: dict[str, list[int]] = {kind: [] for kind in _KINDS}
     for region in regions:

@@ -14,7 +14,7 @@ from tensord.shm.device_names import gpu_of
 from tensord.shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
 
 if TYPE_CHECKING:
-    from tensord.daemon.processes.child import Worker
+    from tensord.daemon.processes.child import WorkerProcess
 
 
 Registration = RegisterSystemRegion | RegisterCudaRegion
@@ -34,7 +34,7 @@ class RegionState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Region:
+class RegisteredRegion:
     """A region that a client has registered."""
 
     kind: str
@@ -55,7 +55,7 @@ class Region:
     #: Set at the end of each change of state.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def is_near(self, worker: Worker) -> bool:
+    def is_near(self, worker: WorkerProcess) -> bool:
         """Returns whether it is on the worker's own device, or on no worker's."""
         return self.device in ("", gpu_of(worker.device))
 

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.daemon.regions import region_checks, region_listing
-from tensord.daemon.regions.region_record import EndWatch, Region, RegionState, Registration, is_owner
+from tensord.daemon.regions.region_record import EndWatch, RegionState, RegisteredRegion, Registration, is_owner
 from tensord.shm import descriptors
 from tensord.shm.control_records import RegionPlace
 from tensord.shm.device_names import gpu_of
@@ -37,7 +37,7 @@ from tensord.shm.errors import AlreadyExists, InvalidArgument, ServingError, Una
 from tensord.shm.operations import AwaitRegion, Peer, RegionStatus, RegisterCudaRegion, UnregisterRegion
 
 if TYPE_CHECKING:
-    from tensord.daemon.processes.child import Worker
+    from tensord.daemon.processes.child import WorkerProcess
     from tensord.daemon.processes.fronts import Fronts
     from tensord.daemon.processes.worker_pool import WorkerPool
 
@@ -53,16 +53,16 @@ class Chosen(msgspec.Struct):
 class RegionRegistry:
     """Registers, renews and unregisters regions on every worker that can use them. Fronts learn of it before the client does."""
 
-    def __init__(self, options: Regions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
+    def __init__(self, options: RegionsOptions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
         """Takes as ``gpus_each`` the number of GPUs of one worker."""
         self._options = options
         self._workers = workers
         self._fronts = fronts
         self._gpus_each = gpus_each
         #: The regions whose names are taken.
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[str, RegisteredRegion] = {}
         #: The regions that were unregistered while requests used them.
-        self._leaving: list[Region] = []
+        self._leaving: list[RegisteredRegion] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------------- register
@@ -106,18 +106,18 @@ class RegionRegistry:
         region.changed.set()
         self._watch(region, end)
 
-    def _region(self, request: Registration, peer: Peer, sealed: int) -> Region:
+    def _region(self, request: Registration, peer: Peer, sealed: int) -> RegisteredRegion:
         """Makes a region that no worker has yet. Raises InvalidArgument: no worker has its GPU.
 
         Unavailable: no descriptor is left.
         """
         if isinstance(request, RegisterCudaRegion):
-            return Region("cuda", request, peer, time.time(), self._device_of(request))
+            return RegisteredRegion("cuda", request, peer, time.time(), self._device_of(request))
         request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
         with descriptors.needed(f"shared memory region '{request.name}'"):
-            return Region("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
+            return RegisteredRegion("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
-    async def _renew(self, region: Region, renewal: Region, end: int) -> None:
+    async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
         """Replaces a region on every worker by what is behind its key or handle now. Raises as ``register``."""
         name = region.request.name
         region.state = RegionState.RENEWING
@@ -149,11 +149,11 @@ class RegionRegistry:
         finally:
             region.changed.set()
 
-    def _watch(self, region: Region, end: int) -> None:
+    def _watch(self, region: RegisteredRegion, end: int) -> None:
         if end >= 0:
             region.watch = EndWatch(end, lambda: self._reclaim(region))
 
-    def _reclaim(self, region: Region) -> None:
+    def _reclaim(self, region: RegisteredRegion) -> None:
         """Unregisters a region whose owner is gone, by ``regions.reclaim``."""
         if region.state is RegionState.REGISTERED:
             what = "process" if self._options.reclaim == "owner" else "connection of process"
@@ -182,11 +182,11 @@ class RegionRegistry:
             )
         return gpu
 
-    def _placed(self, region: Region) -> bool:
+    def _placed(self, region: RegisteredRegion) -> bool:
         """Returns whether requests that name it have to go to certain workers."""
         return bool(region.device) and len(self._workers.devices) > 1
 
-    async def _spread(self, region: Region, renews: bool = False) -> None:
+    async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:
         """Registers a region on every worker, also on those that join meanwhile."""
         while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
             # All others get the descriptor of the first: one object, whatever becomes of the name.
@@ -204,7 +204,7 @@ class RegionRegistry:
             )
 
     @classmethod
-    async def _put(cls, region: Region, worker: Worker, renews: bool) -> None:
+    async def _put(cls, region: RegisteredRegion, worker: WorkerProcess, renews: bool) -> None:
         request = msgspec.structs.replace(region.request, renews=renews)
         if isinstance(request, RegisterCudaRegion):
             request = msgspec.structs.replace(request, near=region.is_near(worker))
@@ -227,16 +227,16 @@ class RegionRegistry:
             descriptors.close(fds)
 
     @staticmethod
-    def _check_reserve(region: Region) -> None:
+    def _check_reserve(region: RegisteredRegion) -> None:
         """Raises Unavailable if only descriptors are left that are kept for connections and replacements."""
         descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
 
-    async def restore(self, worker: Worker) -> None:
+    async def restore(self, worker: WorkerProcess) -> None:
         """Gives a new worker every registered region, before it gets requests."""
         regions = [region for region in self._regions.values() if region.state is RegionState.REGISTERED]
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
-    async def _restore_one(self, region: Region, worker: Worker, renews: bool = False) -> None:
+    async def _restore_one(self, region: RegisteredRegion, worker: WorkerProcess, renews: bool = False) -> None:
         if region.state is not RegionState.REGISTERED:
             return  # unregistered since; its descriptor's number may be another file's by now
         name = region.request.name
@@ -288,7 +288,7 @@ class RegionRegistry:
         await region.changed.wait()
         await self._unregister_one(kind, name)
 
-    async def _forget(self, region: Region) -> None:
+    async def _forget(self, region: RegisteredRegion) -> None:
         """Unregisters a region on every worker; its name is free when they have answered."""
         name = region.request.name
         region.state = RegionState.UNREGISTERING
@@ -306,7 +306,7 @@ class RegionRegistry:
                 self._start(self._await_end(region, users))
             region.changed.set()
 
-    async def _await_end(self, region: Region, users: list[Worker]) -> None:
+    async def _await_end(self, region: RegisteredRegion, users: list[WorkerProcess]) -> None:
         await asyncio.gather(*(_tell(worker, AwaitRegion(region.request.name)) for worker in users))
         self._leaving.remove(region)
 
@@ -356,7 +356,7 @@ class RegionRegistry:
             assert region.holders <= present
 
 
-async def _tell(worker: Worker, request: UnregisterRegion | AwaitRegion) -> int:
+async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) -> int:
     """Asks a worker to end a region. Returns how many tensors of requests are in it; 0 if the worker is gone."""
     try:
         answer, fds = await worker.call(request)

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.daemon.control import unix_socket
 from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.peer import end_of, peer_of
@@ -51,7 +51,7 @@ class Unregister(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class Question(msgspec.Struct, forbid_unknown_fields=True):
+class RegionQuestion(msgspec.Struct, forbid_unknown_fields=True):
     """A request, with one of the two."""
 
     register: Register | None = None
@@ -63,7 +63,7 @@ class RegionSocket:
 
     def __init__(
         self,
-        options: Regions,
+        options: RegionsOptions,
         environment: Mapping[str, str],
         registry: RegionRegistry,
         settled: Callable[[], Awaitable[None]],
@@ -140,7 +140,7 @@ class RegionSocket:
         self, content: bytes, fds: list[int], peer: Peer, client: int, connection: ConnectionEnd
     ) -> dict[str, str]:
         try:
-            question = msgspec.json.decode(content, type=Question)
+            question = msgspec.json.decode(content, type=RegionQuestion)
             if question.register is not None:
                 with end_of(client, connection, self._reclaim) as end:
                     await self._register(question.register, fds, peer, end)
@@ -186,11 +186,11 @@ async def _readable(client: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
 
-    def told() -> None:
+    def ready_now() -> None:
         loop.remove_reader(client.fileno())
         ready.set_result(None)
 
-    loop.add_reader(client.fileno(), told)
+    loop.add_reader(client.fileno(), ready_now)
     try:
         await ready
     finally:

@@ -43,7 +43,7 @@ class TraceBudget:
         os.close(self.fd)
 
 
-class TraceTurn:
+class SampleCounter:
     """Samples one request in every ``rate``. It owns its descriptor.
 
     The counter holds how many requests are passed over before the next one is traced. Each request takes one; the one that finds
@@ -57,7 +57,7 @@ class TraceTurn:
         self._skipped = rate - 1
 
     @classmethod
-    def create(cls, rate: int) -> TraceTurn:
+    def create(cls, rate: int) -> SampleCounter:
         """Makes a counter with ``rate`` from 1 to 2^32 - 1; the first request sampled is the one with this number."""
         return cls(os.eventfd(rate - 1, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from tensord.config.options import Trace
-from tensord.daemon.tracing.trace_counters import TraceBudget, TraceTurn
+from tensord.config.options import TraceOptions
+from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.shm.operations import ChangeTrace
@@ -102,7 +102,7 @@ class _Scope:
         #: Names of the values that are not inherited from the scope before.
         self.own = own
         #: The shared counter of requests; None: nothing is traced.
-        self.turn = TraceTurn.create(values.rate) if values.level else None
+        self.turn = SampleCounter.create(values.rate) if values.level else None
         #: The shared counter of traces left; None: there is no limit.
         self.budget = None if values.count < 0 else TraceBudget.create(values.count)
 
@@ -134,7 +134,7 @@ class TraceSettings:
 
     def __init__(
         self,
-        options: Trace,
+        options: TraceOptions,
         known: Callable[[str], bool],
         publish: Callable[..., None],
     ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tensord.daemon.tracing.trace_counters import TraceBudget, TraceTurn
+from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 from tensord.daemon.tracing.trace_file import TraceFiles
 from tensord.daemon.tracing.trace_settings import LEVELS
 from tensord.shm import trace_stamps
@@ -81,7 +81,7 @@ class Sampler:
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
         """Takes the descriptors that travel with the settings."""
         self.level = settings.level
-        self._turn = TraceTurn(fds[0], settings.rate) if fds else None
+        self._turn = SampleCounter(fds[0], settings.rate) if fds else None
         self._budget = TraceBudget(fds[1]) if len(fds) > 1 else None
         self._log_frequency = settings.log_frequency
         self._path = settings.file

@@ -12,25 +12,25 @@ from typing import Any
 import msgspec
 
 from tensord.daemon.control.channel import ControlChannel
-from tensord.daemon.control.tally import Seat, Tally
+from tensord.daemon.control.shared_counters import FrontCounters, SharedCounters
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.socket_watch import SocketWatch
 from tensord.shm import stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.child_process import die_with_parent
 from tensord.shm.control_records import (
-    Call,
     ChildReady,
+    ControlCall,
     LaneOpened,
     ModelGone,
     ModelState,
     Reply,
-    Seen,
     Serve,
     Start,
+    StateAcknowledged,
+    StatePublished,
     Stop,
     ToFront,
-    Told,
     WorkerFenced,
 )
 from tensord.shm.operations import (
@@ -61,7 +61,7 @@ OPERATIONS = {
 class FakeFront:
     """One process."""
 
-    def __init__(self, control_fd: int, listeners: list[socket.socket], seat: Seat) -> None:
+    def __init__(self, control_fd: int, listeners: list[socket.socket], seat: FrontCounters) -> None:
         self.listeners = listeners
         self.seat = seat
         self.connections = 0
@@ -100,8 +100,8 @@ class FakeFront:
                 stack_report.enable(*fds)
                 self.server_name = msgspec.msgpack.decode(options)["server_name"]
                 self.incarnation = incarnation
-            case Told(edition):
-                self.connection.send(Seen(edition))
+            case StatePublished(edition):
+                self.connection.send(StateAcknowledged(edition))
             case Serve():
                 self.serving.set()
                 self.connection.send(ChildReady(self.incarnation))
@@ -143,7 +143,7 @@ class FakeFront:
             if "operation" in question:
                 call_id = len(self.waiting) + 1
                 reply = self.waiting[call_id] = asyncio.get_running_loop().create_future()
-                self.connection.send(Call(call_id, OPERATIONS[question["operation"]](**question["fields"])))
+                self.connection.send(ControlCall(call_id, OPERATIONS[question["operation"]](**question["fields"])))
                 answered = await reply
                 answer: dict[str, Any] = {
                     "code": answered.code,
@@ -171,12 +171,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--listen-fds", required=True)
-    parser.add_argument("--tally-fd", type=int, required=True)
+    parser.add_argument("--counters-fd", type=int, required=True)
     parser.add_argument("--row", type=int, required=True)
     arguments = parser.parse_args()
 
     async def run() -> None:
-        seat = Tally(arguments.tally_fd).seat(arguments.row)
+        seat = SharedCounters(arguments.counters_fd).front(arguments.row)
         listeners = [socket.socket(fileno=int(fd)) for fd in arguments.listen_fds.split(",")]
         await FakeFront(arguments.control_fd, listeners, seat).run()
 

@@ -21,8 +21,8 @@ from tensord.shm import stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.child_process import die_with_parent
 from tensord.shm.control_records import (
-    Call,
     ChildReady,
+    ControlCall,
     LaneOpened,
     Load,
     Loaded,
@@ -78,7 +78,7 @@ class FakeWorker:
             case Unload(name, version):
                 self.models.pop((name, version), None)
                 self.connection.send(Unloaded(name, version))
-            case Call(call_id, operation):
+            case ControlCall(call_id, operation):
                 self.call(call_id, operation, fds)
                 return
             case Stop():

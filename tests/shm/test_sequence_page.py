@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.segment import Segment
 from tensord.shm.sequence_keys import Key, SequenceKeys
-from tensord.shm.sequence_page import SequencePage, SequenceState, Slots
+from tensord.shm.sequence_page import FreeSlots, SequencePage, SequenceState
 
 _KEYS = 12
 
@@ -42,16 +42,16 @@ def test_what_the_worker_notes_is_what_others_read(page: SequencePage) -> None:
     since = page.admit(keys.key(5), 1000)
     text_since = page.admit(keys.key("5"), 1000)
     page.begin(keys.key(5), since)
-    page.tell_slots(keys.slots, 3, 2)
+    page.publish_slots(keys.slots, 3, 2)
     assert reader.find(keys.key(5)) == (SequenceState.BEGUN, 1000)
     assert reader.find(keys.key("5")) == (SequenceState.WAITING, text_since) == (SequenceState.WAITING, 1001)
-    assert reader.slots(keys.slots) == Slots(1, 3, 2)
-    page.tell_slots(keys.slots, 1 << 30, 1 << 30)
-    assert reader.slots(keys.slots) == Slots(2, (1 << 20) - 1, (1 << 20) - 1)
+    assert reader.slots(keys.slots) == FreeSlots(1, 3, 2)
+    page.publish_slots(keys.slots, 1 << 30, 1 << 30)
+    assert reader.slots(keys.slots) == FreeSlots(2, (1 << 20) - 1, (1 << 20) - 1)
     page.end(keys.key(5), since)
     assert reader.find(keys.key(5)) == (SequenceState.ENDED, since)
     page.settle()
-    page.forget_slots(keys.slots)
+    page.withdraw_slots(keys.slots)
     page.close()
     assert reader.find(keys.key(5)) is reader.slots(keys.slots) is None
     assert list(reader.sequences()) == [(keys.key("5"), SequenceState.WAITING, 1001)]
@@ -274,13 +274,13 @@ def test_ways_stay_short_however_many_come_and_go() -> None:
 def test_slots_of_too_many_models_are_not_told(page: SequencePage) -> None:
     keys = [SequenceKeys("m", number).slots for number in range(1, 1027)]
     for key in keys:
-        page.tell_slots(key, 1, 0)
+        page.publish_slots(key, 1, 0)
     assert [page.slots(key) is not None for key in keys[-3:]] == [True, False, False]
-    page.forget_slots(keys[0])
-    page.tell_slots(keys[-1], 1, 0)
-    page.tell_slots(keys[5], 9, 0)
-    assert (page.slots(keys[-1]) or Slots(0, 0, 0)).free == 1
-    assert (page.slots(keys[5]) or Slots(0, 0, 0)).free == 9
+    page.withdraw_slots(keys[0])
+    page.publish_slots(keys[-1], 1, 0)
+    page.publish_slots(keys[5], 9, 0)
+    assert (page.slots(keys[-1]) or FreeSlots(0, 0, 0)).free == 1
+    assert (page.slots(keys[5]) or FreeSlots(0, 0, 0)).free == 9
 
 
 @pytest.mark.parametrize("words", [(), (0,) * 4, (2, 0, 1, 11), (1, 0, 1, 60), (1, 0, 1, 1, 0)])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensord.config.options import Lanes, Options
-from tensord.daemon.control.tally import Tally
+from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.http.connection import Connection
 from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.model_table import ModelTable
@@ -120,7 +120,7 @@ class LaneBench(ABC):
         for number in range(SEQUENCES):
             key = SequenceKeys("sumseq", 1).key(FIRST_SEQUENCE + number)
             self.sequences.begin(key, self.sequences.admit(key, 1))
-        self.tally = Tally.create()
+        self.counters = SharedCounters.create()
         self.transports: list[KeptTransport] = []
 
     @abstractmethod
@@ -193,7 +193,7 @@ class LaneBench(ABC):
         self.worker.close()
         self.page.close()
         self.sequences.close()
-        self.tally.close()
+        self.counters.close()
 
 
 class Bench(LaneBench):
@@ -201,7 +201,7 @@ class Bench(LaneBench):
 
     def __init__(self, options: Options = OPTIONS) -> None:
         super().__init__(options)
-        self.serving = Serving(options, self.table, self.submitter, self.tally.seat(0))
+        self.serving = Serving(options, self.table, self.submitter, self.counters.front(0))
         self.connections: set[Connection] = set()
 
     def connect(self) -> KeptTransport:

@@ -55,7 +55,7 @@ class GrpcBench(LaneBench):
             INFER: functools.partial(UnaryInfer, infer),
             STREAM: functools.partial(StreamInfer, infer),
         }
-        self._serving = Serving(OPTIONS.grpc, methods, self.tally.seat(0), self.submitter.accounts)
+        self._serving = Serving(OPTIONS.grpc, methods, self.counters.front(0), self.submitter.accounts)
 
     def connect(self) -> KeptTransport:
         connection = Connection(self._serving, "tcp 127.0.0.1")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.daemon.front.memo import Memo
+from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.http import request_codec
 from tensord.daemon.http.message_head import InferHead, TextKey
 from tensord.daemon.http.prepared import PreparedRequests, Request
@@ -242,7 +242,7 @@ _UNREMEMBERED = PreparedRequests(0, OPTIONS.arenas.inline_byte_size)
 class Unremembering:
     """Reads every request as if it were the first: the ordinary way, with nothing beside it."""
 
-    texts: Memo[Any, Request] = Memo(0)
+    texts: BoundedCache[Any, Request] = BoundedCache(0)
 
     @staticmethod
     def read(head: InferHead, text: bytes, tail_size: int, apart: None = None) -> Request:

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from tensord.config.model_config import empty
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.shm.channel import pair
-from tensord.shm.control_records import Call, LaneOpened, Load, Stop, Unload
+from tensord.shm.control_records import ControlCall, LaneOpened, Load, Stop, Unload
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import Internal, InvalidArgument
 from tensord.shm.figures import Figures
@@ -45,7 +45,7 @@ class Bench:
             worker,
             channel := cast(Any, SimpleNamespace(put=lambda record, *fds: self.sent.append(record))),
             self.models,
-            RegionTable(RegionPolicy(Regions()), Driver(), None),
+            RegionTable(RegionPolicy(RegionsOptions()), Driver(), None),
             cast(Any, SimpleNamespace(metrics=MetricRegistry())),
             thread := cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
             DaemonOperations(channel, thread, Inbox()),
@@ -129,11 +129,11 @@ def test_lanes_and_stop() -> None:
 
 def test_every_call_has_one_reply() -> None:
     bench = Bench()
-    bench.control.handle(Call(1, ModelStatistics()), [])
-    bench.control.handle(Call(2, UnregisterRegion("system", "nobody")), [])
-    bench.control.handle(Call(3, AwaitRegion("nobody")), [])
-    bench.control.handle(Call(4, RepositoryIndex()), [])
-    bench.control.handle(Call(5, WorkerFigures()), [])
+    bench.control.handle(ControlCall(1, ModelStatistics()), [])
+    bench.control.handle(ControlCall(2, UnregisterRegion("system", "nobody")), [])
+    bench.control.handle(ControlCall(3, AwaitRegion("nobody")), [])
+    bench.control.handle(ControlCall(4, RepositoryIndex()), [])
+    bench.control.handle(ControlCall(5, WorkerFigures()), [])
     assert [(reply.call_id, reply.code, reply.result) for reply in bench.sent] == [
         (1, "", b'{"model_stats":[]}'),
         (2, "", b"0"),
@@ -148,7 +148,7 @@ def test_figures_are_those_of_the_versions_that_serve() -> None:
     bench.load()(loaded())
     version = bench.models.find("m", 1)
     version.statistics.copied_byte_size += 12
-    bench.control.handle(Call(1, WorkerFigures()), [])
+    bench.control.handle(ControlCall(1, WorkerFigures()), [])
     figures = msgspec.json.decode(bench.sent[-1].result, type=Figures)
     assert figures.versions == (version.figures(0),)
     assert figures.versions[0].counts.copied_byte_size == 12

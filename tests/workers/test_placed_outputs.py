@@ -17,10 +17,10 @@ import posix_ipc
 import pytest
 
 from bench import regions as measured_regions
-from tensord.config.options import Arenas, Executables, Lanes, Options, Regions
+from tensord.config.options import Arenas, ExecutablesOptions, Lanes, Options, RegionsOptions
 from tensord.shm.arena import Lease
 from tensord.shm.arrays import Array, array
-from tensord.shm.control_records import Call, Reply
+from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.messages import RegionSlice, RequestedOutput, Slice
 from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
 from tensord.workers.models.model_version import ModelVersion
@@ -144,7 +144,7 @@ class Object:
         assert self.call(UnregisterRegion("system", self.name)).code == ""
 
     def call(self, operation: Any) -> Reply:
-        self.loop.tell(Call(1, operation))
+        self.loop.tell(ControlCall(1, operation))
         reply: Reply = self.loop.hear(Reply)
         return reply
 
@@ -357,7 +357,8 @@ def test_an_odd_place(loop: WorkerLoop, models: Path) -> None:
 
 def test_memory_that_is_not_mapped(models: Path, monkeypatch: pytest.MonkeyPatch, leaves_nothing: None) -> None:
     with a_loop(
-        Options(lanes=OPTIONS.lanes, executables=OPTIONS.executables, regions=Regions(access="snapshot")), monkeypatch
+        Options(lanes=OPTIONS.lanes, executables=OPTIONS.executables, regions=RegionsOptions(access="snapshot")),
+        monkeypatch,
     ) as loop:
         check_copied(loop, models, SIZE, 2 * SIZE)
 
@@ -562,7 +563,7 @@ def test_a_name_that_means_another_region(loop: WorkerLoop, client: Object, mode
     assert loop.front.flush()
     loop.worker.iterate()
     # The waiting request is in it still.
-    loop.tell(Call(1, UnregisterRegion("system", "r")))
+    loop.tell(ControlCall(1, UnregisterRegion("system", "r")))
     with an_object(loop) as other:
         (answer,) = loop.answers(1)
         assert answer.code == ""
@@ -628,4 +629,4 @@ def test_the_operator_is_told_whether_outputs_are_written_in_place(
 
 
 def test_the_option() -> None:
-    assert Executables().place_outputs
+    assert ExecutablesOptions().place_outputs

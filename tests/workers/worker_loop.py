@@ -13,7 +13,7 @@ from jax._src import compilation_cache
 from msgspec.structs import replace
 
 from tensord.config import model_config
-from tensord.config.options import Executables, Lanes, Options
+from tensord.config.options import ExecutablesOptions, Lanes, Options
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
@@ -29,7 +29,7 @@ from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.work.counter import Work
 
 #: It never looks, and in ``WorkerLoop`` it never sleeps: a turn takes what is there.
-OPTIONS = Options(lanes=Lanes(spin_us=0), executables=Executables(cache_directory=run_folder.programs()))
+OPTIONS = Options(lanes=Lanes(spin_us=0), executables=ExecutablesOptions(cache_directory=run_folder.programs()))
 PATIENCE_SECONDS = 240.0
 #: As a worker opens it, which decides how programs run here: before any test does it in another way.
 DEVICE_NAME = DeviceName("cpu", 0)

@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 
 from tensord.config.model_config import empty, parse_pbtxt
-from tensord.config.options import Arenas, Executables, Options
+from tensord.config.options import Arenas, ExecutablesOptions, Options
 from tensord.shm import stack_report
 from tensord.shm.arena import Arena
 from tensord.shm.arrays import Array, array, byte_content, datatype_of
 from tensord.shm.channel import Channel, ChannelClosed, pair
 from tensord.shm.control_records import (
-    Call,
     ChildReady,
+    ControlCall,
     FromWorker,
     LaneOpened,
     Load,
@@ -53,7 +53,7 @@ class WorkerProcess:
 
     def __init__(self, cache: Path | None = None, cores: str = "", **sections: Any) -> None:
         """``cores``: those near its device, as Linux lists them; "": any."""
-        sections.setdefault("executables", Executables(cache_directory=str(cache or run_folder.programs())))
+        sections.setdefault("executables", ExecutablesOptions(cache_directory=str(cache or run_folder.programs())))
         self.options = Options(**sections)
         ours, theirs = pair()
         words = ["tensord.workers", "--control-fd", str(theirs.fileno()), "--device", "cpu:0"]
@@ -151,7 +151,7 @@ class WorkerProcess:
     def ask(self, operation: Any, *fds: int) -> int:
         """Sends a call; returns its number."""
         self._calls += 1
-        self.send(Call(self._calls, operation), *fds)
+        self.send(ControlCall(self._calls, operation), *fds)
         return self._calls
 
     def reply(self, number: int) -> tuple[Reply, list[int]]:

@@ -45,7 +45,7 @@ class SequenceRegister:
         """Publishes free slots; call it before answers leave, because clients that have one may start another sequence."""
         changed, self.changed = self.changed, set()
         for each in changed:
-            each.tell_slots()
+            each.publish_slots()
 
     def left(self) -> None:
         """Forgets sequences that have ended, once all answers have left."""
@@ -82,12 +82,12 @@ class RegisteredSequences:
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]
-            self._register.page.forget_slots(self._keys.slots)
+            self._register.page.withdraw_slots(self._keys.slots)
 
-    def tell_slots(self) -> None:
+    def publish_slots(self) -> None:
         """Publishes free slots and the backlog, while new sequences join."""
         if self._table is not None:
-            self._register.page.tell_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
+            self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
         """Registers a sequence that is to be admitted. Raises Unavailable: there are too many."""

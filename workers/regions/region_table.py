@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Iterable
 
 from tensord.config import accounts
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.shm import descriptors, guard
 from tensord.shm.cuda_regions import CudaRegion, Driver, NoCuda
 from tensord.shm.errors import AlreadyExists, InvalidArgument, NotFound
@@ -244,7 +244,7 @@ class RegionPolicy:
     The names in the options are known to exist on this host.
     """
 
-    def __init__(self, options: Regions) -> None:
+    def __init__(self, options: RegionsOptions) -> None:
         self._owners = {os.geteuid(), *map(accounts.user_id, options.owners)}
         self._groups = {os.getegid(), *os.getgroups(), *map(accounts.group_id, options.groups)}
         self._access = options.access

@@ -8,7 +8,7 @@ from typing import Any
 
 from tensord.daemon.control.channel import ControlChannel
 from tensord.shm.channel import Channel, pair
-from tensord.shm.control_records import Call, ChildReady, FromFront, Stop, ToFront
+from tensord.shm.control_records import ChildReady, ControlCall, FromFront, Stop, ToFront
 from tensord.shm.operations import RepositoryIndex
 from tensord.shm.record import decoder
 
@@ -56,7 +56,7 @@ async def test_records_of_one_turn_share_a_datagram() -> None:
 
 async def test_a_peer_that_does_not_read_gets_everything_later() -> None:
     ends = Ends()
-    sent = [Call(i, RepositoryIndex()) for i in range(3000)]
+    sent = [ControlCall(i, RepositoryIndex()) for i in range(3000)]
     for call in sent:
         ends.connection.send(call)
         if call.call_id % 20 == 0:

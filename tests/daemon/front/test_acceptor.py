@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tensord.daemon.control.tally import Seat, Tally
-from tensord.daemon.front.acceptor import Acceptor, Crowd, ListeningSocket
+from tensord.daemon.control.shared_counters import FrontCounters, SharedCounters
+from tensord.daemon.front.acceptor import AcceptLimit, Acceptor, ListeningSocket
 from tensord.daemon.front.socket_watch import SocketWatch
 
 
@@ -27,25 +27,25 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
         self.taker.connections.add(self)
-        self.taker.seat.count(len(self.taker.connections))
+        self.taker.counters.count(len(self.taker.connections))
         transport.write(self.taker.name)  # type: ignore[attr-defined]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.taker.connections.discard(self)
-        self.taker.seat.count(len(self.taker.connections))
+        self.taker.counters.count(len(self.taker.connections))
         self.taker.lost.release()
 
 
 class Taker:
     """What stands for a front: all of them in this process, each with its own descriptors of the sockets."""
 
-    def __init__(self, listeners: list[socket.socket], seat: Seat, name: bytes) -> None:
+    def __init__(self, listeners: list[socket.socket], counters: FrontCounters, name: bytes) -> None:
         self.connections: set[Connection] = set()
         self.lost = asyncio.Semaphore(0)
-        self.seat = seat
+        self.counters = counters
         self.name = name
         self.sockets = SocketWatch()
-        self.acceptor = Acceptor([listener.dup() for listener in listeners], seat, self.open)
+        self.acceptor = Acceptor([listener.dup() for listener in listeners], counters, self.open)
         #: Of all that connected.
         self.owners: list[str] = []
 
@@ -58,7 +58,7 @@ class Shared:
     """The listening sockets and the page."""
 
     def __init__(self) -> None:
-        self.tally = Tally.create()
+        self.counters = SharedCounters.create()
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         #: Of the same protocol, somewhere else.
         self.second = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -66,7 +66,7 @@ class Shared:
         self.clients: list[socket.socket] = []
 
     def taker(self, row: int) -> Taker:
-        self.takers.append(Taker([self.listener, self.second], self.tally.seat(row), bytes((row,))))
+        self.takers.append(Taker([self.listener, self.second], self.counters.front(row), bytes((row,))))
         self.takers[-1].acceptor.start()
         return self.takers[-1]
 
@@ -104,7 +104,7 @@ async def shared() -> AsyncIterator[Shared]:
     await asyncio.sleep(0)
     for taker in made.takers:
         taker.sockets.close()
-    made.tally.close()
+    made.counters.close()
 
 
 async def test_each_gets_its_part(shared: Shared) -> None:
@@ -121,7 +121,7 @@ async def test_two_sockets_are_one_to_clients(shared: Shared) -> None:
     clients = [shared.connect(listener) for _ in range(20) for listener in (shared.listener, shared.second)]
     rows = [await shared.row_of(client) for client in clients]
     assert min(rows.count(row) for row in range(2)) >= 10
-    shared.tally.seat(2).serve(True)
+    shared.counters.front(2).serve(True)
     assert [await shared.row_of(shared.connect(listener)) for listener in (shared.listener, shared.second)]
 
 
@@ -153,11 +153,11 @@ async def test_a_new_one_catches_up(shared: Shared) -> None:
 
 async def test_one_that_takes_none_keeps_nobody_waiting(shared: Shared) -> None:
     """Its row says that it serves, and it has fewer: it is hung, or it was killed a moment ago."""
-    shared.tally.seat(1).serve(True)
+    shared.counters.front(1).serve(True)
     taker = shared.taker(0)
     clients = [shared.connect() for _ in range(5)]
     assert [await shared.row_of(client) for client in clients] == [0] * 5
-    assert taker.seat.least() == 0
+    assert taker.counters.least() == 0
 
 
 async def test_lost_connections_count_no_more(shared: Shared) -> None:
@@ -173,7 +173,7 @@ async def test_lost_connections_count_no_more(shared: Shared) -> None:
 
 async def test_in_the_place_of_one_that_ended(shared: Shared) -> None:
     """One is taken at once, whoever has fewer; and no more than have ended."""
-    shared.tally.seat(1).serve(True)
+    shared.counters.front(1).serve(True)
     taker = shared.taker(0)
 
     async def was_left() -> bool:
@@ -206,16 +206,16 @@ async def test_close_takes_who_has_connected(shared: Shared) -> None:
     await taker.acceptor.close(10)
     await taker.acceptor.close(10)
     assert [await shared.row_of(client) for client in clients] == [0] * 3
-    assert shared.taker(1).seat.least() is None
+    assert shared.taker(1).counters.least() is None
     assert await shared.row_of(shared.connect()) == 1
 
 
 async def test_no_descriptors(shared: Shared, caplog: pytest.LogCaptureFixture) -> None:
     """They wait, another front would be free to take them, and are taken when there are some again."""
     taker = shared.taker(0)
-    shared.tally.seat(1).serve(True)
+    shared.counters.front(1).serve(True)
     client = shared.connect()
-    other = shared.tally.seat(1)
+    other = shared.counters.front(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     gc.collect()  # else it may free one meanwhile
     unused = os.dup(0)
@@ -248,7 +248,7 @@ async def test_whose_a_connection_is(shared: Shared, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
-        other = Taker([listener], shared.tally.seat(1), b"\1")
+        other = Taker([listener], shared.counters.front(1), b"\1")
         shared.takers.append(other)
         other.acceptor.start()
         client.setblocking(False)
@@ -257,7 +257,7 @@ async def test_whose_a_connection_is(shared: Shared, tmp_path: Path) -> None:
     assert other.owners == [f"uid {os.getuid()}"]
 
 
-def _took(crowd: Crowd, waiting: int) -> int:
+def _took(crowd: AcceptLimit, waiting: int) -> int:
     """A turn in which so many wait; how many are taken."""
     room = crowd.room
     taken = min(room, waiting)
@@ -266,7 +266,7 @@ def _took(crowd: Crowd, waiting: int) -> int:
 
 
 def test_who_comes_alone_is_seldom_followed_by_an_accept_in_vain() -> None:
-    crowd = Crowd()
+    crowd = AcceptLimit()
     vain = 0
     for _ in range(170):
         room = crowd.room
@@ -275,7 +275,7 @@ def test_who_comes_alone_is_seldom_followed_by_an_accept_in_vain() -> None:
 
 
 def test_of_a_crowd_twice_as_many_are_taken_each_turn() -> None:
-    crowd = Crowd()
+    crowd = AcceptLimit()
     assert [_took(crowd, 1000) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 64, 64]
     # What is left of it, and one that comes later.
     assert _took(crowd, 5) == 5
@@ -283,14 +283,14 @@ def test_of_a_crowd_twice_as_many_are_taken_each_turn() -> None:
 
 
 def test_a_crowd_is_seen_after_many_that_came_alone() -> None:
-    crowd = Crowd()
+    crowd = AcceptLimit()
     for _ in range(200):
         _took(crowd, 1)
     assert sum(_took(crowd, 1000) for _ in range(24)) >= 64
 
 
 def test_others_may_take_what_one_was_woken_for() -> None:
-    crowd = Crowd()
+    crowd = AcceptLimit()
     for _ in range(10):
         assert _took(crowd, 0) == 0
         assert crowd.room <= 2

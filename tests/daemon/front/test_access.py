@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2
 
 from tensord.config.options import Options
 from tensord.config.restrictions import GROUPS, parse
-from tensord.daemon.control.calls import Calls
+from tensord.daemon.control.calls import ControlCalls
 from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.front.access import CALLS, Restricted, Rule, grpc_access, http_access
 from tensord.daemon.front.endpoints import Endpoints
@@ -26,7 +26,7 @@ def endpoints() -> Iterator[Endpoints]:
     """Nobody is at the other end."""
     ours, theirs = pair()
     connection = ControlChannel(Channel(ours, decoder(ToFront)), lambda *_: None, lambda: None)
-    yield Endpoints(ModelTable(), Calls(connection), Options())
+    yield Endpoints(ModelTable(), ControlCalls(connection), Options())
     connection.close()
     theirs.close()
 

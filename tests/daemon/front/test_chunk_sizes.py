@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.daemon.front.chunk_sizes import ChunkSizes, Refusal
+from tensord.daemon.front.chunk_sizes import ChunkRefused, ChunkSizes
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 CHUNKS = st.lists(
@@ -80,14 +80,14 @@ def test_too_much(content: bytes, status: int, text: str, piece: int) -> None:
         for at in range(0, len(content), piece):
             sizes.take(content, at, min(len(content), at + piece))
 
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ChunkRefused) as refused:
         feed()
     assert refused.value.status == status
     assert text in refused.value.message
 
 
 def test_a_size_of_more_digits_than_are_ever_told() -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ChunkRefused) as refused:
         ChunkSizes(1024, 1 << 16).take(b"f" * 50_000 + b"\r\n", 0, 50_002)
     assert refused.value.status == 413
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tensord.config.options import Options
-from tensord.daemon.control.calls import Calls
+from tensord.daemon.control.calls import ControlCalls
 from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.front.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
 from tensord.daemon.submit.model_table import ModelTable
@@ -29,7 +29,7 @@ def connection() -> Iterator[ControlChannel]:
     theirs.close()
 
 
-class Settled(Calls):
+class Settled(ControlCalls):
     """The supervisor, once all fronts act upon what it sent."""
 
     def __init__(self, connection: ControlChannel) -> None:

@@ -402,7 +402,7 @@ def test_those_idle_longest_make_room() -> None:
     2. New ones come. Result: the connection that has asked nothing for longest goes, then the next one; never one that waits.
     """
     with serving(grpc={"max_connections": 4}) as (front, (worker,)), contextlib.ExitStack() as stack:
-        until(lambda: front.tally.connections(0) == 0)
+        until(lambda: front.counters.connections(0) == 0)
         waits, idle, streams, asks = (stack.enter_context(front.frames()) for _ in range(4))
         waiting = waits.call(request(b"\1"))
         sent = worker.next()

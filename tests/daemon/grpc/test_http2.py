@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.config.options import Arenas, Grpc
-from tensord.daemon.control.tally import Seat
+from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.floods import FRAMES_A_TURN
@@ -70,7 +70,7 @@ class Owner:
 def made(owner: Owner | None = None, **options: Any) -> Http2:
     """Makes one, whose streams echo."""
     words = memoryview(bytearray(4096)).cast("Q")
-    seat = Seat(words, words[:1], words[1:2], 0)
+    seat = FrontCounters(words, words[:1], words[1:2], 0)
     serving = Serving(Grpc(**options), {STREAM: Echo}, seat, Accounts(Arenas(), 0, 0))
     return Http2(serving, owner or Owner())  # type: ignore[arg-type]
 

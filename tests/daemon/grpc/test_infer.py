@@ -12,7 +12,7 @@ import pytest
 
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import INTERNAL, OK
-from tensord.daemon.tracing.trace_counters import TraceTurn
+from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import TraceChanged
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import EchoWorker, until
@@ -35,7 +35,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def served(file: Path) -> Iterator[tuple[GrpcFrontProcess, EchoWorker, FrameClient]]:
     with serving() as (front, (worker,)), front.frames() as client:
-        turn = TraceTurn.create(1)
+        turn = SampleCounter.create(1)
         front.send(TraceChanged("", 1, 1, 0, str(file)), turn.fd)
         turn.close()
         front.model(worker, name="many", **MANY)

@@ -12,7 +12,7 @@ import pytest
 
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
-from tensord.daemon.tracing.trace_counters import TraceTurn
+from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import ModelGone, TraceChanged
 from tensord.shm.messages import Slice
 from tests.daemon.grpc.frame_client import (
@@ -433,7 +433,7 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, served: Served,
     front, worker, client = served
     file = tmp_path / "trace.json"
     known(client, worker, path)
-    turn = TraceTurn.create(1)
+    turn = SampleCounter.create(1)
     front.send(TraceChanged("", 1, 1, 0, str(file)), turn.fd)
     turn.close()
     front.sync()

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
-from tensord.daemon.tracing.trace_counters import TraceTurn
+from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import ModelGone, TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving
@@ -167,7 +167,7 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, path: str, form
         for number in range(3):
             asked(number, False)
         assert is_numbered(worker.record)
-        turn = TraceTurn.create(1)
+        turn = SampleCounter.create(1)
         front.send(TraceChanged("", 1, 1, 0, str(file)), turn.fd)
         turn.close()
         front.sync()

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.config.options import Arenas, Grpc
-from tensord.daemon.control.tally import Seat
+from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.codes import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED
@@ -36,7 +36,7 @@ class Wire:
 
     def __init__(self, window: int, room: int, frame_size: int, options: Grpc) -> None:
         words = memoryview(bytearray(4096)).cast("Q")
-        self.serving = Serving(options, {}, Seat(words, words[:1], words[1:2], 0), Accounts(Arenas(), 0, 0))
+        self.serving = Serving(options, {}, FrontCounters(words, words[:1], words[1:2], 0), Accounts(Arenas(), 0, 0))
         self.connection = self
         self.loop = asyncio.new_event_loop()
         self.max_frame_size = frame_size

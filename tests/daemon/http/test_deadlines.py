@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensord.config.options import Http
-from tensord.daemon.front.pace import GRACE_SECONDS
+from tensord.daemon.front.drain_rate import GRACE_SECONDS
 from tensord.daemon.http.deadlines import Deadlines, Late
 
 HTTP = Http(head_timeout=10, body_timeout=60, write_timeout=30, keep_alive_timeout=75)

@@ -99,7 +99,7 @@ def asked(front: FrontProcess, worker: EchoWorker) -> tuple[Client, WholeRequest
 def test_too_many_connections() -> None:
     """All of them wait for answers: another one is refused."""
     with serving(http={"port": 0, "max_connections": 3}) as (front, (worker,)), contextlib.ExitStack() as stack:
-        until(lambda: front.tally.connections(0) == 0)
+        until(lambda: front.counters.connections(0) == 0)
         waiting = [asked(front, worker) for _ in range(3)]
         for client, _ in waiting:
             stack.enter_context(client)
@@ -120,7 +120,7 @@ def test_those_idle_longest_make_room() -> None:
     2. New ones come. Result: those that have asked nothing for longest go, the one that waits does not.
     """
     with serving(http={"port": 0, "max_connections": 4}) as (front, (worker,)), contextlib.ExitStack() as stack:
-        until(lambda: front.tally.connections(0) == 0)
+        until(lambda: front.counters.connections(0) == 0)
         waits, sent = asked(front, worker)
         stack.enter_context(waits)
         answered, half, last = (stack.enter_context(front.client()) for _ in range(3))
@@ -223,7 +223,7 @@ def test_a_sequence_is_not_run_twice() -> None:
     with serving(2) as (front, workers), front.client() as client:
         front.model(*workers, repeatable=False, sticky=True)
         keys = SequenceKeys("echo", 1)
-        workers[0].sequences.tell_slots(keys.slots, 1, 0)
+        workers[0].sequences.publish_slots(keys.slots, 1, 0)
         client.send(json_request(b"\1", parameters={"sequence_id": 5, "sequence_start": True}))
         dead, other = workers
         assert dead.next().sequence_id == 5

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.tracing.trace_counters import TraceTurn
+from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import TraceChanged
 from tests.daemon.http.large_client import head_size, request
 from tests.fakes import MIB, PATIENCE_SECONDS, SMALL_BUFFER, Answer, Client, EchoWorker, FrontProcess, serving, until
@@ -184,7 +184,7 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path) -> None:
             assert client.answer().parts == bytes([3]) * MIB
 
         ask(False)
-        turn = TraceTurn.create(1)
+        turn = SampleCounter.create(1)
         front.send(TraceChanged("", 1, 2, 0, str(file)), turn.fd)
         turn.close()
         front.sync()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.tracing.trace_counters import TraceTurn
+from tensord.daemon.tracing.trace_counters import SampleCounter
 from tensord.shm.control_records import TraceChanged
 from tensord.shm.messages import AnswerRecord, RegionSlice
 from tests.fakes import PATIENCE_SECONDS, Answer, Client, EchoWorker, front_process, serving, until
@@ -147,7 +147,7 @@ def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, formed: bool) -
 
         for number in range(4):
             ask(number, False)
-        turn = TraceTurn.create(1)
+        turn = SampleCounter.create(1)
         front.send(TraceChanged("", 1, 1, 0, str(file)), turn.fd)
         turn.close()
         front.sync()

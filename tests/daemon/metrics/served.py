@@ -6,7 +6,7 @@ import asyncio
 
 from tensord.config.options import Metrics
 from tensord.daemon.metrics.endpoint import Endpoint
-from tensord.daemon.metrics.snapshot import Snapshot
+from tensord.daemon.metrics.snapshot import MetricsSnapshot
 from tests.daemon.metrics.test_exposition import SNAPSHOT
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -22,7 +22,7 @@ class Served:
         self.waits.set()
         self.fails = False
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> MetricsSnapshot:
         self.asked += 1
         await self.waits.wait()
         if self.fails:

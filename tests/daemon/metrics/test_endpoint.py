@@ -11,7 +11,7 @@ import pytest
 from tensord.config.options import Metrics
 from tensord.daemon.metrics import endpoint, exposition
 from tensord.daemon.metrics.endpoint import MAX_CONNECTIONS, Endpoint
-from tensord.daemon.metrics.snapshot import Snapshot
+from tensord.daemon.metrics.snapshot import MetricsSnapshot
 from tensord.daemon.processes.listening import ListenError
 from tests.daemon.metrics.served import GET, Served, status
 
@@ -52,7 +52,7 @@ async def test_who_never_reads_is_cut_off(served: Served, monkeypatch: pytest.Mo
     """Its answer does not fit into what the kernel takes; its time is up when it was written."""
     rendered = threading.Event()
 
-    def render(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
+    def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
         rendered.set()
         return bytes(64 << 20), "text/plain"
 

@@ -7,10 +7,10 @@ import asyncio
 import h11
 import pytest
 
-from tensord.daemon.metrics.exchange import Answer, BadRequest, Exchange, Request, refusal
+from tensord.daemon.metrics.exchange import BadRequest, ScrapeAnswer, ScrapeExchange, ScrapeRequest, refusal
 
 
-async def asked(exchange: Exchange, content: bytes, piece: int = 0, end: bool = False) -> Request | None:
+async def asked(exchange: ScrapeExchange, content: bytes, piece: int = 0, end: bool = False) -> ScrapeRequest | None:
     """The request in that content, fed in pieces of that size (0: at once)."""
     reader = asyncio.StreamReader()
     task = asyncio.create_task(exchange.request(reader))
@@ -42,23 +42,26 @@ def read(content: bytes, method: str = "GET") -> tuple[int, dict[bytes, bytes], 
 @pytest.mark.parametrize(
     ("content", "request_"),
     [
-        (b"GET /metrics?a=b HTTP/1.1\r\nHost: x\r\n\r\n", Request(b"GET", b"/metrics", "")),
-        (b"GET / HTTP/1.0\r\nAccept: a\r\nAccept: b\r\n\r\n", Request(b"GET", b"/", "a,b")),
-        (b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc", Request(b"POST", b"/x", "")),
+        (b"GET /metrics?a=b HTTP/1.1\r\nHost: x\r\n\r\n", ScrapeRequest(b"GET", b"/metrics", "")),
+        (b"GET / HTTP/1.0\r\nAccept: a\r\nAccept: b\r\n\r\n", ScrapeRequest(b"GET", b"/", "a,b")),
+        (b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc", ScrapeRequest(b"POST", b"/x", "")),
         (
             b"PUT / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n",
-            Request(b"PUT", b"/", ""),
+            ScrapeRequest(b"PUT", b"/", ""),
         ),
         (
             b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n",
-            Request(b"POST", b"/", ""),
+            ScrapeRequest(b"POST", b"/", ""),
         ),
         # More than is read of a body.
-        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 70000\r\n\r\n" + bytes(66000), Request(b"POST", b"/", "")),
+        (
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 70000\r\n\r\n" + bytes(66000),
+            ScrapeRequest(b"POST", b"/", ""),
+        ),
     ],
 )
-async def test_requests(content: bytes, request_: Request, piece: int) -> None:
-    assert await asked(Exchange(), content, piece and max(piece, len(content) // 500)) == request_
+async def test_requests(content: bytes, request_: ScrapeRequest, piece: int) -> None:
+    assert await asked(ScrapeExchange(), content, piece and max(piece, len(content) // 500)) == request_
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ async def test_requests(content: bytes, request_: Request, piece: int) -> None:
     ],
 )
 async def test_what_is_no_request(content: bytes, status: int) -> None:
-    exchange = Exchange()
+    exchange = ScrapeExchange()
     with pytest.raises(BadRequest) as refused:
         await asked(exchange, content, end=True)
     assert refused.value.status == status
@@ -82,15 +85,15 @@ async def test_what_is_no_request(content: bytes, status: int) -> None:
 
 
 async def test_nobody_asks() -> None:
-    assert await asked(Exchange(), b"", end=True) is None
+    assert await asked(ScrapeExchange(), b"", end=True) is None
 
 
 async def test_answers() -> None:
-    exchange = Exchange()
+    exchange = ScrapeExchange()
     assert await asked(exchange, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") is not None
-    status, headers, body = read(exchange.answered(Answer(200, b"abc", (("Content-Type", "text/plain"),))))
+    status, headers, body = read(exchange.answered(ScrapeAnswer(200, b"abc", (("Content-Type", "text/plain"),))))
     assert (status, headers[b"content-length"], headers[b"connection"], body) == (200, b"3", b"close", b"abc")
-    exchange = Exchange()
+    exchange = ScrapeExchange()
     assert await asked(exchange, b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n") is not None
     status, headers, body = read(exchange.answered(refusal(405, "no", ("Allow", "GET"))), "HEAD")
     assert (status, headers[b"allow"], body) == (405, b"GET", b"")

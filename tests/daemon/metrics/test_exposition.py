@@ -11,7 +11,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from tensord.daemon.metrics.exposition import render
 from tensord.daemon.metrics.ledger import Total
-from tensord.daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
+from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
 from tensord.daemon.processes.gpu_watch import Gpu
 from tensord.shm.control_records import Footprint
 from tensord.shm.figures import Counts
@@ -22,13 +22,13 @@ COUNTS = Counts(
     *(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40, 5, 6, 7, 8, 66_000, 9, 77_000),
     lost_sequences=3,
 )
-SNAPSHOT = Snapshot(
+SNAPSHOT = MetricsSnapshot(
     False,
     {"m": True, "broken": False},
     [Total("m", 3, COUNTS, 7, True, sequences=(5, 4)), Total('a "b"\n\\', 1, Counts(), 0)],
-    [WorkerPost("worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16))],
-    [FrontPost("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5)],
-    [Regions("system", 2, 8192, 3), Regions("cuda", 0, 0, 0)],
+    [WorkerSlot("worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16))],
+    [FrontSlot("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5)],
+    [RegionTotals("system", 2, 8192, 3), RegionTotals("cuda", 0, 0, 0)],
     4096,
     1 << 44,
     {"supervisor": os.getpid(), "gone": 0},
@@ -166,7 +166,7 @@ def test_both_formats_say_the_same(accept: str, read: object, content_type: str)
 
 
 def test_a_name_without_samples_is_not_there() -> None:
-    nothing = Snapshot(True, {}, [Total("m", 1, Counts(), 0)], [], [], [], 0, 0, {}, {}, [], {})
+    nothing = MetricsSnapshot(True, {}, [Total("m", 1, Counts(), 0)], [], [], [], 0, 0, {}, {}, [], {})
     shown = render(nothing, "")[0].decode()
     for name in ("nv_cache_num_hits_per_model", "nv_inference_first_response_histogram_ms", "tensord_model_sequences"):
         assert name not in shown

@@ -96,7 +96,7 @@ def test_a_version_that_is_not_served_is_forgotten() -> None:
     )
 )
 def test_totals_never_go_back_and_lose_only_what_nobody_was_told(events: list[tuple[str, int, int]]) -> None:
-    """Two posts; ``scrape`` asks those whose bit is set, the others do not answer."""
+    """Two slots; ``scrape`` asks those whose bit is set, the others do not answer."""
     ledger, last = Ledger(), 0
     incarnations, began, counts, told = [0, 1], [1, 1], [0, 0], [0, 0]
     kept = 0
@@ -111,10 +111,10 @@ def test_totals_never_go_back_and_lose_only_what_nobody_was_told(events: list[tu
                 kept += told[at]
                 began[at], counts[at], told[at] = began[at] + 1, 0, 0
             case "scrape":
-                for post in (0, 1):
-                    if at & 1 << post:
-                        told[post] = counts[post]
-                        ledger.update(incarnations[post], figures(of(M, counts[post], began[post])))
+                for slot in (0, 1):
+                    if at & 1 << slot:
+                        told[slot] = counts[slot]
+                        ledger.update(incarnations[slot], figures(of(M, counts[slot], began[slot])))
                 ledger.keep(set(incarnations), {M})
                 now = success(ledger)
                 assert now == kept + sum(told)

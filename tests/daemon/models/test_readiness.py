@@ -12,12 +12,12 @@ def test_how_far_loads_are_while_something_is_not_served() -> None:
     published: list[Readiness] = []
     standings = [Standing("a", (1,), "", False), Standing("b", (), "loading", False)]
     check = ReadinessCheck(lambda: standings, published.append)
-    check.judge(strict=True)
+    check.check(strict=True)
     assert published == []
     check.begin(["a", "b"], [])
     for at in (Loading("b", 1), Loading("b", 1), Loading("b", 1, 2, 4, 1), None):
         check.loads(7, at)
-        check.judge(strict=True)
+        check.check(strict=True)
     assert [one.sentence() for one in published] == [
         "1 of 2 models are not served: b (loading b)",
         "1 of 2 models are not served: b (compiling b 2/4, 0 from the cache)",
@@ -26,7 +26,7 @@ def test_how_far_loads_are_while_something_is_not_served() -> None:
     standings[1] = Standing("b", (1,), "", False)
     # Loaded once more while everything is served: nobody waits for that.
     check.loads(7, Loading("b", 1))
-    check.judge(strict=True)
+    check.check(strict=True)
     assert check.readiness == published[-1] == Readiness(True, 2, 0, ())
 
 
@@ -74,9 +74,9 @@ def test_states(before: list[Standing | None], now: list[Standing], strict: bool
             standings[:] = [OTHER] if one is None else [one, OTHER]
             if not number:
                 check.begin([each.name for each in standings], [])
-            check.judge(demanded)
+            check.check(demanded)
         standings[:] = now
-        check.judge(demanded)
+        check.check(demanded)
         assert check.readiness.ready == ready
 
 
@@ -86,7 +86,7 @@ def test_required_names_alone_count() -> None:
     check = ReadinessCheck(lambda: standings, lambda _: None)
 
     def ready() -> bool:
-        check.judge(strict=True)
+        check.check(strict=True)
         return check.readiness.ready
 
     check.begin(["m", "other"], ["other"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.daemon.models.versions import Version, VersionState
+from tensord.daemon.models.versions import IndexState, VersionEntry
 from tensord.shm.control_records import Load, Loaded, ModelState
 
 LOAD = Load("m", 3, "/m", "/m/3", b"")
@@ -14,21 +14,21 @@ DESCRIBED = Loaded("m", 3, metadata=b"{}", config=b"[]", repeatable=False, strea
 @pytest.mark.parametrize(
     ("version", "told"),
     [
-        (Version(LOAD), ModelState("m", 3, "UNKNOWN")),
+        (VersionEntry(LOAD), ModelState("m", 3, "UNKNOWN")),
         (
-            Version(LOAD, VersionState.READY, ready={7: DESCRIBED, 2: DESCRIBED}, described=DESCRIBED),
+            VersionEntry(LOAD, IndexState.READY, ready={7: DESCRIBED, 2: DESCRIBED}, described=DESCRIBED),
             ModelState("m", 3, "READY", "", (2, 7), b"{}", b"[]", False, False, True),
         ),
         # Its last worker has died: it is still described, and waits for the next.
         (
-            Version(LOAD, VersionState.READY, described=DESCRIBED),
+            VersionEntry(LOAD, IndexState.READY, described=DESCRIBED),
             ModelState("m", 3, "READY", "", (), b"{}", b"[]", False, False, True),
         ),
         (
-            Version(LOAD, VersionState.UNAVAILABLE, "it is broken", described=DESCRIBED),
+            VersionEntry(LOAD, IndexState.UNAVAILABLE, "it is broken", described=DESCRIBED),
             ModelState("m", 3, "UNAVAILABLE", "it is broken"),
         ),
     ],
 )
-def test_told(version: Version, told: ModelState) -> None:
-    assert version.told(3) == told
+def test_told(version: VersionEntry, told: ModelState) -> None:
+    assert version.state_record(3) == told

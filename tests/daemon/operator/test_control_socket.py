@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tensord.config.options import Supervisor
+from tensord.config.options import SupervisorOptions
 from tensord.daemon.operator.control_socket import ControlSocket
 from tensord.shm.errors import InvalidArgument
 
 
 def opened(path: Path) -> ControlSocket:
     operations: Any = None  # nothing is asked
-    return ControlSocket(Supervisor(control_socket=str(path)), {}, operations, dict)
+    return ControlSocket(SupervisorOptions(control_socket=str(path)), {}, operations, dict)
 
 
 async def test_a_killed_predecessors_socket_is_taken_over(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ async def test_by_default_the_users_first_daemon_has_one(tmp_path: Path, caplog:
     operations: Any = None
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
     path = tmp_path / "tensord" / "control.sock"
-    first, second, third = (ControlSocket(Supervisor(), environment, operations, dict) for _ in range(3))
+    first, second, third = (ControlSocket(SupervisorOptions(), environment, operations, dict) for _ in range(3))
     await first.open()
     assert (first.path, path.stat().st_mode & 0o777) == (path, 0o600)
     await second.open()

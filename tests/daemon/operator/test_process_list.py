@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from tensord.config.options import Supervisor
+from tensord.config.options import SupervisorOptions
 from tensord.daemon.operator import process_list
-from tensord.daemon.processes.child import Front, Worker
+from tensord.daemon.processes.child import FrontProcess, WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
-from tensord.daemon.processes.posts import Posts
+from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.shm.control_records import Load
 from tensord.shm.progress import Loading
 from tensord.shm.status_page import Outputs, StatusPage, WorkerState, model_key
@@ -17,17 +17,19 @@ SECOND = 10**9
 MODELS = {"digits": [1, 2], "scale": [3]}
 
 
-def posts() -> Posts:
-    return Posts(Supervisor(), cast(Any, None))  # nobody dies
+def slots() -> ProcessSlots:
+    return ProcessSlots(SupervisorOptions(), cast(Any, None))  # nobody dies
 
 
 def test_workers() -> None:
-    starting, executing = (Worker("m", f"worker-{n}", n, f"cpu:{n}", lambda *_: None, lambda _: None) for n in (0, 1))
+    starting, executing = (
+        WorkerProcess("m", f"worker-{n}", n, f"cpu:{n}", lambda *_: None, lambda _: None) for n in (0, 1)
+    )
     executing.started_ns, executing.ready = 3 * SECOND, True
     executing.page = StatusPage.create()
     executing.page.set_state(WorkerState.EXECUTING, 4 * SECOND)
     executing.page.outputs = Outputs.IN_PLACE
-    first, second = process_list.of_workers([starting, executing], posts(), MODELS, 5 * SECOND)
+    first, second = process_list.of_workers([starting, executing], slots(), MODELS, 5 * SECOND)
     assert first == {
         "name": "worker-0",
         "pid": 0,
@@ -44,14 +46,14 @@ def test_workers() -> None:
     assert (second["state"], second["ready"], second["uptime_s"]) == ("executing", True, 2.0)
     # What the loader does beside the loop.
     executing.send(Load("digits", 1, "", "", b""))
-    (entry,) = process_list.of_workers([executing], posts(), MODELS, 5 * SECOND)
+    (entry,) = process_list.of_workers([executing], slots(), MODELS, 5 * SECOND)
     assert entry["state"].startswith("executing, loading digits, ")
     executing.loading = Loading("digits", 1, 3, 16, 1)
     executing.page.set_state(WorkerState.IDLE, 4 * SECOND)
-    (entry,) = process_list.of_workers([executing], posts(), MODELS, 5 * SECOND)
+    (entry,) = process_list.of_workers([executing], slots(), MODELS, 5 * SECOND)
     assert entry["state"].startswith("compiling digits 3/16, 1 from the cache, ")
     executing.load_answered("digits", 1)
-    (entry,) = process_list.of_workers([executing], posts(), MODELS, 5 * SECOND)
+    (entry,) = process_list.of_workers([executing], slots(), MODELS, 5 * SECOND)
     assert entry["state"] == "idle"
     assert second["outputs"] == "in_place"
     executing.release()
@@ -59,11 +61,11 @@ def test_workers() -> None:
 
 def test_what_a_worker_has_been_at_for_longest() -> None:
     """Of what its threads run, and of what it loads; a load that waits is not one that it is at."""
-    worker = Worker("m", "worker-0", 0, "cpu:0", lambda *_: None, lambda _: None)
+    worker = WorkerProcess("m", "worker-0", 0, "cpu:0", lambda *_: None, lambda _: None)
     worker.page = StatusPage.create()
 
     def entry() -> dict[str, Any]:
-        return process_list.of_workers([worker], posts(), MODELS, 10 * SECOND)[0]
+        return process_list.of_workers([worker], slots(), MODELS, 10 * SECOND)[0]
 
     worker.page.begin(4, [(1, 2)], model_key("digits", 2), 7 * SECOND)
     worker.page.begin(5, [(1, 3)], model_key("gone", 1), 8 * SECOND)
@@ -95,17 +97,17 @@ def test_fronts() -> None:
         """Their connections by row."""
 
         def __iter__(self) -> Any:
-            return iter([Front("m", "http", row, row, lambda *_: None, lambda _: None) for row in (0, 1)])
+            return iter([FrontProcess("m", "http", row, row, lambda *_: None, lambda _: None) for row in (0, 1)])
 
-        def connections(self, front: Front) -> int:
+        def connections(self, front: FrontProcess) -> int:
             return front.row * 7
 
-    listed = process_list.of_fronts(cast(Fronts, Two()), posts(), SECOND)
+    listed = process_list.of_fronts(cast(Fronts, Two()), slots(), SECOND)
     assert [(entry["name"], entry["connections"]) for entry in listed] == [("http-0", 0), ("http-1", 7)]
 
 
 def test_a_worker_that_one_model_has_to_itself() -> None:
-    worker = Worker("m", "worker-1#digits", 3, "cuda:1#digits", lambda *_: None, lambda _: None)
+    worker = WorkerProcess("m", "worker-1#digits", 3, "cuda:1#digits", lambda *_: None, lambda _: None)
     worker.memory_fraction = 0.25
-    (entry,) = process_list.of_workers([worker], posts(), MODELS, SECOND)
+    (entry,) = process_list.of_workers([worker], slots(), MODELS, SECOND)
     assert (entry["device"], entry["isolated"], entry["memory_fraction"]) == ("cuda:1", "digits", 0.25)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tensord.config.options import Options
-from tensord.daemon.processes.child import Worker
+from tensord.daemon.processes.child import WorkerProcess
 from tensord.shm.control_records import ChildReady, Load, Loaded
 from tensord.shm.errors import Internal, Unavailable
 from tensord.shm.operations import ModelStatistics, RegisterSystemRegion
@@ -26,9 +26,9 @@ class Records:
         self.seen: list[Any] = []
         self.came = asyncio.Event()
         self.ended = asyncio.Event()
-        self.worker = Worker(module, "worker-0", 7, "cpu:0", self.record, lambda _: self.ended.set())
+        self.worker = WorkerProcess(module, "worker-0", 7, "cpu:0", self.record, lambda _: self.ended.set())
 
-    def record(self, worker: Worker, record: Any, fds: list[int]) -> None:
+    def record(self, worker: WorkerProcess, record: Any, fds: list[int]) -> None:
         if type(record).__name__ == "Reply":
             worker.answered(record, fds)
         else:
@@ -87,7 +87,7 @@ async def test_life(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.kill()
 
 
-def _has(worker: Worker, fd: int) -> bool:
+def _has(worker: WorkerProcess, fd: int) -> bool:
     return os.path.lexists(f"/proc/{worker.pid}/fd/{fd}")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tensord.config.core_list import describe
 from tensord.config.options import Workers
-from tensord.daemon.processes.devices import NoDevice, find_devices, near
+from tensord.daemon.processes.devices import MissingDevice, find_devices, near
 from tests.cuda_stub.library import CudaStub
 
 
@@ -128,20 +128,22 @@ def test_gpus_that_cannot_be_used_are_said(
     if reason:
         assert caplog.messages[0].startswith("models run on the CPU: ")
         assert reason in caplog.messages[0]
-    with pytest.raises(NoDevice, match=f'workers.device is "cuda", but .*{re.escape(reason or "no GPU is visible")}'):
+    with pytest.raises(
+        MissingDevice, match=f'workers.device is "cuda", but .*{re.escape(reason or "no GPU is visible")}'
+    ):
         devices(environment, "cuda", tmp_path)
 
 
 def test_a_driver_that_fails_is_named(stub: CudaStub, plugin: None, tmp_path: Path) -> None:
     stub.fail("cuInit", 100 + 1)
-    with pytest.raises(NoDevice, match=r"nvidia0 exists, but the CUDA driver cannot be used \(CUDA_ERROR_101\)"):
+    with pytest.raises(MissingDevice, match=r"nvidia0 exists, but the CUDA driver cannot be used \(CUDA_ERROR_101\)"):
         devices(stub.environment, "cuda", host(tmp_path, 1))
 
 
 def test_cores_that_are_not_ours_are_named_with_those_that_are(tmp_path: Path) -> None:
     ours = sorted(os.sched_getaffinity(0))
     cores = (str(ours[0]), f"{ours[0]},8190-8191")
-    with pytest.raises(NoDevice) as caught:
+    with pytest.raises(MissingDevice) as caught:
         find_devices(Workers(device="cpu", cpu=2, cores=cores), {}, tmp_path)
     text = str(caught.value)
     assert f"worker 1 is to run on cores {ours[0]},8190-8191, but of those 8190-8191 cannot be used" in text

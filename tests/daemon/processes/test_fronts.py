@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from tensord.config.options import Grpc, Http, Options, Requests
-from tensord.daemon.processes.child import Front
+from tensord.daemon.processes.child import FrontProcess
 from tensord.daemon.processes.fronts import Fronts, of_one
 from tensord.daemon.processes.listening import ListenError
 from tensord.daemon.supervisor import Supervisor
-from tensord.shm.control_records import Call, ModelState
+from tensord.shm.control_records import ControlCall, ModelState
 
 READY = ModelState("m", 1, "READY")
 
@@ -26,28 +26,28 @@ class Owner:
 
     def __init__(self, processes: int = 2) -> None:
         self.options = Options(http=Http(port=0, processes=processes), grpc=Grpc(enabled=False))
-        self.died: asyncio.Queue[Front] = asyncio.Queue()
+        self.died: asyncio.Queue[FrontProcess] = asyncio.Queue()
         self.last = 0
         fake = "tests.daemon.fake_front"
         self.front_died = self.died.put_nowait
         self.fronts = Fronts({"http": fake, "grpc": fake}, cast(Supervisor, self))
 
-    def tell(self, front: Front) -> None:
+    def tell(self, front: FrontProcess) -> None:
         front.send(READY)
 
     def next_incarnation(self) -> int:
         self.last += 1
         return self.last
 
-    def front_asked(self, front: Front, call: Call, fds: list[int]) -> None:
+    def front_asked(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
         raise AssertionError("nobody asks")
 
-    async def all_ready(self, count: int) -> list[Front]:
+    async def all_ready(self, count: int) -> list[FrontProcess]:
         while [front.ready for front in self.fronts] != [True] * count:
             await asyncio.sleep(0.01)
         return list(self.fronts)
 
-    async def known(self, front: Front) -> dict[str, Any]:
+    async def known(self, front: FrontProcess) -> dict[str, Any]:
         """The models of a fake front, by asking connections until one is its."""
         (url,) = self.fronts.urls("http")
         port = int(url.rpartition(":")[2])
@@ -163,9 +163,9 @@ async def test_a_place_that_is_taken() -> None:
 
 async def test_posts_are_there_whether_they_are_filled_or_not() -> None:
     owner = Owner()
-    assert owner.fronts.posts() == {}
+    assert owner.fronts.slots() == {}
     owner.fronts.listen({})
-    assert owner.fronts.posts() == {"http-0": "http", "http-1": "http"}
+    assert owner.fronts.slots() == {"http-0": "http", "http-1": "http"}
     assert not list(owner.fronts)
     owner.fronts.close()
 

@@ -6,26 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from tensord.config.options import Options, Supervisor, Workers
-from tensord.daemon.processes.watchdog import Pauses, Snapshot, overdue
+from tensord.config.options import Options, SupervisorOptions, Workers
+from tensord.daemon.processes.watchdog import ChildSnapshot, Pauses, overdue
 from tensord.shm.status_page import WorkerState
 
 OPTIONS = Options(
-    supervisor=Supervisor(start_timeout=10), workers=Workers(execute_timeout=20, load_timeout=30, idle_timeout=5)
+    supervisor=SupervisorOptions(start_timeout=10), workers=Workers(execute_timeout=20, load_timeout=30, idle_timeout=5)
 )
 S = 10**9
 #: A worker at second 100 whose loop has just turned.
-IDLE = Snapshot(True, 0, WorkerState.IDLE, 99 * S, 100 * S)
+IDLE = ChildSnapshot(True, 0, WorkerState.IDLE, 99 * S, 100 * S)
 
 
 @pytest.mark.parametrize(
     ("moment", "words"),
     [
-        (Snapshot(False, 91 * S), ""),
-        (Snapshot(False, 89 * S), "did not report within 10 s"),
-        (Snapshot(True, 0), ""),
-        (Snapshot(True, 0, owes_since_ns=96 * S), ""),
-        (Snapshot(True, 0, owes_since_ns=94 * S), "has not turned its loop for 5 s"),
+        (ChildSnapshot(False, 91 * S), ""),
+        (ChildSnapshot(False, 89 * S), "did not report within 10 s"),
+        (ChildSnapshot(True, 0), ""),
+        (ChildSnapshot(True, 0, owes_since_ns=96 * S), ""),
+        (ChildSnapshot(True, 0, owes_since_ns=94 * S), "has not turned its loop for 5 s"),
         (IDLE, ""),
         (replace(IDLE, last_beat_ns=94 * S), "has not turned its loop for 5 s"),
         (replace(IDLE, state=WorkerState.STARTING, last_beat_ns=94 * S), "has not turned its loop for 5 s"),
@@ -37,14 +37,14 @@ IDLE = Snapshot(True, 0, WorkerState.IDLE, 99 * S, 100 * S)
         (replace(IDLE, loading=False, load_progress_ns=0), ""),
     ],
 )
-def test_overdue(moment: Snapshot, words: str) -> None:
+def test_overdue(moment: ChildSnapshot, words: str) -> None:
     assert overdue(moment, OPTIONS, 100 * S, Pauses()) == words
 
 
 def test_zero_is_never() -> None:
     never = Options(workers=Workers(execute_timeout=0, load_timeout=0, idle_timeout=0))
     for state in WorkerState:
-        assert overdue(Snapshot(True, 0, state, loading=True, owes_since_ns=1), never, 10**6 * S, Pauses()) == ""
+        assert overdue(ChildSnapshot(True, 0, state, loading=True, owes_since_ns=1), never, 10**6 * S, Pauses()) == ""
 
 
 def test_a_pause_of_the_supervisor_counts_for_nobody() -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tensord.config.options import Options
-from tensord.daemon.processes.child import Worker
+from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.daemon.processes.worker_pool import WorkerPool
@@ -33,18 +33,18 @@ class Owner:
         self.last += 1
         return self.last
 
-    def worker_joined(self, worker: Worker) -> None:
+    def worker_joined(self, worker: WorkerProcess) -> None:
         self.heard.put_nowait(("joined", worker.name, worker.device))
 
-    def worker_answered(self, worker: Worker, record: Any) -> None:
+    def worker_answered(self, worker: WorkerProcess, record: Any) -> None:
         self.heard.put_nowait((worker.name, record))
 
     worker_asked = worker_answered
 
-    def worker_died(self, worker: Worker, device: Device) -> None:
+    def worker_died(self, worker: WorkerProcess, device: Device) -> None:
         self.heard.put_nowait(("died", worker.name, device.name))
 
-    def worker_dismissed(self, worker: Worker) -> None:
+    def worker_dismissed(self, worker: WorkerProcess) -> None:
         self.heard.put_nowait(("dismissed", worker.name))
 
     async def hear(self, count: int) -> list[Any]:
@@ -56,7 +56,7 @@ async def test_life_of_two() -> None:
     worker_pool = owner.worker_pool
     worker_pool.start_all([(device, spawn_worker(FAKE, device)) for device in DEVICES])
     assert (worker_pool.devices, worker_pool.ready()) == (["cpu:0", "cpu:1"], [])
-    assert worker_pool.posts == {"worker-0": "cpu:0", "worker-1": "cpu:1"}
+    assert worker_pool.slots == {"worker-0": "cpu:0", "worker-1": "cpu:1"}
     assert await owner.hear(2) == [("joined", "worker-0", "cpu:0"), ("joined", "worker-1", "cpu:1")]
     first, second = worker_pool.ready()
     assert all(worker.page is not None for worker in (first, second))
@@ -89,7 +89,7 @@ async def test_life_of_two() -> None:
 async def test_one_that_reports_without_its_page() -> None:
     """A program that is no worker says what a front would say: it is killed, not believed."""
     owner = Owner()
-    worker = Worker("x", "worker-0", 1, "cpu:0", lambda *_: None, lambda _: None)
+    worker = WorkerProcess("x", "worker-0", 1, "cpu:0", lambda *_: None, lambda _: None)
     owner.worker_pool._reported(worker, ChildReady(1), [])
     assert owner.heard.empty()
     assert worker.page is None
@@ -99,7 +99,7 @@ async def test_workers_of_isolated_models_come_and_go() -> None:
     """
     1. One is wanted, and there; another one besides.
     2. The first is wanted no more, and again at once.
-    Result: its process ends without an accident, and another one has the post; nobody else's is touched.
+    Result: its process ends without an accident, and another one has the slot; nobody else's is touched.
     """
     owner = Owner()
     worker_pool = owner.worker_pool
@@ -109,7 +109,7 @@ async def test_workers_of_isolated_models_come_and_go() -> None:
     assert await owner.hear(1) == [("joined", "worker-0#m", "cpu:0#m")]
     worker_pool.isolate({"cpu:0#m": 0.1, "cpu:0#n": 0.1})
     assert await owner.hear(1) == [("joined", "worker-0#n", "cpu:0#n")]
-    assert worker_pool.posts == {"worker-0": "cpu:0", "worker-0#m": "cpu:0#m", "worker-0#n": "cpu:0#n"}
+    assert worker_pool.slots == {"worker-0": "cpu:0", "worker-0#m": "cpu:0#m", "worker-0#n": "cpu:0#n"}
     assert (worker_pool.devices, worker_pool.usable) == (["cpu:0"], ["cpu:0", "cpu:0#m", "cpu:0#n"])
     _, former, other = worker_pool.ready()
     assert (former.model, other.model, worker_pool.is_vacant("worker-0#m")) == ("m", "n", False)
@@ -119,13 +119,13 @@ async def test_workers_of_isolated_models_come_and_go() -> None:
     worker_pool.isolate({"cpu:0#m": 0.1, "cpu:0#n": 0.1})
     assert await owner.hear(2) == [("died", "worker-0#m", "cpu:0#m"), ("joined", "worker-0#m", "cpu:0#m")]
     assert (former.returncode, other.alive) == (0, True)
-    # One that is killed leaves its post vacant: whoever fills posts fills it.
+    # One that is killed leaves its slot vacant: whoever fills slots fills it.
     next(worker for worker in worker_pool if worker.name == "worker-0#m").kill()
     assert await owner.hear(1) == [("died", "worker-0#m", "cpu:0#m")]
     assert worker_pool.is_vacant("worker-0#m")
     worker_pool.isolate({})
     assert await owner.hear(2) == [("died", "worker-0#n", "cpu:0#n"), ("dismissed", "worker-0#n")]
-    assert worker_pool.posts == {"worker-0": "cpu:0"}
+    assert worker_pool.slots == {"worker-0": "cpu:0"}
     for worker in worker_pool:
         worker.kill()
     await owner.hear(1)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.daemon.regions import region_checks
 from tensord.daemon.regions.region_checks import check_bounds
-from tensord.daemon.regions.region_record import Region, Registration
+from tensord.daemon.regions.region_record import RegisteredRegion, Registration
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
 
@@ -21,8 +21,8 @@ SYSTEM = RegisterSystemRegion("r", "/k", 4096, 64, "guarded")
 CUDA = RegisterCudaRegion("r", bytes(64), 0, 64)
 
 
-def region(request: Registration, peer: Peer = HERE, fd: int = -1) -> Region:
-    return Region("cuda" if isinstance(request, RegisterCudaRegion) else "system", request, peer, 0.0, fd=fd)
+def region(request: Registration, peer: Peer = HERE, fd: int = -1) -> RegisteredRegion:
+    return RegisteredRegion("cuda" if isinstance(request, RegisterCudaRegion) else "system", request, peer, 0.0, fd=fd)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_users_are_owners_and_sealed_memory_is_itself() -> None:
 
 def test_form_and_fields() -> None:
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
-        region_checks.check_form(Regions(enabled=False), SYSTEM)
+        region_checks.check_form(RegionsOptions(enabled=False), SYSTEM)
     with pytest.raises(InvalidArgument, match="a CUDA handle of 3 bytes, 64 are expected"):
-        region_checks.check_form(Regions(), RegisterCudaRegion("r", b"abc", 0, 64))
+        region_checks.check_form(RegionsOptions(), RegisterCudaRegion("r", b"abc", 0, 64))
     with pytest.raises(InvalidArgument, match="keys must begin like one of"):
-        region_checks.check_fields(Regions(key_prefixes=("cam-",)), SYSTEM)
-    region_checks.check_fields(Regions(key_prefixes=("k",)), SYSTEM)
+        region_checks.check_fields(RegionsOptions(key_prefixes=("cam-",)), SYSTEM)
+    region_checks.check_fields(RegionsOptions(key_prefixes=("k",)), SYSTEM)
 
 
 OWNERS = [
@@ -83,7 +83,7 @@ OWNERS = [
 
 def test_one_that_is_too_large() -> None:
     with pytest.raises(InvalidArgument, match="'r': 65 bytes, at most 64 are allowed"):
-        check_bounds(Regions(max_byte_size=64), "r", 65, OWNERS[0], [])
+        check_bounds(RegionsOptions(max_byte_size=64), "r", 65, OWNERS[0], [])
 
 
 @given(
@@ -92,7 +92,7 @@ def test_one_that_is_too_large() -> None:
     st.integers(1, 10),
 )
 def test_what_is_let_in_is_within_every_bound(there: list[tuple[Peer, int]], peer: Peer, size: int) -> None:
-    options = Regions(max_count=6, max_total_byte_size=30, max_owner_count=3, max_owner_byte_size=15)
+    options = RegionsOptions(max_count=6, max_total_byte_size=30, max_owner_count=3, max_owner_byte_size=15)
     own = [found for owner, found in there if owner.owner == peer.owner]
     fits = len(there) < 6 and len(own) < 3 and sum(n for _, n in there) + size <= 30 and sum(own) + size <= 15
     if fits:

@@ -7,18 +7,20 @@ from typing import cast
 
 import pytest
 
-from tensord.daemon.processes.child import Worker
+from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.regions import region_listing
-from tensord.daemon.regions.region_record import Region, RegionState
+from tensord.daemon.regions.region_record import RegionState, RegisteredRegion
 from tensord.shm.errors import NotFound, Unavailable
 from tensord.shm.operations import Operation, Peer, RegionStatus, RegisterCudaRegion, RegisterSystemRegion
 
 
-def region(name: str, state: RegionState, byte_size: int = 64) -> Region:
-    return Region("system", RegisterSystemRegion(name, "/k", 0, byte_size), Peer("tcp", "h:1"), 0.0, state=state)
+def region(name: str, state: RegionState, byte_size: int = 64) -> RegisteredRegion:
+    return RegisteredRegion(
+        "system", RegisterSystemRegion(name, "/k", 0, byte_size), Peer("tcp", "h:1"), 0.0, state=state
+    )
 
 
-def listed(regions: list[Region], leaving: list[Region], name: str = "") -> list[tuple[str, int]]:
+def listed(regions: list[RegisteredRegion], leaving: list[RegisteredRegion], name: str = "") -> list[tuple[str, int]]:
     named = {each.request.name: each for each in regions}
     found = json.loads(region_listing.status(named, leaving, RegionStatus("system", name)))
     return [(entry["name"], entry["byte_size"]) for entry in found]
@@ -41,7 +43,7 @@ def test_the_new_one_of_a_name_is_listed() -> None:
 
 def test_counts() -> None:
     regions = [region("a", RegionState.REGISTERED), region("b", RegionState.UNREGISTERING, 32)]
-    regions.append(Region("cuda", RegisterCudaRegion("c", bytes(64), 0, 8), Peer("unix", uid=1), 0.0))
+    regions.append(RegisteredRegion("cuda", RegisterCudaRegion("c", bytes(64), 0, 8), Peer("unix", uid=1), 0.0))
     assert region_listing.by_kind(regions) == {"system": (2, 96), "cuda": (1, 8)}
     assert region_listing.by_owner(regions) == {
         "tcp h": {"count": 2, "byte_size": 96},
@@ -64,7 +66,7 @@ class Holder:
 async def test_records_tell_apart_who_uses_which() -> None:
     old, new = region("r", RegionState.UNREGISTERING), region("r", RegionState.REGISTERED, 32)
     old.holders, new.holders = {0, 1}, {1}
-    workers = cast("list[Worker]", [Holder(0, {"r": (0, 1)}), Holder(1, {"r": (2, 3)}), Holder(2, None)])
+    workers = cast("list[WorkerProcess]", [Holder(0, {"r": (0, 1)}), Holder(1, {"r": (2, 3)}), Holder(2, None)])
     found = json.loads(await region_listing.records({"r": new}, [old], workers, ""))
     assert [(entry["byte_size"], entry["leases"], entry["workers"]) for entry in found] == [
         (32, 2, ["worker-1"]),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm.control_records import RegionPlace
 from tensord.shm.errors import (
@@ -102,7 +102,7 @@ class FakeHolder:
 
 
 def made(
-    workers: Callable[[], Iterable[FakeHolder]], options: Regions, devices: Sequence[str] = ("cpu:0",)
+    workers: Callable[[], Iterable[FakeHolder]], options: RegionsOptions, devices: Sequence[str] = ("cpu:0",)
 ) -> RegionRegistry:
     pool: Any = SimpleNamespace(ready=workers, devices=devices)
     return RegionRegistry(options, pool, cast(Any, SimpleNamespace(publish=lambda place: None)))
@@ -127,7 +127,7 @@ def names(registry: RegionRegistry) -> list[str]:
 
 async def test_one_opens_and_all_have_it(memory: int) -> None:
     workers = [FakeHolder(i, memory) for i in range(3)]
-    registry = made(lambda: workers, Regions())
+    registry = made(lambda: workers, RegionsOptions())
     await registry.register(request(), TCP)
     assert [worker.opened for worker in workers] == [1, 0, 0]
     assert len({worker.regions["r"] for worker in workers}) == 1
@@ -150,7 +150,7 @@ async def test_one_opens_and_all_have_it(memory: int) -> None:
 async def test_a_refusal_undoes_everything(memory: int, culprit: int) -> None:
     workers = [FakeHolder(i, memory) for i in range(3)]
     workers[culprit].refuses = Internal("Unable to open shared memory region: 'r'")
-    registry = made(lambda: workers, Regions())
+    registry = made(lambda: workers, RegionsOptions())
     with pytest.raises(Internal, match="Unable to open"):
         await registry.register(request(), TCP)
     assert not any(worker.regions for worker in workers)
@@ -173,31 +173,33 @@ async def test_a_refusal_undoes_everything(memory: int, culprit: int) -> None:
 )
 async def test_bounds(changes: dict[str, int | str], kind: type[ServingError], words: str, memory: int) -> None:
     workers = [FakeHolder(0, memory)]
-    registry = made(lambda: workers, Regions(max_byte_size=1 << 20))
+    registry = made(lambda: workers, RegionsOptions(max_byte_size=1 << 20))
     with pytest.raises(kind, match=words):
         await registry.register(request(**({"name": "r"} | changes)), TCP)  # type: ignore[arg-type]
     assert not workers[0].regions
 
 
 async def test_count_switch_and_no_worker(memory: int) -> None:
-    registry = made(lambda: [holder], Regions(max_count=1))
+    registry = made(lambda: [holder], RegionsOptions(max_count=1))
     holder = FakeHolder(0, memory)
     await registry.register(request("a"), TCP)
     with pytest.raises(Unavailable, match="1 regions are registered, at most 1 are allowed"):
         await registry.register(request("b"), TCP)
     registry.close()
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
-        await made(lambda: [holder], Regions(enabled=False)).register(request(), TCP)
+        await made(lambda: [holder], RegionsOptions(enabled=False)).register(request(), TCP)
     for name in ("a", ""):
         with pytest.raises(Unsupported, match="Client shared memory is disabled"):
-            await made(lambda: [holder], Regions(enabled=False)).unregister(UnregisterRegion("system", name), TCP)
+            await made(lambda: [holder], RegionsOptions(enabled=False)).unregister(
+                UnregisterRegion("system", name), TCP
+            )
     with pytest.raises(Unavailable, match="no worker is running"):
-        await made(list, Regions()).register(request(), TCP)
+        await made(list, RegionsOptions()).register(request(), TCP)
 
 
 async def test_status_of_the_unknown(memory: int) -> None:
     holder = FakeHolder(0, memory)
-    registry = made(lambda: [holder], Regions())
+    registry = made(lambda: [holder], RegionsOptions())
     await registry.register(request(), TCP)
     with pytest.raises(NotFound, match="Unable to find system shared memory region: 'x'"):
         registry.status(RegionStatus("system", "x"))
@@ -216,7 +218,7 @@ async def test_a_region_that_is_in_use_is_listed_until_its_last_request_ends(mem
     Result: both are answered at once; the old region is listed and counted while its request runs, where its name has no new one.
     """
     holder = FakeHolder(0, memory)
-    registry = made(lambda: [holder], Regions(max_count=2))
+    registry = made(lambda: [holder], RegionsOptions(max_count=2))
     await registry.register(request(), TCP)
     holder.idle.clear()
     await asyncio.gather(*(registry.unregister(UnregisterRegion("system", name), TCP) for name in ("r", "")))
@@ -247,7 +249,7 @@ async def test_its_owner_may_register_the_same_again(memory: int) -> None:
     Result: every worker has the new object, and the old one's descriptor is given back; everybody else is refused.
     """
     workers = [FakeHolder(i, memory) for i in range(2)]
-    registry = made(lambda: workers, Regions())
+    registry = made(lambda: workers, RegionsOptions())
     await registry.register(request(), TCP)
     new = os.memfd_create("tensord-test")
     for worker in workers:
@@ -271,7 +273,7 @@ async def test_its_owner_may_register_the_same_again(memory: int) -> None:
 async def test_a_renewal_that_is_refused_changes_nothing(memory: int) -> None:
     """The second worker cannot take the new object: the first one gets the old one back."""
     workers = [FakeHolder(i, memory) for i in range(2)]
-    registry = made(lambda: workers, Regions())
+    registry = made(lambda: workers, RegionsOptions())
     await registry.register(request(), TCP)
     before = workers[0].regions["r"]
     new = os.memfd_create("tensord-test")
@@ -290,7 +292,7 @@ async def test_a_renewal_that_is_refused_changes_nothing(memory: int) -> None:
 
 async def test_renewals_and_others_at_once(memory: int) -> None:
     workers = [FakeHolder(i, memory) for i in range(2)]
-    registry = made(lambda: workers, Regions())
+    registry = made(lambda: workers, RegionsOptions())
     await asyncio.gather(*(registry.register(request(), TCP) for _ in range(3)))
     assert names(registry) == ["r"]
     results = await asyncio.gather(
@@ -312,7 +314,7 @@ async def test_the_end_of_who_registered_last_counts(memory: int) -> None:
     third one's renewal is refused.
     """
     holder = FakeHolder(0, memory)
-    registry = made(lambda: [holder], Regions(reclaim="owner"))
+    registry = made(lambda: [holder], RegionsOptions(reclaim="owner"))
     ends = []
     for _ in range(2):
         reading, writing = os.pipe()
@@ -337,7 +339,7 @@ async def test_the_end_of_who_registered_last_counts(memory: int) -> None:
 
 async def test_sealed_memory_is_the_same_only_if_it_is(memory: int) -> None:
     holder = FakeHolder(0, memory)
-    registry = made(lambda: [holder], Regions())
+    registry = made(lambda: [holder], RegionsOptions())
     other = os.memfd_create("tensord-test")
     await registry.register(request(key=""), ALICE, sealed=memory)
     await registry.register(request(key=""), ALICE, sealed=memory)
@@ -350,7 +352,7 @@ async def test_sealed_memory_is_the_same_only_if_it_is(memory: int) -> None:
 
 async def test_a_replacement_gets_every_region(memory: int) -> None:
     workers = [FakeHolder(0, memory)]
-    registry = made(lambda: workers, Regions())
+    registry = made(lambda: workers, RegionsOptions())
     await registry.register(request("a"), TCP)
     await registry.register(request("b"), TCP)
     workers[0].alive = False
@@ -366,7 +368,7 @@ async def test_a_replacement_gets_every_region(memory: int) -> None:
 async def test_whose_a_region_is(memory: int) -> None:
     """A user's regions are the user's and the operator's; what came over TCP is everybody's by name, and TCP's by "all"."""
     holder = FakeHolder(0, memory)
-    registry = made(lambda: [holder], Regions())
+    registry = made(lambda: [holder], RegionsOptions())
     for name, peer in (("t", TCP), ("a", ALICE), ("b", BOB)):
         await registry.register(request(name), peer)
     with pytest.raises(InvalidArgument, match="'a' was registered by another user"):
@@ -385,7 +387,7 @@ async def test_whose_a_region_is(memory: int) -> None:
 
 
 async def test_quotas_name_both_numbers(memory: int) -> None:
-    options = Regions(max_count=3, max_owner_count=2, max_total_byte_size=300, max_owner_byte_size=200)
+    options = RegionsOptions(max_count=3, max_owner_count=2, max_total_byte_size=300, max_owner_byte_size=200)
     registry = made(lambda: [holder], options)
     holder = FakeHolder(0, memory)
     await registry.register(request("a"), ALICE)
@@ -407,7 +409,7 @@ async def test_quotas_name_both_numbers(memory: int) -> None:
 
 
 async def test_key_prefixes(memory: int) -> None:
-    registry = made(lambda: [holder], Regions(key_prefixes=("cam-", "mic-")))
+    registry = made(lambda: [holder], RegionsOptions(key_prefixes=("cam-", "mic-")))
     holder = FakeHolder(0, memory)
     with pytest.raises(InvalidArgument, match=r"keys must begin like one of \['cam-', 'mic-'\], '/other' does not"):
         await registry.register(request(key="/other"), TCP)
@@ -417,7 +419,7 @@ async def test_key_prefixes(memory: int) -> None:
 
 async def test_records_say_everything(memory: int) -> None:
     workers = [FakeHolder(i, memory) for i in range(2)]
-    registry = made(lambda: workers, Regions())
+    registry = made(lambda: workers, RegionsOptions())
     await registry.register(request("a"), ALICE)
     await registry.register(request("t"), TCP)
     (first, second) = json.loads(await registry.records(""))
@@ -450,7 +452,7 @@ async def test_a_region_goes_with_its_end(memory: int, kind: str) -> None:
     Result: a is gone, also when the end comes before the registration is through, or while requests use it; b stays.
     """
     holder = FakeHolder(0, memory)
-    registry = made(lambda: [holder], Regions(reclaim="owner"))
+    registry = made(lambda: [holder], RegionsOptions(reclaim="owner"))
     ask = request if kind == "system" else cuda
     owner = await asyncio.create_subprocess_exec("sleep", "1000")
     process = os.pidfd_open(owner.pid)
@@ -489,7 +491,7 @@ def test_random_histories(seed: int) -> None:
         memory = os.memfd_create("tensord-test")
         before = len(os.listdir("/proc/self/fd"))
         workers = {i: FakeHolder(i, memory) for i in range(2)}
-        registry = made(lambda: list(workers.values()), Regions())
+        registry = made(lambda: list(workers.values()), RegionsOptions())
         tasks: list[asyncio.Task[None]] = []
 
         async def replace(incarnation: int) -> None:
@@ -538,7 +540,7 @@ class Gpus:
         self.told: list[RegionPlace] = []
         pool: Any = SimpleNamespace(ready=lambda: self.workers, devices=devices)
         fronts: Any = SimpleNamespace(publish=self.told.append)
-        self.registry = RegionRegistry(Regions(), pool, fronts, each)
+        self.registry = RegionRegistry(RegionsOptions(), pool, fronts, each)
 
     def near(self, name: str) -> list[int]:
         """Whose memory it is."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.daemon.regions.region_socket import RegionSocket
 from tensord.shm.operations import Operation, RegionStatus, RegisterSystemRegion
@@ -42,7 +42,7 @@ async def settled() -> None:
     """There are no fronts."""
 
 
-def registry_of(holder: Holder, options: Regions) -> RegionRegistry:
+def registry_of(holder: Holder, options: RegionsOptions) -> RegionRegistry:
     """A registry with that worker, and no fronts."""
     workers: Any = SimpleNamespace(ready=lambda: [holder], devices=["cpu:0"])
     fronts: Any = SimpleNamespace(publish=lambda place: None)
@@ -52,8 +52,8 @@ def registry_of(holder: Holder, options: Regions) -> RegionRegistry:
 @pytest.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[RegionRegistry]:
     holder = Holder(1, -1)
-    registry = registry_of(holder, Regions(max_owner_count=2))
-    served = RegionSocket(Regions(socket=str(tmp_path / "s")), {}, registry, settled)
+    registry = registry_of(holder, RegionsOptions(max_owner_count=2))
+    served = RegionSocket(RegionsOptions(socket=str(tmp_path / "s")), {}, registry, settled)
     served.open()
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o660
     yield registry
@@ -137,7 +137,7 @@ async def test_what_is_refused(registry: RegionRegistry, tmp_path: Path, questio
 
 async def test_memory_goes_with_the_connection_that_handed_it_over(tmp_path: Path) -> None:
     """Two clients; each region goes when its own connection is closed, where ``regions.reclaim`` says so."""
-    options = Regions(socket=str(tmp_path / "s"), reclaim="connection")
+    options = RegionsOptions(socket=str(tmp_path / "s"), reclaim="connection")
     holder = Holder(1, -1)
     registry = registry_of(holder, options)
     served = RegionSocket(options, {}, registry, settled)

@@ -41,7 +41,7 @@ class Fleet:
         self.numbers = itertools.count(1)
         self._fronts: list[Front] = []
         for page in self.pages:
-            page.tell_slots(KEYS.slots, slots, 0)
+            page.publish_slots(KEYS.slots, slots, 0)
 
     def front(self) -> Front:
         made = Front(self)
@@ -141,8 +141,8 @@ def test_what_follows_a_start_goes_where_that_went(fleet: Fleet) -> None:
     home = front.send(5, "S")
     assert home is not None
     for page in fleet.pages:
-        page.tell_slots(KEYS.slots, 0, 9)
-    fleet.pages[(home + 1) % 3].tell_slots(KEYS.slots, 100, 0)
+        page.publish_slots(KEYS.slots, 0, 9)
+    fleet.pages[(home + 1) % 3].publish_slots(KEYS.slots, 100, 0)
     assert [front.send(5), front.send(5, "E"), front.send(5, "S"), front.send(5, "E")] == [home] * 4
     # Once it is answered, what its page says holds: that it is over.
     front.answered()
@@ -163,14 +163,14 @@ def test_what_has_ended_is_anywhere(fleet: Fleet) -> None:
     front, since = fleet.front(), admit(fleet, 0, 5)
     fleet.pages[0].end(KEYS.key(5), since)
     for page in fleet.pages[::2]:
-        page.tell_slots(KEYS.slots, 0, 0)
+        page.publish_slots(KEYS.slots, 0, 0)
     assert front.send(5, "S") == 1
 
 
 def test_a_sequence_that_nobody_has_goes_where_slots_are_free(fleet: Fleet) -> None:
     front = fleet.front()
     for page in (fleet.pages[0], fleet.pages[2]):
-        page.tell_slots(KEYS.slots, 0, 0)
+        page.publish_slots(KEYS.slots, 0, 0)
     assert {front.send(who, "S") for who in range(1, 50)} == {1}
 
 
@@ -195,14 +195,14 @@ def test_starts_that_no_page_tells_of_take_slots_as_well(fleet: Fleet) -> None:
     """Three workers with two slots each, and six STARTs before any of them says what it has left."""
     front = fleet.front()
     for page in fleet.pages:
-        page.tell_slots(KEYS.slots, 2, 0)
+        page.publish_slots(KEYS.slots, 2, 0)
     assert Counter(front.send(who, "S") for who in range(1, 7)) == {0: 2, 1: 2, 2: 2}
     # Where none is free the shortest backlog is taken; what a worker says then is the truth again.
-    fleet.pages[0].tell_slots(KEYS.slots, 0, 7)
-    fleet.pages[1].tell_slots(KEYS.slots, 0, 3)
-    fleet.pages[2].tell_slots(KEYS.slots, 0, 8)
+    fleet.pages[0].publish_slots(KEYS.slots, 0, 7)
+    fleet.pages[1].publish_slots(KEYS.slots, 0, 3)
+    fleet.pages[2].publish_slots(KEYS.slots, 0, 8)
     assert [front.send(who, "S") for who in range(7, 11)] == [1] * 4
-    fleet.pages[0].tell_slots(KEYS.slots, 1, 0)
+    fleet.pages[0].publish_slots(KEYS.slots, 1, 0)
     assert front.send(20, "S") == 0
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tensord.daemon.tracing.trace_counters import TraceBudget, TraceTurn
+from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 2**31 - 1])
@@ -24,8 +24,8 @@ def test_every_trace_is_counted_once(count: int) -> None:
 
 @pytest.mark.parametrize("rate", [1, 2, 3, 7])
 def test_all_fronts_count_together(rate: int) -> None:
-    ours = TraceTurn.create(rate)
-    theirs = TraceTurn(os.dup(ours.fd), rate)
+    ours = SampleCounter.create(rate)
+    theirs = SampleCounter(os.dup(ours.fd), rate)
     traced = [number for number in range(1, 43) if (ours, theirs, theirs)[number % 3].take()]
     assert traced[0] == rate
     assert {later - earlier for earlier, later in pairwise(traced)} == {rate}
@@ -34,14 +34,14 @@ def test_all_fronts_count_together(rate: int) -> None:
 
 
 def test_the_largest_rate() -> None:
-    turn = TraceTurn.create((1 << 32) - 1)
+    turn = SampleCounter.create((1 << 32) - 1)
     assert not any(turn.take() for _ in range(100))
     turn.close()
 
 
 def test_two_that_find_none_at_once() -> None:
     """Both are traced, and so many more are passed over: what is traced stays one in ``rate``."""
-    turn = TraceTurn.create(4)
+    turn = SampleCounter.create(4)
     while not turn.take():
         pass
     os.eventfd_write(turn.fd, 3)  # the other one of the two

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tensord.config.options import Trace
+from tensord.config.options import TraceOptions
 from tensord.daemon.tracing.trace_settings import TraceSettings, parse
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.errors import InvalidArgument, Unsupported
@@ -32,7 +32,9 @@ def published() -> list[Any]:
 
 @pytest.fixture
 def settings(published: list[Any]) -> Iterator[TraceSettings]:
-    made = TraceSettings(Trace(file="/t"), lambda name: name in ("a", "b"), lambda *record: published.append(record))
+    made = TraceSettings(
+        TraceOptions(file="/t"), lambda name: name in ("a", "b"), lambda *record: published.append(record)
+    )
     yield made
     made.close()
 
@@ -105,7 +107,7 @@ def test_inheritance(settings: TraceSettings) -> None:
 
 def test_all_or_nothing(published: list[Any]) -> None:
     """A model's rate of 0 is fine while nothing is traced, and no more when all models shall be."""
-    settings = TraceSettings(Trace(file="/t"), lambda _: True, lambda *record: published.append(record))
+    settings = TraceSettings(TraceOptions(file="/t"), lambda _: True, lambda *record: published.append(record))
     change(settings, "a", trace_rate=["0"])
     published.clear()
     with pytest.raises(InvalidArgument, match="sample rate must be non-zero"):
@@ -115,7 +117,7 @@ def test_all_or_nothing(published: list[Any]) -> None:
 
 
 def test_nothing_is_traced_without_a_file(published: list[Any]) -> None:
-    settings = TraceSettings(Trace(), lambda _: True, lambda *record: published.append(record))
+    settings = TraceSettings(TraceOptions(), lambda _: True, lambda *record: published.append(record))
     for model in ("", "a"):
         with pytest.raises(InvalidArgument) as caught:
             change(settings, model, trace_level=["TIMESTAMPS"])

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from tensord.daemon.tracing.trace_counters import TraceBudget, TraceTurn
+from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.messages import Timeline
@@ -15,7 +15,7 @@ from tensord.shm.messages import Timeline
 def test_rate_count_and_inheritance(tmp_path: Path) -> None:
     tracer = Tracer(7, 1 << 20, 1000)
     assert not tracer.on
-    turn, budget = TraceTurn.create(3), TraceBudget.create(2)
+    turn, budget = SampleCounter.create(3), TraceBudget.create(2)
     tracer.changed(TraceChanged("", 1, 3, 0, str(tmp_path / "t")), [os.dup(turn.fd), os.dup(budget.fd)])
     tracer.changed(TraceChanged("off", 0, 1, 0, str(tmp_path / "t")), [])
     assert tracer.on
@@ -24,7 +24,7 @@ def test_rate_count_and_inheritance(tmp_path: Path) -> None:
     assert all(tracer.sample("off") is None for _ in range(5))
     tracer.changed(TraceChanged("", 0, 3, 0, ""), [])
     assert not tracer.on
-    tracer.changed(TraceChanged("off", 1, 1, 0, str(tmp_path / "t")), [TraceTurn.create(1).fd])
+    tracer.changed(TraceChanged("off", 1, 1, 0, str(tmp_path / "t")), [SampleCounter.create(1).fd])
     assert tracer.on
     assert tracer.sample("off") is not None
     tracer.cleared(TraceCleared("off"))
@@ -37,7 +37,7 @@ def test_rate_count_and_inheritance(tmp_path: Path) -> None:
 def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None:
     path = tmp_path / "t"
     tracer = Tracer(7, 1 << 20, 1000)
-    tracer.changed(TraceChanged("", 1, 1, 2, str(path)), [TraceTurn.create(1).fd])
+    tracer.changed(TraceChanged("", 1, 1, 2, str(path)), [SampleCounter.create(1).fd])
     first, second = tracer.sample("m"), tracer.sample("m")
     assert first is not None
     assert second is not None

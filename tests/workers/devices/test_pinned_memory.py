@@ -13,7 +13,7 @@ from pathlib import Path
 import posix_ipc
 import pytest
 
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.shm import guard
 from tensord.shm.arena import Arena, ArenaMap
 from tensord.shm.arrays import address_of
@@ -158,7 +158,7 @@ def missing(table: RegionTable, name: str) -> bool:
 
 def test_regions_while_they_are_registered(driver: Driver, loop: Loop) -> None:
     pinned, before = loop.pinned(64 * MIB), host().locked
-    table = RegionTable(RegionPolicy(Regions()), driver, 0, pinned)
+    table = RegionTable(RegionPolicy(RegionsOptions()), driver, 0, pinned)
     name = f"/tensord-test-pinned-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=8192)
     try:
@@ -238,7 +238,7 @@ def test_a_thousand_rounds_lock_no_more_than_one(driver: Driver, loop: Loop) -> 
     The driver refuses to lock what overlaps with memory that is locked already, so it has forgotten the earlier ones as well.
     """
     pinned, locked = loop.pinned(MIB), host().locked
-    table = RegionTable(RegionPolicy(Regions()), driver, 0, pinned)
+    table = RegionTable(RegionPolicy(RegionsOptions()), driver, 0, pinned)
     name = f"/tensord-test-{uuid.uuid4().hex}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=65536)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tensord.config.model_config import empty, parse_pbtxt
-from tensord.config.options import Arenas, Executables, Options, Regions
+from tensord.config.options import Arenas, ExecutablesOptions, Options, RegionsOptions
 from tensord.shm.arena import Arena
 from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import Driver
@@ -33,7 +33,7 @@ from tests.repositories import scale_model, write_model
 
 OPTIONS = Options(
     arenas=Arenas(byte_size=1 << 20, max_byte_size=1 << 20, inline_byte_size=64, wait=600),
-    executables=Executables(max_unexpected_shapes=2),
+    executables=ExecutablesOptions(max_unexpected_shapes=2),
 )
 
 
@@ -71,7 +71,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.inbox, self.page = Inbox(), StatusPage.create()
-        self.models, self.regions = ModelTable(), RegionTable(RegionPolicy(Regions()), Driver(), None)
+        self.models, self.regions = ModelTable(), RegionTable(RegionPolicy(RegionsOptions()), Driver(), None)
         self.compiler = ACompiler()
         self.dispatcher = Dispatcher(
             OPTIONS, self.models, self.regions, self.page, cast(WorkThread, self.compiler), time.monotonic_ns

@@ -21,7 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tensord.shm.channel import Channel, ChannelClosed, pair
-from tensord.shm.control_records import Call, Reply
+from tensord.shm.control_records import ControlCall, Reply
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import (
     AnswerRecord,
@@ -848,7 +848,7 @@ def in_region(loop: WorkerLoop) -> list[WholeAnswer]:
 
 
 def call(loop: WorkerLoop, operation: Any) -> Reply:
-    loop.tell(Call(1, operation))
+    loop.tell(ControlCall(1, operation))
     reply: Reply = loop.hear(Reply)
     return reply
 

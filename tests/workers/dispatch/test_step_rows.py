@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.config.options import Lanes, Options, Responses
+from tensord.config.options import Lanes, Options, ResponsesOptions
 from tensord.shm.messages import RequestedOutput
 from tensord.workers.dispatch.step_rows import MANY
 from tensord.workers.models.model_version import ModelVersion
@@ -48,7 +48,11 @@ BYTE_SIZE = 256 + 4 + 8
 def counting(leaves_nothing: None, tmp_path: Path) -> Iterator[WorkerLoop]:
     """Twenty responses may be ahead of a client."""
     made = WorkerLoop(
-        Options(lanes=Lanes(spin_us=0), executables=OPTIONS.executables, responses=Responses(max_ahead=BYTE_SIZE * 20))
+        Options(
+            lanes=Lanes(spin_us=0),
+            executables=OPTIONS.executables,
+            responses=ResponsesOptions(max_ahead=BYTE_SIZE * 20),
+        )
     )
     write_model(tmp_path, "counts", COUNTS, 'backend: "jax"')
     made.load(tmp_path / "counts")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import posix_ipc
 import pytest
 
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.shm import guard
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import AlreadyExists, InvalidArgument, NotFound
@@ -29,7 +29,7 @@ def key() -> Iterator[str]:
 
 @pytest.fixture
 def table() -> Iterator[RegionTable]:
-    made = RegionTable(RegionPolicy(Regions()), Driver(), None)
+    made = RegionTable(RegionPolicy(RegionsOptions()), Driver(), None)
     yield made
     made.close()
 
@@ -146,7 +146,7 @@ def found(uid: int, gid: int, mode: int) -> os.stat_result:
     ],
 )
 def test_whose(options: dict[str, Any], uid: int, gid: int, mode: int, welcome: bool) -> None:
-    policy = RegionPolicy(Regions(**options))
+    policy = RegionPolicy(RegionsOptions(**options))
     if welcome:
         policy.check(request(), found(uid, gid, mode))
     else:
@@ -167,7 +167,7 @@ def test_whose(options: dict[str, Any], uid: int, gid: int, mode: int, welcome: 
     ],
 )
 def test_a_unix_client_lends_only_what_it_may_use_itself(uid: int, gid: int, mode: int, may: bool) -> None:
-    policy = RegionPolicy(Regions(owners=("1001",)))
+    policy = RegionPolicy(RegionsOptions(owners=("1001",)))
     peer = Peer("unix", "", 1, 1001, 1001, (2002,))
     if may:
         policy.check(request(peer=peer), found(uid, gid, mode))
@@ -192,9 +192,11 @@ def test_a_unix_client_lends_only_what_it_may_use_itself(uid: int, gid: int, mod
     ],
 )
 def test_how(options: dict[str, Any], key: str, uid: int, access: str) -> None:
-    assert RegionPolicy(Regions(**options)).access(request(key), found(uid, 0, 0o600)) == access
+    assert RegionPolicy(RegionsOptions(**options)).access(request(key), found(uid, 0, 0o600)) == access
 
 
 def test_without_the_guard_everything_is_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "available", False)
-    assert RegionPolicy(Regions(guarded_key_prefixes=("k",))).access(request(), found(US, 0, 0o600)) == "snapshot"
+    assert (
+        RegionPolicy(RegionsOptions(guarded_key_prefixes=("k",))).access(request(), found(US, 0, 0o600)) == "snapshot"
+    )

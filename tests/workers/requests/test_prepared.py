@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.config.model_config import parse_pbtxt
-from tensord.config.options import Regions
+from tensord.config.options import RegionsOptions
 from tensord.shm.arena import Arena, ArenaMap
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import InvalidArgument, ServingError
@@ -50,7 +50,7 @@ FREE = version_of(
 
 @pytest.fixture(scope="module")
 def regions() -> Iterator[RegionTable]:
-    table = RegionTable(RegionPolicy(Regions()), Driver(), None)
+    table = RegionTable(RegionPolicy(RegionsOptions()), Driver(), None)
     name = f"/tensord-test-validation-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=4096)
     os.close(made.fd)

@@ -8,7 +8,7 @@ GRACE_SECONDS = 2.0
 SILENCE_SECONDS = 2.0
 
 
-class Pace:
+class DrainRate:
     """The rate at which one client takes what waits for it; measured anew whenever it took enough."""
 
     __slots__ = ("_left", "_since")

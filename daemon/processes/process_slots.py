@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tensord.config.options import Supervisor as SupervisorOptions
+from tensord.config.options import SupervisorOptions
 from tensord.daemon.processes.child import Child
 from tensord.shm import child_process
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _MAX_START_DEATHS = 5
 
 
-class Posts:
+class ProcessSlots:
     """Keeps the history of each slot, and starts replacements of dead processes."""
 
     def __init__(self, options: SupervisorOptions, supervisor: Supervisor) -> None:

@@ -7,13 +7,13 @@ import os
 import pytest
 
 from tensord.config.options import MAX_PROCESSES
-from tensord.daemon.control.tally import Tally
+from tensord.daemon.control.shared_counters import SharedCounters
 
 
 def test_every_process_sees_every_row() -> None:
-    ours = Tally.create()
-    theirs = Tally(os.dup(ours.fd))
-    first, last = ours.seat(0), theirs.seat(MAX_PROCESSES - 1)
+    ours = SharedCounters.create()
+    theirs = SharedCounters(os.dup(ours.fd))
+    first, last = ours.front(0), theirs.front(MAX_PROCESSES - 1)
     assert (first.total(), first.least(), last.least()) == (0, None, None)
     first.count(5)
     last.count(7)
@@ -26,7 +26,7 @@ def test_every_process_sees_every_row() -> None:
     assert (first.least(), last.least()) == (7, None)
     first.serve(True)
     assert (first.least(), last.least()) == (7, 5)
-    ours.seat(3).serve(True)
+    ours.front(3).serve(True)
     assert (first.least(), last.least()) == (0, 0)
     ours.clear(3)
     ours.clear(MAX_PROCESSES - 1)
@@ -37,32 +37,32 @@ def test_every_process_sees_every_row() -> None:
 
 def test_its_size_is_fixed() -> None:
     """A front could otherwise take the page from under the others."""
-    tally = Tally.create()
+    counters = SharedCounters.create()
     for byte_size in (0, 1 << 20):
         with pytest.raises(PermissionError):
-            os.ftruncate(tally.fd, byte_size)
-    tally.close()
+            os.ftruncate(counters.fd, byte_size)
+    counters.close()
 
 
 def test_another_descriptor() -> None:
     read, write = os.pipe()
     with pytest.raises(OSError):
-        Tally(read)
+        SharedCounters(read)
     os.close(read)
     os.close(write)
 
 
 def test_forms_are_counted_over_the_fronts_of_a_row() -> None:
     """How many there are is the present front's; how many there ever were are all of them's."""
-    tally = Tally.create()
-    first, other = tally.seat(0), tally.seat(1)
+    counters = SharedCounters.create()
+    first, other = counters.front(0), counters.front(1)
     for forms, evicted in ((1, 0), (2, 0), (1, 2)):
         first.mint(forms, evicted)
     other.mint(1, 0)
-    assert (tally.forms(0), tally.forms(1), tally.forms(2)) == ((1, 3, 2), (1, 1, 0), (0, 0, 0))
-    tally.clear(0)
-    assert tally.forms(0) == (0, 3, 2)
-    tally.seat(0).mint(1, 0)
-    assert (tally.forms(0), tally.forms(1)) == ((1, 4, 2), (1, 1, 0))
-    assert (tally.connections(0), set(tally.refused(0).values())) == (0, {0})
-    tally.close()
+    assert (counters.forms(0), counters.forms(1), counters.forms(2)) == ((1, 3, 2), (1, 1, 0), (0, 0, 0))
+    counters.clear(0)
+    assert counters.forms(0) == (0, 3, 2)
+    counters.front(0).mint(1, 0)
+    assert (counters.forms(0), counters.forms(1)) == ((1, 4, 2), (1, 1, 0))
+    assert (counters.connections(0), set(counters.refused(0).values())) == (0, {0})
+    counters.close()

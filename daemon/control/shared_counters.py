@@ -28,7 +28,7 @@ _BYTE_SIZE = MAX_PROCESSES * _WORDS * 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class Tally:
+class SharedCounters:
     """The page of shared counters. It owns its descriptor."""
 
     def __init__(self, fd: int) -> None:
@@ -40,9 +40,9 @@ class Tally:
         self._serves, self._connections = self._words[::_WORDS], self._words[1::_WORDS]
 
     @classmethod
-    def create(cls) -> Tally:
+    def create(cls) -> SharedCounters:
         """Creates a page. Raises OSError: there is no memory or no descriptor for it."""
-        fd = os.memfd_create("tensord-tally", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("tensord-counters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, _BYTE_SIZE)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -51,9 +51,9 @@ class Tally:
             os.close(fd)
             raise
 
-    def seat(self, row: int) -> Seat:
+    def front(self, row: int) -> FrontCounters:
         """Returns the row of one front, to write it."""
-        return Seat(self._words, self._serves, self._connections, row)
+        return FrontCounters(self._words, self._serves, self._connections, row)
 
     def connections(self, row: int) -> int:
         """Returns the connections of one front."""
@@ -82,7 +82,7 @@ class Tally:
         os.close(self.fd)
 
 
-class Seat:
+class FrontCounters:
     """The row of one front, for the front itself: it writes its own counts and reads the others'."""
 
     def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.daemon.front.memo import Memo
+from tensord.daemon.front.bounded_cache import BoundedCache
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=200), st.integers(1, 6))
 def test_the_last_ones_are_there_and_the_bound_holds(steps: list[tuple[bool, int]], count: int) -> None:
-    memo: Memo[int, str] = Memo(count)
+    memo: BoundedCache[int, str] = BoundedCache(count)
     used: list[int] = []
     for puts, key in steps:
         if puts:
@@ -25,7 +25,7 @@ def test_the_last_ones_are_there_and_the_bound_holds(steps: list[tuple[bool, int
 
 
 def test_what_is_asked_for_stays_among_what_never_comes_again() -> None:
-    memo: Memo[int, str] = Memo(4)
+    memo: BoundedCache[int, str] = BoundedCache(4)
     memo.put(-1, "stays")
     for number in range(100):
         memo.put(number, "goes")

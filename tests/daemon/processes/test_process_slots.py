@@ -1,4 +1,4 @@
-"""Who dies is replaced, later each time, while the post is needed."""
+"""Who dies is replaced, later each time, while the slot is needed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.config.options import Supervisor
+from tensord.config.options import SupervisorOptions
 from tensord.daemon.processes.child import Child
-from tensord.daemon.processes.posts import HEALTHY_NS, SERVED_MAXIMUM, Backoff, Posts
+from tensord.daemon.processes.process_slots import HEALTHY_NS, SERVED_MAXIMUM, Backoff, ProcessSlots
 from tensord.shm import child_process
 
 
@@ -31,9 +31,9 @@ class Dead:
         return "exited with status 1"
 
 
-def posts(needed: Callable[[Child], bool] = lambda _: True, give_up: Callable[[Child], bool] = lambda _: False) -> Any:
+def slots(needed: Callable[[Child], bool] = lambda _: True, give_up: Callable[[Child], bool] = lambda _: False) -> Any:
     supervisor: Any = SimpleNamespace(needs=needed, gives_up=give_up)
-    return Posts(Supervisor(restart_delay=0.001, max_restart_delay=0.01), supervisor)
+    return ProcessSlots(SupervisorOptions(restart_delay=0.001, max_restart_delay=0.01), supervisor)
 
 
 def dead(**fields: Any) -> Child:
@@ -44,7 +44,7 @@ def dead(**fields: Any) -> Child:
 
 
 async def test_replaced_once_a_death() -> None:
-    made, started = posts(), asyncio.Semaphore(0)
+    made, started = slots(), asyncio.Semaphore(0)
     for deaths in (1, 2, 3):
         made.died(dead(started_ns=1 << 62), started.release)
         await started.acquire()
@@ -63,7 +63,7 @@ async def test_a_start_that_fails_is_tried_again(caplog: pytest.LogCaptureFixtur
             raise OSError(11, "Resource temporarily unavailable")
         started.set()
 
-    made = posts()
+    made = slots()
     made.died(dead(), start)
     await started.wait()
     assert attempts == [0, 1, 2]
@@ -80,7 +80,7 @@ async def test_nobody_needs_it() -> None:
             looked.set()
         return needed[0]
 
-    made = posts(is_needed)
+    made = slots(is_needed)
     made.died(dead(), lambda: pytest.fail("it is needed no more"))
     needed[0] = False
     await looked.wait()
@@ -91,7 +91,7 @@ async def test_nobody_needs_it() -> None:
 async def test_what_another_start_would_repeat_is_given_up_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """A worker that cannot use its device; later, when the daemon serves, it is tried again as ever."""
     serving = [False]
-    made, started = posts(give_up=lambda _: not serving[0]), asyncio.Semaphore(0)
+    made, started = slots(give_up=lambda _: not serving[0]), asyncio.Semaphore(0)
     made.died(dead(returncode=child_process.NO_DEVICE), lambda: pytest.fail("it was given up"))
     assert "stopping: http-0 cannot use its device" in caplog.text
     serving[0] = True
@@ -107,7 +107,7 @@ async def test_a_post_that_is_never_filled(caplog: pytest.LogCaptureFixture) -> 
         asked.append(child.name)
         return True
 
-    made, started = posts(give_up=give_up), asyncio.Semaphore(0)
+    made, started = slots(give_up=give_up), asyncio.Semaphore(0)
     made.died(dead(name="http-1", ready=True), started.release)
     await started.acquire()
     for name in ("http-1", "http-0"):
