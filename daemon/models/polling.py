@@ -57,7 +57,7 @@ class Polling:
     """Looks at the repositories again and again, as a task of a daemon in that mode."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Takes in ``found`` the models that the start has begun to load."""
+        """Takes as ``found`` the models that the start has begun to load."""
         self._models = models
         self._options = options
         self._changes = Changes(found)

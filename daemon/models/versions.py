@@ -72,11 +72,11 @@ class VersionEntry:
         return self.state not in (IndexState.UNKNOWN, IndexState.UNAVAILABLE) or bool(self.loading)
 
     def belongs(self, device: str) -> bool:
-        """Returns whether the worker of that device loads it."""
+        """Returns whether the worker of that device loads this version."""
         return not self.devices or device in self.devices
 
     def state_record(self, number: int) -> ModelState:
-        """Makes the record about it that fronts get, as version ``number``."""
+        """Makes the record by which fronts know this version, whose number is ``number``."""
         described = self.described if self.state is IndexState.READY else None
         if described is None:
             return ModelState(self.load.name, number, self.state.value, self.reason)
