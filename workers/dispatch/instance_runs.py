@@ -101,10 +101,12 @@ class InstanceRuns:
         if version.order is not None:
             version.order.taken(execution)
         instance.run(execution, self._done(version, instance, number))
+        _count_ahead(version)
 
     def _done(self, version: ModelVersion, instance: Instance, number: int) -> Callable[[Execution], None]:
         def done(execution: Execution) -> None:
             version.executing -= 1
+            _count_ahead(version)
             if instance.needs:
                 # Else whoever waits would go next each time, whatever a turn of either counts.
                 due_ns = version.planner.due_ns(number)
@@ -122,8 +124,15 @@ class InstanceRuns:
                 if request in execution.requests:
                     taken = instance.take_back(execution)
                     version.executing -= taken
+                    _count_ahead(version)
                     return taken
         return False
+
+
+def _count_ahead(version: ModelVersion) -> None:
+    """Tells the queue how many requests its only instance was given beside the one that it runs."""
+    if version.runs_ahead:
+        version.queue.ahead = max(0, len(version.loaded.instances[0].given) - 1)
 
 
 def in_order(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:

@@ -100,6 +100,8 @@ class RequestQueue(Generic[W]):
         self._level_sizes = {0: 0}
         #: Requests that wait.
         self.size = 0
+        #: Requests that left the queue for a thread, and wait there: they take their place of ``max_size`` as if they were here.
+        self.ahead = 0
         self._sequence = 0
         #: (when, sequence, request) of those that can expire; entries of requests that left are skipped.
         self.expiries: list[tuple[int, int, W]] = []
@@ -115,14 +117,14 @@ class RequestQueue(Generic[W]):
 
     def push(self, request: W) -> None:
         """Appends a request. Raises Unavailable: the queue is full."""
-        if self._line >= 0 and not request.deadline_ns and self.size < self._rules.max_size:
+        if self._line >= 0 and not request.deadline_ns and self.size + self.ahead < self._rules.max_size:
             self._sequence += 1
             request.sequence = self._sequence
             self._insert(request, self._line)
             return
         level = self._rules.level(request.priority)
         policy = self._rules.policy(level)
-        if self.size >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes.get(level - 1, 0):
+        if self.size + self.ahead >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes.get(level - 1, 0):
             raise Unavailable("Exceeds maximum queue size")
         self._sequence += 1
         request.sequence = self._sequence
