@@ -78,6 +78,10 @@ def over_http(daemon: DaemonProcess) -> Callable[[str], str]:
     return ask
 
 
+#: How grpc says that the peer of a connection is gone: it was reading, or about to write.
+_CUT = ("Socket closed", "Connection reset", "Broken pipe")
+
+
 def over_grpc(daemon: DaemonProcess) -> Callable[[str], str]:
     """Asks on one channel, which connects again by itself."""
     call = grpc.insecure_channel(daemon.grpc_url).unary_unary("/inference.GRPCInferenceService/ModelInfer")
@@ -89,7 +93,7 @@ def over_grpc(daemon: DaemonProcess) -> Callable[[str], str]:
         try:
             call(request.SerializeToString(), timeout=PATIENCE, wait_for_ready=True)
         except grpc.RpcError as error:
-            if "Socket closed" in error.details() or "Connection reset" in error.details():
+            if any(said in error.details() for said in _CUT):
                 return "cut"
             return f"{error.code().name}: {error.details()}"
         return "200"
