@@ -36,7 +36,7 @@ class _Phase(enum.Enum):
     TRAILERS = "trailers"
     #: The body has ended.
     ENDED = "ended"
-    #: It is unknown: the bytes are no chunked body.
+    #: The size of the chunk is unknown: the bytes are no chunked body.
     LOST = "lost"
 
 

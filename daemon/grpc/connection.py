@@ -44,14 +44,14 @@ class Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.http2 = Http2(serving, self)
         self._owner = owner
-        #: What it holds of the arenas, while it is open.
+        #: The account of arena memory that the connection holds while it is open.
         self.account: Account | None = None
         #: Large requests that are not sent yet, and who waits for them.
         self.steps = StepOrder(self.loop)
         #: For who waits for the end of this connection.
         self.connection_end = ConnectionEnd()
         self._transport: asyncio.Transport | None = None
-        #: Whether what is written may lie in memory that is given back once it has left.
+        #: True where bytes to write may be views of leased memory, which is given back once they have left.
         self.is_plain = True
         self._lost = False
         #: To be called when everything written so far has left.
@@ -59,12 +59,12 @@ class Connection(asyncio.Protocol):
         #: Since when the client takes nothing, and whether it takes enough of what waits for it. Times are the loop's.
         self._paused_since = 0.0
         self._pace = DrainRate()
-        #: What came has to wait for the next iteration of the loop.
+        #: True while received bytes wait for the next iteration of the loop.
         self._resting = False
         #: Reads what is large in our place; there while the connection sends such. What came since it last had something to do.
         self._reader: BodyReader | None = None
         self._reads_since = 0
-        #: What of a payload that reader still has to read; None: nothing is read there.
+        #: The part of a payload that the direct reader still has to read; None: it reads nothing.
         self._place: memoryview | None = None
         self._opened_at = self._checked_at = self.http2.heard_at = self.loop.time()
         #: When it was last of use to its client, as it was noticed, and what had been answered then; when it last had streams.

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 #: The largest frame we take: larger than the default, so that large tensors come in fewer pieces.
 FRAME_SIZE = 4 << 20
-#: What a client may send, of a stream and of all together, before it is granted again.
+#: Receive windows in bytes: what a client may send on a stream, and on all together, before it is granted more.
 STREAM_WINDOW = 4 << 20
 CONNECTION_WINDOW = 64 << 20
 #: More than that is granted again.
@@ -55,11 +55,11 @@ _MUCH_OF_STREAM = STREAM_WINDOW // 4
 _MUCH_OF_CONNECTION = CONNECTION_WINDOW // 4
 #: A window is below 2^31; what of a message is beyond this is granted as it comes.
 _MAX_AHEAD = 1 << 30
-#: What may be handed to the transport at once; mostly views of the arena. A 1 MiB answer and its end leave in one call.
+#: Bytes that may be handed to the transport at once; mostly views of the arena. A 1 MiB answer and its end leave in one call.
 WRITE_BUFFER = 4 << 20
 
 _COUNTS = range(FRAMES_A_TURN)
-#: What else frames cost: a call that is taken back, and a control frame that is answered.
+#: Costs of other frames: a call that is reset, and a control frame that is answered.
 _RESET_COST = 8
 _CONTROL_COST = 4
 #: What a read of the transport may bring at most, or nearly: there is probably more, which it reads in the same iteration.

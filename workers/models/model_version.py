@@ -168,8 +168,7 @@ class ModelVersion:
     @property
     def pending(self) -> int:
         """How many requests wait to run, also at an instance, or for their shape to be compiled."""
-        ahead = sum([max(0, len(instance.given) - 1) for instance in self.loaded.instances])
-        return len(self.planner) + ahead + sum(map(len, self.compiling.values()))
+        return len(self.planner) + self.queue.ahead + sum(map(len, self.compiling.values()))
 
     def figures(self, now_ns: int) -> VersionFigures:
         """Returns the version's figures for metrics."""
