@@ -10,9 +10,9 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 TraceChanged TraceCleared
 
                 supervisor --> worker                    worker --> supervisor
-    control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
-                CancelLoad ControlCall Reply             Unloaded Loading
-                LogChanged                               ControlCall
+    control     Start Stop LaneOpened LaneClosed         ChildReady Loaded Reply
+                Load Unload CancelLoad                   Unloaded Loading
+                ControlCall Reply LogChanged             ControlCall LaneClosed
 
 A ControlCall, by a front, by a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
 ``tensord.shm.operations``.
@@ -92,16 +92,48 @@ class Serve(Record, frozen=True, tag="serve"):
     """The front has the whole published state: from now on it may take clients."""
 
 
+class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds what a client may have of one worker, through its lane. Sizes are bytes."""
+
+    #: Requests whose final answer has not left; one more is answered UNAVAILABLE.
+    in_flight: int
+    #: The client's segments that are open at a time, and the bytes of all of them.
+    segments: int
+    segment_byte_size: int
+    #: All segments of the lane's response arena together.
+    response_byte_size: int
+
+
+class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Identifies the client whose lane it is, and says what it may have."""
+
+    #: The client as the kernel tells it; of kind "unix".
+    peer: Peer
+    limits: LaneLimits
+
+
 class LaneOpened(Record, frozen=True, tag="lane"):
     """Carries one end of a lane's SEQPACKET pair.
 
     To a front: ``peer`` is the worker's incarnation, ``device`` its name ("cpu:0", "cuda:1"), and two further descriptors are
     that worker's status page (``tensord.shm.status_page``) and its sequence page. To a worker: ``peer`` is the submitter's
-    incarnation.
+    number: a front's incarnation, or the number of a client's lane, which comes from the same counter.
     """
 
     peer: int
     device: str = ""
+    #: To a worker, for a client's lane: nothing that comes on it is to be trusted. None: a front's.
+    client: LaneClient | None = None
+
+
+class LaneClosed(Record, frozen=True, tag="unlane"):
+    """Ends a client's lane, by its number.
+
+    To a worker: the client has gone, or does not want the lane any more; an unknown number is ignored. From a worker: the lane
+    has ended, by whomever: once for each client's lane it was given, also where the lane's descriptor could not be received.
+    """
+
+    peer: int
 
 
 class LogChanged(Record, frozen=True, tag="log"):
@@ -279,5 +311,7 @@ ToFront = (
     | Reply
 )
 FromFront = ChildReady | StateAcknowledged | ControlCall
-ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | CancelLoad | Unload | ControlCall | Reply
-FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall
+ToWorkerControl = (
+    Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | CancelLoad | Unload | ControlCall | Reply
+)
+FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | LaneClosed

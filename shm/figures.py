@@ -110,3 +110,6 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     leases: dict[str, int]
     #: The metrics that models keep themselves.
     own: tuple[OwnMetrics, ...] = ()
+    #: Requests that came on clients' lanes, ever; and bytes of the segments that such lanes have opened and not closed.
+    lane_requests: int = 0
+    lane_byte_size: int = 0
