@@ -173,7 +173,7 @@ _LIST = msgspec.inspect.VarTupleType
 #: Keys that name a file or a folder, or may do so after ``unix:``.
 _PATHS = (
     *("repository.paths", "executables.cache_directory", "log.file", "trace.file", "http.address", "grpc.address"),
-    *("grpc.certificate", "grpc.key", "grpc.root_certificate", "regions.socket", "supervisor.control_socket"),
+    *("grpc.certificate", "grpc.key", "grpc.root_certificate", "clients.socket", "supervisor.control_socket"),
 )
 
 

@@ -311,8 +311,30 @@ class RegionsOptions(Section, frozen=True):
     max_owner_byte_size: ByteSize = 1 << 43
     #: When a region that was registered over a unix socket is unregistered: with the process that did it, or with its connection.
     reclaim: Literal["never", "owner", "connection"] = "never"
-    #: Unix socket on which clients hand over sealed memory; "": $RUNTIME_DIRECTORY/regions.sock under systemd, else none.
+
+
+class ClientsOptions(Section, frozen=True):
+    """The clients' unix socket, and the lanes to workers that clients get there."""
+
+    #: The socket's path; "": clients.sock in $RUNTIME_DIRECTORY under systemd, else beside tensorctl's socket.
     socket: str = ""
+    socket_mode: SocketMode = "0660"
+    #: Whether HTTP is served on http.sock in the same folder as well, where it is served at all.
+    http: bool = True
+    #: Whether clients get lanes; without, they ask over HTTP.
+    lanes: bool = True
+    #: Clients that are connected at a time: of all users, and of one.
+    max_count: Count = 4096
+    max_owner_count: Count = 2048
+    #: Lanes of one user: a connection has one to each worker that it asks.
+    max_owner_lanes: Count = 4096
+    #: Requests of one lane that are in flight.
+    max_in_flight: Count = 256
+    #: Segments of memory that a client has on one lane, and the bytes of all of them.
+    max_segments: Count = 64
+    segment_byte_size: ByteSize = 1 << 30
+    #: Answers of one lane in the worker's memory, until the client has given them back.
+    response_byte_size: ArenaSize = 256 << 20
 
 
 class SupervisorOptions(Section, frozen=True):
@@ -376,6 +398,7 @@ class Options(Section, frozen=True):
     rate_limit: RateLimit = RateLimit()
     executables: ExecutablesOptions = ExecutablesOptions()
     regions: RegionsOptions = RegionsOptions()
+    clients: ClientsOptions = ClientsOptions()
     supervisor: SupervisorOptions = SupervisorOptions()
     log: Log = Log()
     trace: TraceOptions = TraceOptions()

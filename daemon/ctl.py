@@ -19,7 +19,19 @@ import click
 from tensord.daemon.control.runtime_directory import searched
 
 _PROCESS_COLUMNS = (
-    *("name", "pid", "ready", "connections", "device", "isolated", "memory_fraction", "cores", "threads", "memory_mib"),
+    *(
+        "name",
+        "pid",
+        "ready",
+        "connections",
+        "lanes",
+        "device",
+        "isolated",
+        "memory_fraction",
+        "cores",
+        "threads",
+        "memory_mib",
+    ),
     *("state", "outputs", "uptime_s", "deaths", "oldest_execution", "oldest_load"),
 )
 _REGION_COLUMNS = (
@@ -71,6 +83,10 @@ class _Printer:
         models = result["models"]
         ready = f"{'ready' if result['ready'] else 'not ready'}, {models['served']} of {models['wanted']} models served"
         click.echo(f"{result['server_name']}: {result['phase']}, {ready}, {', '.join(urls)}")
+        clients = result["clients"]
+        if clients["socket"]:
+            counts = f"{clients['connections']} connected, {clients['lanes']} lanes"
+            click.echo(f"clients: {counts}, on {clients['socket']}")
         processes = [*result["fronts"], *result["workers"]]
         _print_table(_PROCESS_COLUMNS, processes)
         # All of a kind are of one installation.

@@ -183,6 +183,7 @@ FLAGS = (
     Flag("metrics-port", "metrics.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
     Flag("allow-gpu-metrics", "metrics.gpus", "Of GPUs as well, where workers use them.", switch=True),
     Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory.", switch=True),
+    Flag("allow-client-lanes", "clients.lanes", "Clients get lanes to the workers.", switch=True),
     Flag("device", "workers.device", "auto, cpu or cuda.", metavar="KIND"),
     Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", metavar="COUNT"),
     Flag("cpu-beside-gpus", "workers.cpu_beside_gpus", "Also where there are GPU workers.", switch=True),

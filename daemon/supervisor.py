@@ -25,6 +25,8 @@ import msgspec
 from tensord.config import log
 from tensord.config.layers import ConfigurationError
 from tensord.config.options import Log, Options
+from tensord.daemon.clients.client_lanes import ClientLanes
+from tensord.daemon.clients.client_socket import ClientSocket
 from tensord.daemon.control.log_settings import LogSettings
 from tensord.daemon.metrics.collection import Collection
 from tensord.daemon.metrics.endpoint import Endpoint
@@ -48,12 +50,12 @@ from tensord.daemon.processes.watchdog import Watchdog
 from tensord.daemon.processes.worker_pool import Leftovers, WorkerPool
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.daemon.regions.region_registry import RegionRegistry
-from tensord.daemon.regions.region_socket import RegionSocket
 from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.channel import pair
 from tensord.shm.control_records import (
     ControlCall,
+    LaneClosed,
     LaneOpened,
     Loaded,
     LogChanged,
@@ -115,6 +117,8 @@ class Supervisor:
         self._served_models = model_list.ServedModels(self._models)
         each = options.workers.devices_per_worker
         self._regions = RegionRegistry(options.regions, self.workers, self._fronts, each)
+        self._lanes = ClientLanes(options, self)
+        self._clients = ClientSocket(options, environment, self._regions, self._fronts, self._lanes)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self._fronts.publish)
         self._operations = Operations(
@@ -127,7 +131,14 @@ class Supervisor:
         )
         self._gpus = GpuWatcher()
         collection = Collection(
-            self.workers, self._fronts, self._slots, self._regions, options.regions, self._models, self._gpus
+            self.workers,
+            self._fronts,
+            self._slots,
+            self._regions,
+            options.regions,
+            self._models,
+            self._gpus,
+            self._lanes,
         )
         self._metrics = Endpoint(options.metrics, collection.snapshot)
 
@@ -138,18 +149,22 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
-        self._fronts.listen(self._environment)
+        self._clients.listen()
+        try:
+            self._fronts.listen(self._environment, self._clients.http_path)
+        except BaseException:
+            self._clients.close()
+            raise
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._shutdown.signalled)
         if self._first_signals.came is not None:
             self._shutdown.signalled()
         loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.spawn(self._reload()))
         control = ControlSocket(self.options.supervisor, self._environment, self._operations, self.describe)
-        regions = RegionSocket(self.options.regions, self._environment, self._regions, self._fronts.settled)
         try:
             await self._metrics.open()
             await control.open()
-            regions.open()
+            self._clients.serve()
             self.workers.start_all(self._spawned)
             found = await self._models.scan(self.options.repository)
             outcomes = self._models.begin(found, self.options.repository)
@@ -168,7 +183,7 @@ class Supervisor:
             self._metrics.close()
             control.close()
             self._models.close()
-            regions.close()
+            self._clients.close()
             self._regions.close()
             self._trace_settings.close()
             self._notifier.close()
@@ -246,6 +261,7 @@ class Supervisor:
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
         """Publishes a model's new state, or the readiness, to every front."""
         self._fronts.publish(record)
+        self._lanes.model_changed(record)
         if isinstance(record, Readiness):
             self._bar.draw(
                 record.wanted - record.unserved, record.wanted, record.at
@@ -282,6 +298,10 @@ class Supervisor:
         else:
             self._models.unloaded(worker.incarnation, record.name, record.version)
 
+    def worker_ended_lane(self, worker: WorkerProcess, lane: LaneClosed) -> None:
+        """Handles a worker's word that nothing is left of a client's lane."""
+        self._lanes.lane_ended(worker, lane.peer)
+
     async def _answer(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
         try:
             front.send(await self._operations.reply(call, fds[0] if fds else -1))
@@ -308,6 +328,7 @@ class Supervisor:
     def worker_died(self, worker: WorkerProcess, device: Device) -> None:
         """Handles a worker's death: fences it, and fills its slot again."""
         self._regions.worker_left(worker.incarnation)
+        self._lanes.worker_left(worker)
         # The fence comes first: what was in flight there may run elsewhere from now on.
         self._fronts.publish(WorkerFenced(worker.incarnation))
         self._models.worker_left(worker.incarnation, worker.describe_exit(), self.workers.usable)
@@ -379,6 +400,7 @@ class Supervisor:
         self._notifier.stopping("finishing accepted requests")
         _log.info("stopping: finishing accepted requests, for at most %g s", self.options.supervisor.exit_timeout)
         self._fronts.stop_listening()
+        self._clients.stop_accepting()
         await self._shutdown.finish(self._fronts.by_incarnation, deadline_ns)
         self.phase = DaemonPhase.STOPPING
         deadline_ns = max(deadline_ns, time.monotonic_ns() + int(_WORKER_GRACE * 1e9))
@@ -411,11 +433,16 @@ class Supervisor:
             "grpc": self._fronts.urls("grpc"),
             "metrics": self._metrics.url,
             "workers": process_list.of_workers(
-                self.workers, self._slots, self._models.lifecycle.known_versions(), now_ns
+                self.workers,
+                self._slots,
+                self._models.lifecycle.known_versions(),
+                self._lanes.open_by_worker(),
+                now_ns,
             ),
             "fronts": process_list.of_fronts(self._fronts, self._slots, now_ns),
             **model_list.of_models(self._models),
             "regions": self._regions.statistics(),
+            "clients": self._clients.describe(),
         }
 
     def next_incarnation(self) -> int:
@@ -427,7 +454,9 @@ class Supervisor:
 def _raise_open_files(options: Options) -> None:
     """Raises the limit of open files to what the host allows, for this process and its children; warns if that is little."""
     allowed = descriptors.raise_limit()
-    wanted = max(options.http.max_connections, options.grpc.max_connections, options.regions.max_count)
+    wanted = max(
+        options.http.max_connections, options.grpc.max_connections, options.regions.max_count, options.clients.max_count
+    )
     if allowed < wanted:
         _log.warning(
             "a process may have %d files open, connections or regions may be %d: raise the limit (ulimit -n, LimitNOFILE)",

@@ -196,6 +196,8 @@ class ModelState(Record, frozen=True, tag="model"):
     judges: bool = False
     #: The devices whose workers load it, whether they are there now or not; empty: all.
     devices: tuple[str, ...] = ()
+    #: Whether a request that is run twice harms nobody: jitted code that gives one answer and keeps nothing.
+    pure: bool = False
 
 
 class ModelGone(Record, frozen=True, tag="gone"):
@@ -257,6 +259,7 @@ class Loaded(Record, frozen=True, tag="loaded"):
     #: As in ModelState.
     judges: bool = False
     footprint: Footprint = Footprint()
+    pure: bool = False
 
 
 class Unload(Record, frozen=True, tag="unload"):
@@ -311,7 +314,5 @@ ToFront = (
     | Reply
 )
 FromFront = ChildReady | StateAcknowledged | ControlCall
-ToWorkerControl = (
-    Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | CancelLoad | Unload | ControlCall | Reply
-)
+ToWorkerControl = Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | CancelLoad | Unload | ControlCall | Reply
 FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | LaneClosed

@@ -55,10 +55,11 @@ INSIDE = {
     "daemon.http": ("control", "tracing", "submit", "front"),
     "daemon.processes": ("control",),
     "daemon.regions": ("control", "front"),
+    "daemon.clients": ("control", "submit", "front", "processes", "regions"),
     "daemon.operator": ("control", "tracing", "models", "processes", "regions"),
-    "daemon.metrics": ("models", "front", "processes", "regions"),
+    "daemon.metrics": ("models", "front", "processes", "regions", "clients"),
     # The commands and the supervisor. Fronts are other processes: it starts them and imports nothing of theirs.
-    "daemon": ("control", "tracing", "models", "processes", "regions", "operator", "metrics"),
+    "daemon": ("control", "tracing", "models", "processes", "regions", "clients", "operator", "metrics"),
     "workers.scheduling": (),
     "workers.threads": (),
     "workers.jax_internals": (),

@@ -201,6 +201,7 @@ class Control:
                 joins=outcome.stepped is not None and outcome.stepped.gather == "concat",
                 judges=outcome.is_ready_calls is not None,
                 footprint=outcome.footprint,
+                pure=outcome.pure,
             )
         )
 

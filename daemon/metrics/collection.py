@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from tensord.config.options import RegionsOptions
+from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.metrics.ledger import Ledger
 from tensord.daemon.metrics.own_metrics import OwnMetricsLedger
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
@@ -35,6 +36,28 @@ _log = logging.getLogger(__name__)
 _PATIENCE = 2.0
 
 
+class _OnLanes:
+    """Adds up what the workers of one slot have counted on clients' lanes, which each of them counts from zero."""
+
+    def __init__(self) -> None:
+        #: The worker that reported last.
+        self.incarnation = 0
+        #: Bytes of clients' segments that are open there.
+        self.byte_size = 0
+        self._before = self._reported = 0
+
+    def update(self, incarnation: int, figures: Figures) -> None:
+        """Notes a worker's report."""
+        if incarnation != self.incarnation:
+            self._before += self._reported
+        self.incarnation, self.byte_size, self._reported = incarnation, figures.lane_byte_size, figures.lane_requests
+
+    @property
+    def requests(self) -> int:
+        """Counts the requests that came on clients' lanes, ever."""
+        return self._before + self._reported
+
+
 class Collection:
     """Takes snapshots, and owns the ledgers of counters."""
 
@@ -47,6 +70,7 @@ class Collection:
         limits: RegionsOptions,
         models: Models,
         gpus: GpuWatcher,
+        lanes: ClientLanes,
     ) -> None:
         self._workers = workers
         self._fronts = fronts
@@ -55,10 +79,13 @@ class Collection:
         self._limits = limits
         self._models = models
         self._gpus = gpus
+        self._lanes = lanes
         self._ledger = Ledger()
         self._own = OwnMetricsLedger()
         #: Incarnation -> its last report of the leases on regions.
         self._leases: dict[int, dict[str, int]] = {}
+        #: Name of a slot -> what its workers have said of clients' lanes.
+        self._on_lanes: dict[str, _OnLanes] = {}
 
     async def snapshot(self) -> MetricsSnapshot:
         """Returns a snapshot of the daemon now. Never fails because of a worker."""
@@ -86,6 +113,8 @@ class Collection:
             self._gpus.gpus,
             dict(self._gpus.errors),
             self._own.families(apart=len(self._workers.devices) > 1),
+            self._lanes.connections,
+            self._lanes.refused,
         )
 
     def _footprints(self, served: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Footprint]:
@@ -109,18 +138,24 @@ class Collection:
         self._ledger.update(worker.incarnation, figures)
         self._own.update(worker.incarnation, worker.name, figures.own)
         self._leases[worker.incarnation] = figures.leases
+        self._on_lanes.setdefault(worker.name, _OnLanes()).update(worker.incarnation, figures)
         return True
 
     def _worker_slots(self, answered: set[int]) -> list[WorkerSlot]:
         filled = {worker.name: worker for worker in self._workers}
+        slots, lanes = self._workers.slots, self._lanes.open_by_worker()
+        self._on_lanes = {name: on_lanes for name, on_lanes in self._on_lanes.items() if name in slots}
         found = []
-        for name, device in self._workers.slots.items():
+        for name, device in slots.items():
             worker = filled.get(name)
             up = worker is not None and worker.ready
             answered_now = worker is not None and worker.incarnation in answered
             lost = self._workers.lost_sequences[name]
             loading = worker.loading if worker is not None else None
-            found.append(WorkerSlot(name, device, up, answered_now, self._slots.restarts(name), lost, loading))
+            on_lanes = self._on_lanes.get(name, _OnLanes())
+            byte_size = on_lanes.byte_size if worker is not None and worker.incarnation == on_lanes.incarnation else 0
+            counts = lanes[name], on_lanes.requests, byte_size
+            found.append(WorkerSlot(name, device, up, answered_now, self._slots.restarts(name), lost, loading, *counts))
         return found
 
     def _front_slots(self) -> list[FrontSlot]:

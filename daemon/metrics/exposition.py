@@ -139,6 +139,7 @@ class _Snapshots(Collector):
         yield from _footprints(self._snapshot)
         yield from _regions(self._snapshot)
         yield from _workers(self._snapshot)
+        yield from _clients(self._snapshot)
         yield from _fronts(self._snapshot)
         yield from _gpus(self._snapshot)
         yield _memory(self._snapshot.processes)
@@ -285,6 +286,27 @@ def _workers(snapshot: MetricsSnapshot) -> Iterator[Metric]:
             programs.add_metric((*model, "made"), at.number - 1)
             programs.add_metric((*model, "all"), at.total)
     yield programs
+
+
+def _clients(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "tensord_clients", "Clients that are connected to the clients' socket now", snapshot.clients
+    )
+    yield CounterMetricFamily(
+        "tensord_client_lanes_refused_total", "Requests for lanes that were refused", snapshot.refused_lanes
+    )
+    workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
+    labels = ("worker", "device")
+    lanes = GaugeMetricFamily("tensord_client_lanes", "Lanes that clients have to the worker now", labels=labels)
+    yield _filled(lanes, [(of, slot.lanes) for of, slot in workers])
+    requests = CounterMetricFamily(
+        "tensord_client_lane_requests_total", "Inference requests that came on clients' lanes", labels=labels
+    )
+    yield _filled(requests, [(of, slot.lane_requests) for of, slot in workers])
+    size = GaugeMetricFamily(
+        "tensord_client_segment_bytes", "Bytes of clients' segments that lanes have open now", labels=labels
+    )
+    yield _filled(size, [(of, slot.lane_byte_size) for of, slot in workers])
 
 
 def _fronts(snapshot: MetricsSnapshot) -> Iterator[Metric]:

@@ -32,6 +32,10 @@ class WorkerSlot:
     lost_sequences: int = 0
     #: Its current load, if that is known.
     loading: Loading | None = None
+    #: Clients' lanes that are open, requests that came on such lanes, ever, and bytes of the clients' segments there.
+    lanes: int = 0
+    lane_requests: int = 0
+    lane_byte_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +91,6 @@ class MetricsSnapshot:
     gpu_errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
     #: The metrics that models keep themselves.
     own: Sequence[OwnFamily] = ()
+    #: Clients that are connected to their socket, and lanes that they were refused, ever.
+    clients: int = 0
+    refused_lanes: int = 0

@@ -94,6 +94,7 @@ class VersionEntry:
             described.joins,
             devices=self.devices,
             judges=described.judges,
+            pure=described.pure,
         )
 
 

@@ -20,14 +20,24 @@ def of_fronts(fronts: Fronts, slots: ProcessSlots, now_ns: int) -> list[dict[str
 
 
 def of_workers(
-    workers: Iterable[WorkerProcess], slots: ProcessSlots, models: Mapping[str, Iterable[int]], now_ns: int
+    workers: Iterable[WorkerProcess],
+    slots: ProcessSlots,
+    models: Mapping[str, Iterable[int]],
+    lanes: Mapping[str, int],
+    now_ns: int,
 ) -> list[dict[str, Any]]:
-    """Returns an entry for each worker, with its device and its status page. ``models``: names and versions that it may have."""
+    """Returns an entry for each worker, with its device and its status page.
+
+    Args:
+      models: names and versions that it may have.
+      lanes: name of a worker -> the lanes that clients have to it.
+    """
     names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}
     return [
         _entry(worker, slots, now_ns)
         | {
             "device": device_names.shared(worker.device),
+            "lanes": lanes.get(worker.name, 0),
             "state": _state(worker),
             "outputs": _outputs(worker),
             "oldest_execution": _oldest_execution(worker, names, now_ns),

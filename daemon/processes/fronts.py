@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -54,8 +55,11 @@ class Fronts:
 
     # --------------------------------------------------------------------------------------------------------- starting
 
-    def listen(self, environment: Mapping[str, str]) -> None:
-        """Binds sockets for each protocol, or takes over those of the service manager. Raises ListenError, OSError."""
+    def listen(self, environment: Mapping[str, str], beside: Path | None = None) -> None:
+        """Binds sockets for each protocol, or takes over those of the service manager. Raises ListenError, OSError.
+
+        ``beside``: the path of one more Unix socket for HTTP, where it is served; without it if that cannot be bound.
+        """
         options = self._supervisor.options
         try:
             self._listeners = socket_activation.inherited(environment)
@@ -68,11 +72,24 @@ class Fronts:
                     self._listeners[protocol] = listening.listen_all(
                         section.address, section.port, protocol, section.socket_mode
                     )
+            if beside is not None and "http" in self._listeners:
+                self._listen_beside(beside)
             for protocol in self._listeners:
                 self._counters[protocol] = SharedCounters.create()
         except (ListenError, OSError):
             self.close()
             raise
+
+    def _listen_beside(self, path: Path) -> None:
+        address = f"unix:{path}"
+        if address in self.urls("http"):
+            return
+        try:
+            self._listeners["http"].append(
+                listening.listen(address, 0, "http", self._supervisor.options.http.socket_mode)
+            )
+        except ListenError as error:
+            _log.warning("clients find no HTTP beside their socket: %s", error)
 
     def start_all(self, at_once: int) -> None:
         """Starts every front of every protocol, so many at a time. Raises OSError: there is no room for a process.

@@ -20,7 +20,7 @@ from tensord.daemon.processes.child import OF_JAX, MissingParts, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
-from tensord.shm.control_records import ChildReady, ControlCall, Loaded, Reply, Unloaded
+from tensord.shm.control_records import ChildReady, ControlCall, LaneClosed, Loaded, Reply, Unloaded
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.marked_processes import MARK
 from tensord.shm.progress import Loading
@@ -173,6 +173,8 @@ class WorkerPool:
                 self._supervisor.worker_answered(worker, record)
             case ControlCall():
                 self._supervisor.worker_asked(worker, record)
+            case LaneClosed():
+                self._supervisor.worker_ended_lane(worker, record)
         return descriptors.close(fds)
 
     def _reported(self, worker: WorkerProcess, record: ChildReady, fds: list[int]) -> None:

@@ -1,5 +1,8 @@
 """A worker without models: speaks the control channel, answers as the names of models tell it to.
 
+A client's lane answers what comes with the lane's number and its client's pid. ``end`` ends it; after ``hold`` its end is not
+told.
+
 ``fails`` does not load; ``dies`` kills the process that loads it, ``dies_once`` the first that does; ``never`` is never answered.
 """
 
@@ -23,6 +26,8 @@ from tensord.shm.child_process import die_with_parent
 from tensord.shm.control_records import (
     ChildReady,
     ControlCall,
+    LaneClient,
+    LaneClosed,
     LaneOpened,
     Load,
     Loaded,
@@ -52,6 +57,9 @@ class FakeWorker:
         self.models: dict[tuple[str, int], int] = {}
         self.regions: dict[str, int] = {}
         self.lanes: list[int] = []
+        self.client_lanes: dict[int, socket.socket] = {}
+        self.held: set[int] = set()
+        self.lane_requests = 0
         self.began_ns = time.monotonic_ns()
         channel = Channel(socket.socket(fileno=control_fd), decoder(ToWorkerControl))
         self.connection = ControlChannel(channel, self.received, self.done.set)
@@ -70,6 +78,11 @@ class FakeWorker:
                 stack_report.enable(*fds)
                 self.page.set_state(WorkerState.IDLE, time.monotonic_ns())
                 self.connection.send(ChildReady(incarnation), self.page.fd, self.sequences.fd)
+            case LaneOpened(number, client=LaneClient(peer, limits)):
+                self.open_client_lane(number, f"{number} {peer.kind} {peer.pid} {limits.in_flight}", *fds)
+                fds = []
+            case LaneClosed(number):
+                self.close_client_lane(number)
             case LaneOpened():
                 self.lanes += fds
                 fds = []
@@ -85,6 +98,32 @@ class FakeWorker:
                 self.done.set()
         for fd in fds:
             os.close(fd)
+
+    def open_client_lane(self, number: int, words: str, fd: int) -> None:
+        lane = self.client_lanes[number] = socket.socket(fileno=fd)
+
+        def readable() -> None:
+            try:
+                content = lane.recv(100)
+            except OSError:
+                content = b""
+            self.lane_requests += bool(content)
+            if content == b"hold":
+                self.held.add(number)
+            if content in (b"", b"end"):
+                self.close_client_lane(number)
+            else:
+                lane.send(words.encode())
+
+        asyncio.get_running_loop().add_reader(lane.fileno(), readable)
+
+    def close_client_lane(self, number: int) -> None:
+        lane = self.client_lanes.pop(number, None)
+        if lane is not None:
+            asyncio.get_running_loop().remove_reader(lane.fileno())
+            lane.close()
+            if number not in self.held:
+                self.connection.send(LaneClosed(number))
 
     def load(self, load: Load, name: str, version: int) -> None:
         marker = Path(load.model_path, "died")
@@ -120,7 +159,7 @@ class FakeWorker:
                     VersionFigures(name, version, self.began_ns, 2, Counts(success=loads, copied_byte_size=os.getpid()))
                     for (name, version), loads in self.models.items()
                 )
-                figures = Figures(versions, {"system": len(self.regions), "cuda": 0})
+                figures = Figures(versions, {"system": len(self.regions), "cuda": 0}, (), self.lane_requests, 0)
                 self.connection.send(Reply(call_id, result=msgspec.json.encode(figures)))
             case ModelStatistics():
                 stats = [{"name": n, "version": str(v), "inference_count": 3} for n, v in self.models]

@@ -64,7 +64,8 @@ class RegionRules(RuleBasedStateMachine):
             "http": {"port": 0, "processes": 2},
             "grpc": {"address": f"unix:{folder}/grpc.sock", "processes": 2},
             "workers": {"device": "cpu", "cpu": 2, "pin": False},
-            "regions": {"reclaim": reclaim, "socket": str(folder / "regions.sock")},
+            "regions": {"reclaim": reclaim},
+            "clients": {"socket": str(folder / "clients.sock")},
             "supervisor": {"control_socket": str(folder / "control.sock")},
         }
         self.daemon = DaemonProcess(folder / "daemon", [repositories.echo_models(folder / "models", ["FP32"])], options)
@@ -129,7 +130,7 @@ class RegionRules(RuleBasedStateMachine):
     @rule(name=NAMES)
     def hand_over(self, name: str) -> None:
         self.number += 1
-        arguments = [str(self.sockets / "regions.sock"), name, str(self.number), str(SIZE)]
+        arguments = [str(self.sockets / "clients.sock"), name, str(self.number), str(SIZE)]
         process = subprocess.Popen(
             [sys.executable, "-c", OWNER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

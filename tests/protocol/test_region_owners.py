@@ -43,7 +43,7 @@ class Served:
 
     def __init__(self, daemon: DaemonProcess, folder: Path) -> None:
         self.daemon, self.folder = daemon, folder
-        self.unix, self.regions = f"unix:{folder}/grpc.sock", folder / "regions.sock"
+        self.unix, self.regions = f"unix:{folder}/grpc.sock", folder / "clients.sock"
 
     def tensorctl(self, *arguments: str) -> str:
         command = [
@@ -67,9 +67,9 @@ def served(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         "grpc": {"address": f"unix:{folder}/grpc.sock"},
         "regions": {
             "reclaim": "owner",
-            "socket": str(folder / "regions.sock"),
             "snapshot_key_prefixes": ["tensord-test-snapshot"],
         },
+        "clients": {"socket": str(folder / "clients.sock")},
         "supervisor": {"control_socket": str(folder / "control.sock")},
     }
     with DaemonProcess(folder, [repositories.echo_models(folder / "repository", ["FP32"])], options) as daemon:

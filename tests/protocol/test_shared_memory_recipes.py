@@ -55,7 +55,8 @@ def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPa
     shutil.copytree(EXAMPLES / "digits", repository / "digits")
     folder = tmp_path_factory.mktemp("daemon")
     options = {
-        "regions": {"socket": str(folder / "regions.sock"), "reclaim": "owner"},
+        "regions": {"reclaim": "owner"},
+        "clients": {"socket": str(folder / "clients.sock")},
         "supervisor": {"control_socket": str(folder / "control.sock")},
     }
     with DaemonProcess(folder, [repository], options, environment=stub.environment) as running:
@@ -76,7 +77,7 @@ def run(program: str, daemon: DaemonProcess, key: str, environment: dict[str, st
         "localhost:8000": daemon.url,
         "127.0.0.1:8000": daemon.url,
         "my-input": key,
-        "/run/tensord/regions.sock": str(daemon.folder / "regions.sock"),
+        "/run/tensord/clients.sock": str(daemon.folder / "clients.sock"),
     }.items():
         program = program.replace(there, here)
     command = [sys.executable, "-c", program]

@@ -68,6 +68,7 @@ def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
         loaded,
         signature=_labelled(loaded.signature, graph, members),
         repeatable=all(member.loaded.repeatable for member in members),
+        pure=all(member.loaded.pure for member in members),
         sticky=any(member.loaded.sticky for member in members),
         streams=any(member.loaded.streams for member in members),
         ensemble=EnsembleGraph(graph.inputs, graph.outputs, steps, graph.most),

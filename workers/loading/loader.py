@@ -342,6 +342,7 @@ class Loader:
             stepped=stepped,
             footprint=progress.footprint(),
             record=record,
+            pure=jitted is not None and not sticky and not streams,
             # Instances of a model with sequences cannot be regrouped: they have the sequences' slots.
             maker=None if sticky else maker,
         )

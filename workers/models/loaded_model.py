@@ -64,6 +64,8 @@ class LoadedModel:
     #: What asked for it, and how further instances of it are made; None: another number of instances is another load.
     record: Load | None = None
     maker: InstanceMaker | None = None
+    #: As in ``ModelState``.
+    pure: bool = False
     #: It has the code and instances of the version that it replaces: only the number of these has changed.
     taken_over: bool = False
 

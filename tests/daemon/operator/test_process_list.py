@@ -29,7 +29,7 @@ def test_workers() -> None:
     executing.page = StatusPage.create()
     executing.page.set_state(WorkerState.EXECUTING, 4 * SECOND)
     executing.page.outputs = Outputs.IN_PLACE
-    first, second = process_list.of_workers([starting, executing], slots(), MODELS, 5 * SECOND)
+    first, second = process_list.of_workers([starting, executing], slots(), MODELS, {}, 5 * SECOND)
     assert first == {
         "name": "worker-0",
         "pid": 0,
@@ -46,14 +46,14 @@ def test_workers() -> None:
     assert (second["state"], second["ready"], second["uptime_s"]) == ("executing", True, 2.0)
     # What the loader does beside the loop.
     executing.send(Load("digits", 1, "", "", b""))
-    (entry,) = process_list.of_workers([executing], slots(), MODELS, 5 * SECOND)
+    (entry,) = process_list.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
     assert entry["state"].startswith("executing, loading digits, ")
     executing.loading = Loading("digits", 1, 3, 16, 1)
     executing.page.set_state(WorkerState.IDLE, 4 * SECOND)
-    (entry,) = process_list.of_workers([executing], slots(), MODELS, 5 * SECOND)
+    (entry,) = process_list.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
     assert entry["state"].startswith("compiling digits 3/16, 1 from the cache, ")
     executing.load_answered("digits", 1)
-    (entry,) = process_list.of_workers([executing], slots(), MODELS, 5 * SECOND)
+    (entry,) = process_list.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
     assert entry["state"] == "idle"
     assert second["outputs"] == "in_place"
     executing.release()
@@ -65,7 +65,7 @@ def test_what_a_worker_has_been_at_for_longest() -> None:
     worker.page = StatusPage.create()
 
     def entry() -> dict[str, Any]:
-        return process_list.of_workers([worker], slots(), MODELS, 10 * SECOND)[0]
+        return process_list.of_workers([worker], slots(), MODELS, {}, 10 * SECOND)[0]
 
     worker.page.begin(4, [(1, 2)], model_key("digits", 2), 7 * SECOND)
     worker.page.begin(5, [(1, 3)], model_key("gone", 1), 8 * SECOND)
@@ -109,5 +109,5 @@ def test_fronts() -> None:
 def test_a_worker_that_one_model_has_to_itself() -> None:
     worker = WorkerProcess("m", "worker-1#digits", 3, "cuda:1#digits", lambda *_: None, lambda _: None)
     worker.memory_fraction = 0.25
-    (entry,) = process_list.of_workers([worker], slots(), MODELS, SECOND)
+    (entry,) = process_list.of_workers([worker], slots(), MODELS, {}, SECOND)
     assert (entry["device"], entry["isolated"], entry["memory_fraction"]) == ("cuda:1", "digits", 0.25)

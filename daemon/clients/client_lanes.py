@@ -1,0 +1,328 @@
+"""Clients' lanes: who has which, how many a user may have, and how each of them begins and ends.
+
+    open ─▶ socket pair ─▶ one end to the worker (LaneOpened), the other to the client; nothing of it stays here
+    the connection ends, or the client says that the lane has ended ─▶ LaneClosed to the worker ─▶ LaneClosed from the worker
+    the worker ends the lane by itself, or dies ───────────────────────────────────────────────────▶   "
+
+A lane is between one connection and one worker, whatever models are asked on it. It counts for its user until the worker has said
+that nothing is left of it, so what waits for a worker that is busy is bounded as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tensord.config import restrictions
+from tensord.config.options import Options
+from tensord.daemon.clients.client_messages import MAX_ANSWER, LaneEntry, OpenAnswer, OpenLanes
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.shm import descriptors
+from tensord.shm.channel import pair
+from tensord.shm.control_records import LaneClient, LaneClosed, LaneLimits, LaneOpened, ModelGone, ModelState
+from tensord.shm.errors import Unavailable, Unsupported
+from tensord.shm.operations import Peer
+from tensord.shm.progress import Readiness
+
+if TYPE_CHECKING:
+    from tensord.daemon.processes.child import WorkerProcess
+    from tensord.daemon.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+#: Bytes of an answer that are left for what is not the model's metadata.
+_BESIDE_METADATA = 16 << 10
+#: The most descriptors that one message can carry (SCM_MAX_FD).
+_MAX_NEW_LANES = 253
+
+
+@dataclass(slots=True, eq=False)
+class ClientConnection:
+    """A client's connection, which owns its lanes."""
+
+    peer: Peer
+    #: Incarnation of a worker -> the number of the lane to it.
+    lanes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A lane of which something is left, at least in its worker."""
+
+    worker: WorkerProcess
+    owner: str
+    #: None: the client does not have it any more.
+    connection: ClientConnection | None
+
+
+class ClientLanes:
+    """Admits clients, opens their lanes and ends them. Belongs to the supervisor's loop."""
+
+    def __init__(self, options: Options, supervisor: Supervisor) -> None:
+        clients = options.clients
+        self._options = clients
+        self._worker_wait = options.requests.worker_wait
+        self._restricted = "inference" in restrictions.parse(options.http.restricted_api)
+        self._supervisor = supervisor
+        self._table = ModelTable()
+        self._limits = LaneLimits(
+            clients.max_in_flight, clients.max_segments, clients.segment_byte_size, clients.response_byte_size
+        )
+        self._connections: set[ClientConnection] = set()
+        self._lanes: dict[int, _Lane] = {}
+        #: Owner -> lanes of which something is left.
+        self._owned: Counter[str] = Counter()
+        #: Set, and replaced, with every change of a model, a worker or a lane.
+        self._changed = asyncio.Event()
+        #: Lanes that were refused, ever.
+        self.refused = 0
+
+    # -------------------------------------------------------------------------------------------------------- clients
+
+    def admit(self, peer: Peer) -> ClientConnection:
+        """Takes a client's connection. Raises Unavailable: there are as many as may be, of all users or of this one."""
+        options = self._options
+        if len(self._connections) >= options.max_count:
+            raise Unavailable(
+                f"{len(self._connections)} clients are connected, at most {options.max_count} are allowed (clients.max_count)"
+            )
+        owned = sum(connection.peer.owner == peer.owner for connection in self._connections)
+        if owned >= options.max_owner_count:
+            raise Unavailable(
+                f"{owned} clients of this user are connected, at most {options.max_owner_count} are allowed "
+                "(clients.max_owner_count)"
+            )
+        connection = ClientConnection(peer)
+        self._connections.add(connection)
+        return connection
+
+    def leave(self, connection: ClientConnection) -> None:
+        """Ends a connection's lanes with it."""
+        self._connections.discard(connection)
+        for number in list(connection.lanes.values()):
+            self._end(number)
+
+    # ---------------------------------------------------------------------------------------------------------- lanes
+
+    @property
+    def offered(self) -> bool:
+        """Returns whether clients get lanes: not where the operator says no, or lets only some infer."""
+        return self._options.lanes and not self._restricted
+
+    async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
+        """Returns the state of the version that the client wants, with a worker that has it.
+
+        Lanes that the client has lost are over then. It waits for that: where their worker has died, the client may know first,
+        and would be given another lane to it.
+        Raises: Unsupported: clients get no lanes here.  NotFound: no such version serves.  Unavailable: it is being loaded, or
+          its worker is being replaced, for longer than the client waits; or a worker is busy and has not let go of a lane.
+        """
+        if not self._options.lanes:
+            raise Unsupported("clients get no lanes on this server (clients.lanes = false): ask over HTTP")
+        if self._restricted:
+            raise Unsupported(
+                "clients get no lanes on this server, because inference needs a key (http.restricted_api): ask over HTTP"
+            )
+        loop = asyncio.get_running_loop()
+        ended = {number for number in wanted.ended if number in connection.lanes.values()}
+        for number in ended:
+            self._end(number)
+        deadline = loop.time() + self._worker_wait
+        while ended := ended & self._lanes.keys():
+            if loop.time() >= deadline:
+                raise Unavailable(f"{len(ended)} lanes of this client have not ended yet: their workers are busy")
+            await self._change(deadline - loop.time())
+        deadline = loop.time() + min(wanted.wait, self._worker_wait)
+        while not self._homes(state := self._table.expect(wanted.model, wanted.version)):
+            if loop.time() >= deadline:
+                of = f"model '{state.name}' version {state.version}"
+                raise Unavailable(
+                    f"{of} is being loaded"
+                    if state.state == "LOADING"
+                    else f"{of} has no worker: one is being replaced"
+                )
+            await self._change(deadline - loop.time())
+        return state
+
+    async def _change(self, seconds: float) -> None:
+        """Waits for the next change of a model, a worker or a lane, for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    def open(
+        self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
+    ) -> tuple[OpenAnswer, list[socket.socket]]:
+        """Opens lanes to the workers that have a version. Returns the answer and the new lanes' sockets, the caller's then.
+
+        Raises: Unavailable: the user has as many lanes as may be, or no descriptor is left.  Unsupported: the description is
+          too large. No lane was opened then.
+        """
+        if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
+            raise Unsupported(
+                f"the description of model '{state.name}' has {len(state.metadata)} bytes, at most "
+                f"{MAX_ANSWER - _BESIDE_METADATA} can be sent here: ask over HTTP"
+            )
+        homes = self._homes(state)
+        known = {worker.incarnation for worker in homes if worker.incarnation in connection.lanes}
+        sockets = self._opened(connection, [worker for worker in homes if worker.incarnation not in known], state.name)
+        entries = [
+            LaneEntry(connection.lanes[home.incarnation], home.device, home.incarnation not in known) for home in homes
+        ]
+        return self._answer(state, wanted.version, entries), sockets
+
+    def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
+        """Opens a lane to each of these workers, or none. Returns the client's ends. Raises Unavailable."""
+        owner, options = connection.peer.owner, self._options
+        if workers and self._owned[owner] + len(workers) > options.max_owner_lanes:
+            raise Unavailable(
+                f"{self._owned[owner]} lanes are open by this user, at most {options.max_owner_lanes} are allowed "
+                f"(clients.max_owner_lanes), and {len(workers)} more are needed for model '{model}'"
+            )
+        made: list[socket.socket] = []
+        opened: list[int] = []
+        what = f"a lane to model '{model}'"
+        try:
+            for worker in workers:
+                with descriptors.needed(what):
+                    ours, theirs = pair()
+                    made.append(ours)
+                    with theirs:
+                        descriptors.check_reserve(theirs.fileno(), what)
+                        number = self._supervisor.next_incarnation()
+                        client = LaneClient(connection.peer, self._limits)
+                        worker.send(LaneOpened(number, client=client), theirs.fileno())
+                self._lanes[number] = _Lane(worker, owner, connection)
+                self._owned[owner] += 1
+                connection.lanes[worker.incarnation] = number
+                opened.append(number)
+        except BaseException:
+            for sock in made:
+                sock.close()
+            for number in opened:
+                self._end(number)
+            raise
+        return made
+
+    def withdraw(self, connection: ClientConnection, answer: OpenAnswer) -> None:
+        """Ends the new lanes of an answer that could not be sent."""
+        for entry in answer.lanes:
+            if entry.new and entry.lane in connection.lanes.values():
+                self._end(entry.lane)
+
+    def _answer(self, state: ModelState, version: int, entries: list[LaneEntry]) -> OpenAnswer:
+        metadata = msgspec.json.decode(state.metadata)
+        versions = [str(number) for number in ((version,) if version else self._table.ready_versions(state.name))]
+        described = {"name": metadata.pop("name"), "versions": versions, **metadata}
+        return OpenAnswer(
+            state.name,
+            state.version,
+            msgspec.Raw(msgspec.json.encode(described)),
+            msgspec.json.decode(state.config, type=_Batching).max_batch_size,
+            state.streams,
+            state.sticky,
+            state.pure,
+            entries,
+            self._limits,
+            max(0, self._expected(state) - len(entries)),
+        )
+
+    def _homes(self, state: ModelState) -> list[WorkerProcess]:
+        """Returns the workers that have a version and stay."""
+        found = (self._supervisor.workers.by_incarnation.get(incarnation) for incarnation in state.workers)
+        return [worker for worker in found if worker is not None and worker.alive and not worker.stopping][
+            :_MAX_NEW_LANES
+        ]
+
+    def _expected(self, state: ModelState) -> int:
+        """Counts the workers that are to have a version, whether they are there now or not."""
+        workers = self._supervisor.workers
+        wanted = {*(state.devices or workers.devices)} & {*workers.usable}
+        return sum(device in wanted for device in workers.slots.values())
+
+    def _end(self, number: int) -> None:
+        """Takes a lane from its client, and has its worker end it."""
+        lane = self._lanes[number]
+        self._take(lane)
+        lane.worker.send(LaneClosed(number))
+
+    @staticmethod
+    def _take(lane: _Lane) -> None:
+        if lane.connection is not None:
+            del lane.connection.lanes[lane.worker.incarnation]
+            lane.connection = None
+
+    # --------------------------------------------------------------------------------------------------------- changes
+
+    def lane_ended(self, worker: WorkerProcess, number: int) -> None:
+        """Handles a worker's word that nothing is left of a lane."""
+        lane = self._lanes.get(number)
+        if lane is not None and lane.worker is worker:
+            self._forget(number)
+            self._wake()
+
+    def worker_left(self, worker: WorkerProcess) -> None:
+        """Forgets the lanes of a worker that is dead."""
+        for number in [number for number, lane in self._lanes.items() if lane.worker is worker]:
+            self._forget(number)
+        self._wake()
+
+    def _forget(self, number: int) -> None:
+        lane = self._lanes.pop(number)
+        self._take(lane)
+        self._owned[lane.owner] -= 1
+        if not self._owned[lane.owner]:
+            del self._owned[lane.owner]
+
+    def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
+        """Notes the state of a model version."""
+        if isinstance(record, Readiness):
+            return
+        if isinstance(record, ModelState):
+            self._table.update(record)
+        else:
+            self._table.remove(record)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ----------------------------------------------------------------------------------------------------- statistics
+
+    def open_by_worker(self) -> Counter[str]:
+        """Counts the lanes that clients have, by the worker's name."""
+        return Counter(lane.worker.name for lane in self._lanes.values() if lane.connection is not None)
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts connections and lanes, in all and by user."""
+        connections = Counter(connection.peer.owner for connection in self._connections)
+        lanes = Counter(lane.owner for lane in self._lanes.values() if lane.connection is not None)
+        owners: Iterable[str] = sorted(connections | lanes)
+        return {
+            "connections": connections.total(),
+            "lanes": lanes.total(),
+            "refused_lanes": self.refused,
+            "owners": {owner: {"connections": connections[owner], "lanes": lanes[owner]} for owner in owners},
+        }
+
+    @property
+    def connections(self) -> int:
+        """Counts the clients that are connected."""
+        return len(self._connections)
+
+    def __repr__(self) -> str:
+        return f"<ClientLanes {len(self._connections)} clients, {len(self._lanes)} lanes>"
+
+
+class _Batching(msgspec.Struct):
+    """The part of a ModelConfig that tells the size of a batch."""
+
+    max_batch_size: int = 0

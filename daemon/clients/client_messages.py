@@ -1,0 +1,118 @@
+"""The messages on the clients' socket, as JSON objects: one question a message, answered by one message, in order.
+
+    {"hello": {}}                                        ─▶  HelloAnswer
+    {"open": {"model": "m", "version": 0}}               ─▶  OpenAnswer + a descriptor for each new lane, in their order
+    {"register": {"name": "x", "byte_size": 4096}}       ─▶  {}       with the memfd beside the question
+    {"unregister": {"name": "x"}}                        ─▶  {}       "" is all of the client's own
+                                          any of them    ─▶  {"error": "the sentence", "code": "NOT_FOUND"}
+
+Whoever holds a memfd may use the memory, so its owner is not asked. docs/clients-socket.md has the client's side.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tensord.shm.control_records import LaneLimits
+from tensord.shm.errors import ServingError
+
+#: The most bytes of a question, and of an answer.
+MAX_QUESTION = 4096
+MAX_ANSWER = 128 << 10
+_Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Hello(msgspec.Struct, forbid_unknown_fields=True):
+    """Asks who serves here."""
+
+
+class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
+    """Asks for a model's description, and for a lane to each worker that has it, where the client has none."""
+
+    model: str
+    #: 0: the newest that serves.
+    version: _Number = 0
+    #: Lanes of this client that have ended: it may know before the daemon does.
+    ended: tuple[_Number, ...] = ()
+    #: Seconds to wait for a model that is being loaded or has no worker now; at most ``requests.worker_wait``.
+    wait: Annotated[float, Meta(ge=0, le=1e8)] = 0.0
+
+
+class Register(msgspec.Struct, forbid_unknown_fields=True):
+    """Registers a memfd. Offset and size are bytes; the offset is a multiple of the page size."""
+
+    name: str
+    byte_size: int
+    offset: int = 0
+
+
+class Unregister(msgspec.Struct, forbid_unknown_fields=True):
+    """Unregisters a region; "" is all that are the client's."""
+
+    name: str
+
+
+class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
+    """A question, which has exactly one of these."""
+
+    hello: Hello | None = None
+    open: OpenLanes | None = None
+    register: Register | None = None
+    unregister: Unregister | None = None
+
+
+class HelloAnswer(msgspec.Struct):
+    """Says who serves here, and how."""
+
+    server: str
+    version: str
+    #: The edition of a lane's records (``tensord.shm.messages.WIRE_VERSION``).
+    wire: int
+    #: Whether clients get lanes here.
+    lanes: bool
+    #: Where HTTP is served: "HOST:PORT" and "unix:PATH".
+    http: list[str]
+
+
+class LaneEntry(msgspec.Struct):
+    """A lane of the client to a worker that has the model."""
+
+    lane: int
+    #: The worker's device, "cpu:0", "cuda:1".
+    device: str
+    #: Whether its descriptor comes with this answer.
+    new: bool
+
+
+class OpenAnswer(msgspec.Struct):
+    """Describes a model version, and the lanes on which requests for it are taken."""
+
+    model: str
+    version: int
+    #: As HTTP answers it: name, versions, platform, inputs, outputs.
+    metadata: msgspec.Raw
+    max_batch_size: int
+    #: Whether a request gets any number of responses, and whether requests belong to sequences.
+    streams: bool
+    sequences: bool
+    #: Whether running a request twice harms nobody.
+    pure: bool
+    lanes: list[LaneEntry]
+    limits: LaneLimits
+    #: Workers that are to have the model and do not yet: asking again later brings lanes to them.
+    coming: int
+
+
+class ClientError(msgspec.Struct):
+    """Refuses a question: the sentence, and ``ServingError.code``."""
+
+    error: str
+    code: str
+
+    @classmethod
+    def of(cls, error: ServingError) -> ClientError:
+        """Makes the answer from an error."""
+        return cls(error.message, error.code)

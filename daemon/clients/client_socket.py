@@ -1,0 +1,346 @@
+"""The clients' unix socket: a SEQPACKET connection for each client, on which it asks for lanes and hands memory over.
+
+    accept ─▶ admitted ─▶ question ─▶ answer ─▶ question ...  ─▶ end of file: its lanes end
+
+The messages are in ``tensord.daemon.clients.client_messages``. Who may connect is a matter of the socket's mode and folder;
+who it is, the kernel says. Each connection is a task, which answers one question after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import importlib.metadata
+import logging
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tensord.config.options import Options
+from tensord.daemon.clients.client_lanes import ClientConnection, ClientLanes
+from tensord.daemon.clients.client_messages import (
+    MAX_QUESTION,
+    ClientError,
+    ClientQuestion,
+    HelloAnswer,
+    OpenLanes,
+    Register,
+)
+from tensord.daemon.control import runtime_directory, unix_socket
+from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.peer import end_of, peer_of
+from tensord.shm import descriptors
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from tensord.shm.messages import WIRE_VERSION
+from tensord.shm.operations import FAILED, Peer, RegisterSystemRegion, UnregisterRegion
+from tensord.shm.regions import check_sealed
+
+if TYPE_CHECKING:
+    from tensord.daemon.processes.fronts import Fronts
+    from tensord.daemon.regions.region_registry import RegionRegistry
+
+_log = logging.getLogger(__name__)
+#: The socket's name in its folder, and that of the HTTP socket beside it.
+NAME = "clients.sock"
+HTTP_NAME = "http.sock"
+#: Descriptors received with one message, enough to tell too many from one.
+_MAX_FDS = 8
+#: Errors of a host that is short of something for a moment, such as descriptors on their way.
+_SHORTAGES = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
+#: Seconds until clients are accepted again after there were no descriptors for one.
+_PAUSE = 1.0
+#: Seconds between two lines in the log about what is refused to one user.
+_QUIET = 10.0
+#: Users that are remembered for that.
+_MAX_QUIET = 1024
+
+
+class ClientSocket:
+    """Owns the listening socket and its name, and a task for each client."""
+
+    def __init__(
+        self,
+        options: Options,
+        environment: Mapping[str, str],
+        registry: RegionRegistry,
+        fronts: Fronts,
+        lanes: ClientLanes,
+    ) -> None:
+        self.path = unix_socket.path(options.clients.socket, NAME, environment)
+        self._options = options
+        self._environment = environment
+        self._registry = registry
+        self._fronts = fronts
+        self._lanes = lanes
+        self._listener: socket.socket | None = None
+        self._clients: set[asyncio.Task[None]] = set()
+        #: Owner -> when the log last said what was refused to it (seconds of the loop's clock).
+        self._said: dict[str, float] = {}
+
+    # ------------------------------------------------------------------------------------------------------- the socket
+
+    def listen(self) -> None:
+        """Binds the socket. Clients wait in its backlog until ``serve``. Raises InvalidArgument: the path cannot be used.
+
+        Without a configured path, and where this is no service, it stands beside the control socket if it can.
+        """
+        mode = int(self._options.clients.socket_mode, 8)
+        if self.path is not None:
+            try:
+                listener = unix_socket.bind(self.path, socket.SOCK_SEQPACKET, mode)
+            except OSError as error:
+                raise InvalidArgument(f"clients.socket: '{self.path}': {error.strerror or error}") from None
+        else:
+            try:
+                path = self._default_folder() / NAME
+                listener = unix_socket.bind(path, socket.SOCK_SEQPACKET, mode)
+            except OSError as error:
+                reason = "another daemon has it" if error.errno == errno.EADDRINUSE else error.strerror or error
+                _log.warning("clients get no lanes and hand over no memory: no clients' socket by default (%s)", reason)
+                return
+            self.path = path
+        listener.listen(1024)
+        listener.setblocking(False)
+        self._listener = listener
+
+    def _default_folder(self) -> Path:
+        """Returns the folder of the control socket. Raises OSError: it is not to be used."""
+        configured = self._options.supervisor.control_socket
+        return Path(configured).parent if configured else runtime_directory.own(self._environment)
+
+    @property
+    def http_path(self) -> Path | None:
+        """Returns the path of the HTTP socket that clients look for beside this one; None: there is to be none."""
+        if self._listener is None or self.path is None or not self._options.clients.http:
+            return None
+        return self.path.with_name(HTTP_NAME).absolute()
+
+    def serve(self) -> None:
+        """Accepts clients, on the running loop."""
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def stop_accepting(self) -> None:
+        """Closes the listening socket and removes its name; clients that are connected stay. Idempotent."""
+        if self._listener is not None and self.path is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    def close(self) -> None:
+        """Ends the connections as well. Memory that clients have handed over stays registered. Idempotent."""
+        self.stop_accepting()
+        for task in self._clients:
+            task.cancel()
+
+    def describe(self) -> dict[str, Any]:
+        """Describes the socket and who is connected, for ``tensorctl status``."""
+        return {"socket": str(self.path) if self._listener is not None else None} | self._lanes.statistics()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            client, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # it went away again
+            return
+        except OSError as error:  # no descriptors left
+            _log.error("a client of the clients' socket has to wait: %s", error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(_PAUSE, self.serve)
+            return
+        client.setblocking(False)
+        peer = peer_of(client.fileno())
+        try:
+            descriptors.check_reserve(client.fileno(), "a client's connection")
+            connection = self._lanes.admit(peer)
+        except Unavailable as error:
+            self._say(peer, "a connection", error)
+            with client, contextlib.suppress(OSError):
+                client.send(msgspec.json.encode(ClientError.of(error)))
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(client, connection))
+        self._clients.add(task)
+        task.add_done_callback(self._clients.discard)
+
+    # -------------------------------------------------------------------------------------------------------- a client
+
+    async def _serve(self, client: socket.socket, connection: ClientConnection) -> None:
+        """Answers one question after the other, until the client is gone."""
+        try:
+            with client, contextlib.closing(ConnectionEnd()) as end, contextlib.suppress(OSError):  # it went away
+                while (message := await _receive(client)) is not None:
+                    content, fds = message
+                    try:
+                        answer, sockets = await self._answer(content, fds, connection, client, end)
+                    finally:
+                        descriptors.close(fds)
+                    await self._reply(client, connection, answer, sockets)
+        finally:
+            self._lanes.leave(connection)
+
+    async def _reply(
+        self, client: socket.socket, connection: ClientConnection, answer: Any, sockets: list[socket.socket]
+    ) -> None:
+        """Sends an answer with sockets, which are closed here. Raises OSError: the client is gone."""
+        with contextlib.ExitStack() as closing:
+            for sock in sockets:
+                closing.enter_context(sock)
+            try:
+                await _send(client, msgspec.json.encode(answer), [sock.fileno() for sock in sockets])
+                return
+            except OSError as error:
+                if not sockets or error.errno not in _SHORTAGES:
+                    raise
+                text = error.strerror
+        self._lanes.withdraw(connection, answer)
+        short = Unavailable(f"lanes to model '{answer.model}' cannot be handed over now: {text}")
+        self._say(connection.peer, f"a lane to model '{answer.model}'", short)
+        await _send(client, msgspec.json.encode(ClientError.of(short)), [])
+
+    async def _answer(
+        self, content: bytes, fds: list[int], connection: ClientConnection, client: socket.socket, end: ConnectionEnd
+    ) -> tuple[Any, list[socket.socket]]:
+        """Returns the answer, and sockets that go with it."""
+        try:
+            question = msgspec.json.decode(content, type=ClientQuestion)
+            asked = [part for part in msgspec.structs.astuple(question) if part is not None]
+            if len(asked) != 1:
+                raise InvalidArgument("a request is an object with 'hello', 'open', 'register' or 'unregister'")
+            if question.hello is not None:
+                return self._hello(), []
+            if question.open is not None:
+                return await self._open(question.open, connection, client)
+            if question.register is not None:
+                with end_of(client.fileno(), end, self._options.regions.reclaim) as closed:
+                    await self._register(question.register, fds, connection.peer, closed)
+            elif question.unregister is not None:
+                await self._registry.unregister(UnregisterRegion("system", question.unregister.name), connection.peer)
+            await self._fronts.settled()
+        except msgspec.MsgspecError as error:
+            return ClientError.of(InvalidArgument(f"malformed request: {error}")), []
+        except ServingError as error:
+            return ClientError.of(error), []
+        except OSError:  # the client went away
+            raise
+        except Exception:
+            _log.exception("a request on the clients' socket failed")
+            return ClientError.of(Internal(FAILED)), []
+        return {}, []
+
+    def _hello(self) -> HelloAnswer:
+        http = [url.removeprefix("http://") for url in self._fronts.urls("http")]
+        return HelloAnswer(self._options.server_name, _version(), WIRE_VERSION, self._lanes.offered, http)
+
+    async def _open(
+        self, wanted: OpenLanes, connection: ClientConnection, client: socket.socket
+    ) -> tuple[Any, list[socket.socket]]:
+        state = await _unless_gone(client, self._lanes.find(connection, wanted))
+        try:
+            return self._lanes.open(connection, wanted, state)
+        except ServingError as error:
+            self._lanes.refused += 1
+            self._say(connection.peer, f"a lane to model '{wanted.model[:255]}'", error)
+            raise
+
+    async def _register(self, wanted: Register, fds: list[int], peer: Peer, end: int) -> None:
+        if len(fds) != 1:
+            raise InvalidArgument(
+                f"failed to register shared memory region '{wanted.name[:255]}': "
+                f"{len(fds)} descriptors came with the request, 1 is expected"
+            )
+        check_sealed(wanted.name, fds[0])
+        request = RegisterSystemRegion(wanted.name, "", wanted.offset, wanted.byte_size)
+        await self._registry.register(request, peer, end, sealed=fds[0])
+
+    def _say(self, peer: Peer, what: str, error: ServingError) -> None:
+        """Logs what was refused to a user: one line for each in so many seconds."""
+        now = asyncio.get_running_loop().time()
+        if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
+            if len(self._said) >= _MAX_QUIET:
+                self._said.clear()
+            self._said[peer.owner] = now
+            _log.warning("%s is refused to %s (process %d): %s", what, peer.owner, peer.pid, error.message)
+
+
+@functools.cache
+def _version() -> str:
+    """Returns the installed distribution's version: read once, because it stands in a file."""
+    return importlib.metadata.version("tensord")
+
+
+async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
+    """Receives a message and its descriptors, which the caller then owns; None: the client is gone."""
+    loop = asyncio.get_running_loop()
+    await _ready(loop.add_reader, loop.remove_reader, client.fileno())
+    content, fds, flags, _ = socket.recv_fds(client, MAX_QUESTION, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    if not content:
+        descriptors.close(fds)
+        return None
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        descriptors.close(fds)
+        raise ConnectionError
+    return content, fds
+
+
+async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
+    """Sends an answer with descriptors, once the client has room for it. Raises OSError: it is gone, or the host is short."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            if fds:
+                socket.send_fds(client, [content], fds)
+            else:
+                client.send(content)
+            return
+        except BlockingIOError:
+            await _ready(loop.add_writer, loop.remove_writer, client.fileno())
+
+
+async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
+    """Returns when a descriptor is ready, given the loop's functions that watch it for reading or for writing."""
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def now() -> None:
+        remove(fd)
+        ready.set_result(None)
+
+    add(fd, now)
+    try:
+        await ready
+    finally:
+        remove(fd)
+
+
+async def _unless_gone(client: socket.socket, finding: Coroutine[Any, Any, ModelState]) -> ModelState:
+    """Awaits what a client waits for. Raises ConnectionError: it went away first."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(finding)
+    gone = False
+
+    def readable() -> None:
+        nonlocal gone
+        loop.remove_reader(client.fileno())
+        with contextlib.suppress(OSError):
+            if client.recv(1, socket.MSG_PEEK):
+                return  # its next question: it is there
+        gone = True
+        task.cancel()
+
+    loop.add_reader(client.fileno(), readable)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if gone:
+            raise ConnectionError from None
+        raise
+    finally:
+        loop.remove_reader(client.fileno())

@@ -1,0 +1,320 @@
+"""The clients' socket: who is admitted, what is asked, memory handed over; no descriptor is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tensord.config.options import ClientsOptions, Http, Options, RegionsOptions, SupervisorOptions
+from tensord.daemon.clients.client_lanes import ClientLanes
+from tensord.daemon.clients.client_socket import ClientSocket
+from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.shm import descriptors
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import WIRE_VERSION
+from tensord.shm.operations import Operation, RegionStatus, RegisterSystemRegion
+from tests.daemon.regions.test_region_registry import FakeHolder
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Holder(FakeHolder):
+    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
+        if isinstance(operation, RegisterSystemRegion):
+            assert operation.access == "sealed"
+            assert len(fds) == 1
+        return await super().call(operation, *fds)
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_left() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+class NoFronts:
+    def urls(self, protocol: str) -> list[str]:
+        return ["http://127.0.0.1:8000", "unix:/x/http.sock"] if protocol == "http" else []
+
+    async def settled(self) -> None:
+        """There are none."""
+
+
+def listening(options: Options, registry: RegionRegistry, environment: dict[str, str] | None = None) -> ClientSocket:
+    """A socket that serves, of a daemon without workers."""
+    workers = SimpleNamespace(by_incarnation={}, devices=[], usable=[], slots={})
+    supervisor: Any = SimpleNamespace(workers=workers, next_incarnation=lambda: 1)
+    fronts: Any = NoFronts()
+    served = ClientSocket(options, environment or {}, registry, fronts, ClientLanes(options, supervisor))
+    served.listen()
+    served.serve()
+    return served
+
+
+def registry_of(holder: Holder, options: RegionsOptions) -> RegionRegistry:
+    """A registry with that worker, and no fronts."""
+    workers: Any = SimpleNamespace(ready=lambda: [holder], devices=["cpu:0"])
+    fronts: Any = SimpleNamespace(publish=lambda place: None)
+    return RegionRegistry(options, workers, fronts)
+
+
+@pytest.fixture
+async def registry(tmp_path: Path) -> AsyncIterator[RegionRegistry]:
+    holder = Holder(1, -1)
+    registry = registry_of(holder, RegionsOptions(max_owner_count=2))
+    served = listening(Options(clients=ClientsOptions(socket=str(tmp_path / "s"))), registry)
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o660
+    yield registry
+    served.close()
+    served.close()
+    await asyncio.sleep(0)
+    registry.close()
+    assert not (tmp_path / "s").exists()
+
+
+def memory(byte_size: int, seals: int = SEALS) -> int:
+    fd = os.memfd_create("tensord-test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, byte_size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+async def ask(path: Path, *questions: tuple[Any, list[int]]) -> list[dict[str, str]]:
+    """The answers, over one connection; the descriptors are closed."""
+
+    def talk() -> list[dict[str, str]]:
+        answers = []
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(str(path))
+            for question, fds in questions:
+                content = question if isinstance(question, bytes) else json.dumps(question).encode()
+                socket.send_fds(sock, [content], fds)
+                for fd in fds:
+                    os.close(fd)
+                answers.append(json.loads(sock.recv(1 << 16)))
+        return answers
+
+    return await asyncio.to_thread(talk)
+
+
+def register(name: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
+    return {"register": {"name": name, "byte_size": byte_size, "offset": offset}}
+
+
+async def test_sealed_memory_is_registered_and_is_its_owners(registry: RegionRegistry, tmp_path: Path) -> None:
+    answers = await ask(
+        tmp_path / "s", (register("a", 4096), [memory(4096)]), (register("b", 4096, 4096), [memory(8192)])
+    )
+    assert answers == [{}, {}]
+    records = json.loads(await registry.records(""))
+    assert [(r["name"], r["access"], r["owner"], r["pid"]) for r in records] == [
+        (name, "sealed", f"uid {os.getuid()}", os.getpid()) for name in "ab"
+    ]
+    (refused,) = await ask(tmp_path / "s", (register("c", 4096), [memory(4096)]))
+    assert "2 regions are registered by this client's user or host, at most 2 are allowed" in refused["error"]
+    assert await ask(tmp_path / "s", ({"unregister": {"name": "a"}}, []), ({"unregister": {"name": ""}}, [])) == [
+        {},
+        {},
+    ]
+    assert registry.status(RegionStatus("system", "")) == b"[]"
+
+
+@pytest.mark.parametrize(
+    ("question", "make", "words"),
+    [
+        (register("r", 64), lambda: [memory(64, fcntl.F_SEAL_SHRINK)], "lacks the seals F_SEAL_GROW, F_SEAL_SEAL"),
+        (register("r", 64), lambda: [os.open("/dev/null", os.O_RDWR)], "is not a memfd"),
+        (register("r", 64), lambda: [os.open("/etc/passwd", os.O_RDONLY)], "is not a memfd"),
+        (register("r", 64), list, "0 descriptors came with the request, 1 is expected"),
+        (register("r", 64), lambda: [memory(64), memory(64)], "2 descriptors came"),
+        (register("r", 0), lambda: [memory(64)], "byte_size 0 must be at least 1"),
+        (register("r", 64, -4096), lambda: [memory(64)], "offset -4096"),
+        (register("r", 1 << 63), lambda: [memory(64)], "Integer overflow|malformed"),
+        (register("", 64), lambda: [memory(64)], "1 to 255 characters"),
+        ({}, list, "'open', 'register' or 'unregister'"),
+        ({"hello": {}, "unregister": {"name": ""}}, list, "'open', 'register' or 'unregister'"),
+        ({"hello": {"who": "me"}}, list, "malformed request"),
+        ({"open": {}}, list, "malformed request"),
+        ({"open": {"model": "m", "version": -1}}, list, "malformed request"),
+        ({"open": {"model": "m", "wait": -1}}, list, "malformed request"),
+        ({"open": {"model": "m", "ended": [1 << 64]}}, list, "malformed request"),
+        ({"register": {"name": "r"}}, list, "malformed request"),
+        ({"register": {"name": "r", "byte_size": 1, "path": "/etc"}}, list, "malformed request"),
+        (b"\xff\xfe", lambda: [memory(64)], "malformed request"),
+    ],
+)
+async def test_what_is_refused(registry: RegionRegistry, tmp_path: Path, question: Any, make: Any, words: str) -> None:
+    (answer,) = await ask(tmp_path / "s", (question, make()))
+    assert any(word in answer["error"] for word in words.split("|")), answer
+    assert answer["code"] == "INVALID_ARGUMENT"
+    assert registry.status(RegionStatus("system", "")) == b"[]"
+
+
+async def test_memory_goes_with_the_connection_that_handed_it_over(tmp_path: Path) -> None:
+    """Two clients; each region goes when its own connection is closed, where ``regions.reclaim`` says so."""
+    options = RegionsOptions(reclaim="connection")
+    holder = Holder(1, -1)
+    registry = registry_of(holder, options)
+    served = listening(Options(clients=ClientsOptions(socket=str(tmp_path / "s")), regions=options), registry)
+
+    def hand_over(name: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(str(tmp_path / "s"))
+        fd = memory(4096)
+        socket.send_fds(sock, [json.dumps(register(name, 4096)).encode()], [fd])
+        os.close(fd)
+        assert sock.recv(4096) == b"{}"
+        return sock
+
+    first, second = await asyncio.to_thread(hand_over, "a"), await asyncio.to_thread(hand_over, "b")
+    assert set(holder.regions) == {"a", "b"}
+    first.close()
+    while "a" in holder.regions:
+        await asyncio.sleep(0.001)
+    assert set(holder.regions) == {"b"}
+    second.close()
+    while holder.regions or registry.statistics():
+        await asyncio.sleep(0.001)
+    served.close()
+    await asyncio.sleep(0)
+    registry.close()
+
+
+async def test_a_client_is_told_who_serves_and_where(registry: RegionRegistry, tmp_path: Path) -> None:
+    hello, unknown = await ask(tmp_path / "s", ({"hello": {}}, []), ({"open": {"model": "m"}}, []))
+    assert hello == {
+        "server": "tensord",
+        "version": importlib.metadata.version("tensord"),
+        "wire": WIRE_VERSION,
+        "lanes": True,
+        "http": ["127.0.0.1:8000", "unix:/x/http.sock"],
+    }
+    assert unknown == {"error": "Request for unknown model: 'm' is not found", "code": "NOT_FOUND"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clients": {"lanes": False}}, "clients.lanes = false"),
+        ({"http": {"restricted_api": ("inference:key=value",)}}, "http.restricted_api"),
+    ],
+)
+async def test_no_lanes_are_offered(tmp_path: Path, options: dict[str, dict[str, Any]], words: str) -> None:
+    clients = ClientsOptions(socket=str(tmp_path / "s"), **options.get("clients", {}))
+    registry = registry_of(Holder(1, -1), RegionsOptions())
+    served = listening(Options(clients=clients, http=Http(**options.get("http", {}))), registry)
+    hello, refused = await ask(tmp_path / "s", ({"hello": {}}, []), ({"open": {"model": "m"}}, []))
+    assert hello["lanes"] is False
+    assert (words in refused["error"], refused["code"]) == (True, "UNSUPPORTED")
+    served.close()
+    await asyncio.sleep(0)
+    registry.close()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"max_count": 2}, "2 clients are connected, at most 2 are allowed (clients.max_count)"),
+        (
+            {"max_owner_count": 2},
+            "2 clients of this user are connected, at most 2 are allowed (clients.max_owner_count)",
+        ),
+    ],
+)
+async def test_one_client_more_than_may_be_is_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bounds: dict[str, int], words: str
+) -> None:
+    """The second of two goes, so that a later one is admitted."""
+    registry = registry_of(Holder(1, -1), RegionsOptions())
+    served = listening(Options(clients=ClientsOptions(socket=str(tmp_path / "s"), **bounds)), registry)
+
+    def connected() -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(str(tmp_path / "s"))
+        return sock
+
+    def hello(sock: socket.socket) -> Any:
+        """The answer, or what was said without being asked: the kernel reports a question that was not read first."""
+        with contextlib.suppress(BrokenPipeError):
+            sock.send(b'{"hello": {}}')
+        try:
+            return json.loads(sock.recv(1 << 16))
+        except ConnectionResetError:
+            return json.loads(sock.recv(1 << 16))
+
+    def talk() -> None:
+        with connected() as first:
+            assert "wire" in hello(first)
+            with connected() as second:
+                assert "wire" in hello(second)
+                for _ in range(3):
+                    with connected() as third:
+                        assert json.loads(third.recv(1 << 16)) == {"error": words, "code": "UNAVAILABLE"}
+                        assert third.recv(1) == b""
+            while True:
+                with connected() as later:
+                    if "wire" in hello(later):
+                        return
+
+    await asyncio.to_thread(talk)
+    (line,) = [record.message for record in caplog.records if "is refused" in record.message]
+    assert line == f"a connection is refused to uid {os.getuid()} (process {os.getpid()}): {words}"
+    served.close()
+    await asyncio.sleep(0)
+    registry.close()
+
+
+async def test_the_reserve_of_descriptors_is_left(
+    registry: RegionRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(descriptors, "limit", lambda: before)
+
+    def told() -> Any:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(str(tmp_path / "s"))
+            return json.loads(sock.recv(1 << 16))
+
+    answer = await asyncio.to_thread(told)
+    assert "files are open in a process of the server" in answer["error"]
+    assert answer["code"] == "UNAVAILABLE"
+
+
+async def test_the_socket_stands_beside_the_control_socket(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By configuration, else in the user's own folder; a second daemon goes without, and says so."""
+    registry = registry_of(Holder(1, -1), RegionsOptions())
+    (tmp_path / "named").mkdir()
+    named = SupervisorOptions(control_socket=str(tmp_path / "named" / "control.sock"))
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    first = listening(Options(), registry, environment)
+    second = listening(Options(), registry, environment)
+    third = listening(Options(supervisor=named, clients=ClientsOptions(http=False)), registry, environment)
+    service = listening(Options(), registry, environment | {"RUNTIME_DIRECTORY": str(tmp_path)})
+    assert [each.path for each in (first, third, service)] == [
+        tmp_path / "tensord" / "clients.sock",
+        tmp_path / "named" / "clients.sock",
+        tmp_path / "clients.sock",
+    ]
+    assert (first.http_path, second.http_path, third.http_path) == (tmp_path / "tensord" / "http.sock", None, None)
+    assert "no clients' socket by default (another daemon has it)" in caplog.text
+    assert second.describe()["socket"] is None
+    with pytest.raises(InvalidArgument, match=r"clients\.socket: '.*/nowhere/s'"):
+        listening(Options(clients=ClientsOptions(socket=str(tmp_path / "nowhere" / "s"))), registry)
+    for each in (first, second, third, service):
+        each.close()
+    assert not [*tmp_path.rglob("*.sock")]
+    registry.close()
