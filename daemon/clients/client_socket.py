@@ -164,8 +164,7 @@ class ClientSocket:
             connection = self._lanes.admit(peer)
         except Unavailable as error:
             self._say(peer, "a connection", error)
-            with client, contextlib.suppress(OSError):
-                client.send(msgspec.json.encode(ClientError.of(error)))
+            _refuse(client, error)
             return
         task = asyncio.get_running_loop().create_task(self._serve(client, connection))
         self._clients.add(task)
@@ -269,6 +268,16 @@ class ClientSocket:
                 self._said.clear()
             self._said[peer.owner] = now
             _log.warning("%s is refused to %s (process %d): %s", what, peer.owner, peer.pid, error.message)
+
+
+def _refuse(client: socket.socket, error: ServingError) -> None:
+    """Says why a connection is not taken, and closes it."""
+    with client, contextlib.suppress(OSError):
+        client.send(msgspec.json.encode(ClientError.of(error)))
+        # What the client has sent is taken: else it would read of a reset connection first.
+        client.shutdown(socket.SHUT_RD)
+        while client.recv(1):
+            pass
 
 
 @functools.cache

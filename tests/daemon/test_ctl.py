@@ -51,6 +51,7 @@ def test_status_and_regions(daemon: FakeDaemon) -> None:
     text = tensorctl(daemon.control, "status").stdout
     assert text.startswith("tensord: serving, ready, 0 of 1 models served, http://127.0.0.1:")
     assert "worker-0" in text
+    assert f"clients: 0 connected, 0 lanes, on {daemon.control.with_name('clients.sock')}\n" in text
     assert json.loads(tensorctl(daemon.control, "--json", "status").stdout)["phase"] == "serving"
     assert tensorctl(daemon.control, "regions", "list").stdout.split()[:5] == [
         "name",

@@ -195,12 +195,17 @@ def test_a_client_waits_while_its_only_worker_is_replaced(start: Start) -> None:
     daemon = start(workers={"cpu": 1})
     with client(daemon) as asking:
         ((before, _),) = entries(asking.open("good"))
+        assert [bool(asking.say(before, b"hello")) for _ in range(2)] == [True, True]
+        assert scrape(daemon.metrics).of("tensord_client_lane_requests_total", "worker") == {"worker-0": 2}
         daemon.workers[0].kill()
         assert asking.say(before, b"hello") == b""
         answer = asking.open("good", ended=[before], wait=1000)
         ((number, new),) = entries(answer)
         assert (number != before, new) == (True, True)
-        assert asking.say(number, b"hello")
+        for counted_then in (3, 4):
+            assert asking.say(number, b"hello")
+            requests = scrape(daemon.metrics).of("tensord_client_lane_requests_total", "worker")
+            assert requests == {"worker-0": counted_then}
 
 
 def test_quotas_name_both_numbers(start: Start) -> None:

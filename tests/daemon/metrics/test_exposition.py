@@ -26,7 +26,7 @@ SNAPSHOT = MetricsSnapshot(
     False,
     {"m": True, "broken": False},
     [Total("m", 3, COUNTS, 7, True, sequences=(5, 4)), Total('a "b"\n\\', 1, Counts(), 0)],
-    [WorkerSlot("worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16))],
+    [WorkerSlot("worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16), 8, 9, 4096)],
     [FrontSlot("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5)],
     [RegionTotals("system", 2, 8192, 3), RegionTotals("cuda", 0, 0, 0)],
     4096,
@@ -35,6 +35,8 @@ SNAPSHOT = MetricsSnapshot(
     {("m", 3): Footprint(1.5, 16, 2, 1 << 30, 7_000, 4_096)},
     [Gpu("GPU-1", 0.5, 8, 7, 6.0, 5.0, 4.0), Gpu("GPU-2")],
     {("GPU-2", "xid"): 3},
+    clients=5,
+    refused_lanes=2,
 )
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 
@@ -94,6 +96,11 @@ def test_ours() -> None:
         'tensord_region_leases{kind="system"} 3.0',
         'tensord_regions{kind="cuda"} 0.0',
         "tensord_regions_max 4096.0",
+        "tensord_clients 5.0",
+        "tensord_client_lanes_refused_total 2.0",
+        'tensord_client_lanes{device="cpu:0",worker="worker-0"} 8.0',
+        'tensord_client_lane_requests_total{device="cpu:0",worker="worker-0"} 9.0',
+        'tensord_client_segment_bytes{device="cpu:0",worker="worker-0"} 4096.0',
         "tensord_ready 0.0",
         'tensord_model_refused_total{model="m",reason="queue_full",version="3"} 5.0',
         'tensord_model_refused_total{model="m",reason="queue_timeout",version="3"} 1.0',
