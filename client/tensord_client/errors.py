@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Dict, Type
+from typing import ClassVar
 
 
 class ServingError(Exception):
     """An error with a sentence; ``code`` is the server's name for its kind."""
 
-    code = "INTERNAL"
+    code: ClassVar[str] = "INTERNAL"
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -56,6 +56,9 @@ class DeadlineExceeded(Cancelled):
 
     code = "DEADLINE_EXCEEDED"
 
+    def __init__(self, message: str = "Deadline Exceeded") -> None:
+        super().__init__(message)
+
 
 class Internal(ServingError):
     """The server or the model has a defect, or the worker ended under a request that may not be run twice."""
@@ -82,7 +85,7 @@ class ResultsHeld(ServingError):
         self.limit = limit
 
 
-_BY_CODE: Dict[str, Type[ServingError]] = {
+_BY_CODE: dict[str, type[ServingError]] = {
     kind.code: kind
     for kind in (
         InvalidArgument,
@@ -96,8 +99,15 @@ _BY_CODE: Dict[str, Type[ServingError]] = {
         Unknown,
     )
 }
+#: HTTP status -> error. What the table lacks is the request's fault up to 499, and the server's from 500 on.
+_BY_STATUS = {403: Unavailable, 404: NotFound, 501: Unsupported, 503: Unavailable, 504: DeadlineExceeded}
 
 
 def from_code(code: str, message: str) -> ServingError:
     """Makes the exception of an error that the server told by its code; an unknown code becomes ``Unknown``."""
     return _BY_CODE.get(code, Unknown)(message)
+
+
+def from_status(status: int, message: str) -> ServingError:
+    """Makes the exception that an HTTP status stands for."""
+    return _BY_STATUS.get(status, Internal if status >= 500 else InvalidArgument)(message)

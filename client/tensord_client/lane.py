@@ -1,141 +1,47 @@
-"""A lane is this process's own connection to a worker of the daemon, with memory that both of them see.
+"""The connection of this process to a daemon on the same host: memory that both see, and a lane to each worker that it asks.
 
-This is the edition that others build on: signatures as they will be.
+    clients' socket ── hello, open ──▶ supervisor        one connection, which owns the lanes
+    lanes           ── requests    ──▶ workers           one to each worker, whatever models are asked there
+    memory          ── segments    ──▶ workers           one for all lanes
+
+Connections start no thread until somebody wants to be called back. After a fork the child connects anew with its first request.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Generator, Iterator, Mapping, Optional, Sequence, Union
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
+from tensord_client import wire
+from tensord_client.call import Call
+from tensord_client.clients_socket import ClientsSocket
+from tensord_client.errors import Cancelled, Internal, ResultsHeld, ServingError, Unavailable, Unsupported
+from tensord_client.memory import Memory
+from tensord_client.opened_model import OpenedModel
+from tensord_client.pending import Pending
+from tensord_client.placement import Placement
+from tensord_client.prepared_call import PreparedCall
+from tensord_client.results import Array, Description
+from tensord_client.worker_lane import LaneEnded, WorkerLane
 
-from tensord_client.results import Answer, Parameter, Timing
+__all__ = ["Call", "Description", "LaneConnection", "Pending", "PreparedCall"]
 
-
-class Description:
-    """A model as the daemon describes it when a client opens it."""
-
-    def __init__(self, answer: Mapping[str, Any]) -> None:
-        self.model: str = answer["model"]
-        #: The version that was asked for, or the newest ready one.
-        self.version: int = answer["version"]
-        #: V2 metadata of that version: name, versions, platform, inputs, outputs.
-        self.metadata: Dict[str, Any] = answer["metadata"]
-        #: 0: the model has no batch dimension.
-        self.max_batch_size: int = answer["max_batch_size"]
-        #: Whether a request has several responses.
-        self.streams: bool = answer["streams"]
-        #: Whether requests belong to sequences.
-        self.sequences: bool = answer["sequences"]
-        #: Whether running a request twice harms nobody.
-        self.pure: bool = answer["pure"]
-        #: in_flight, segments, segment_byte_size, response_byte_size.
-        self.limits: Dict[str, int] = answer["limits"]
-
-
-class Call:
-    """One request.
-
-    ``inputs`` are C-contiguous arrays or any others, which are copied; those from ``LaneConnection.empty`` are used where they lie.
-    Arrays of kinds S, U and O are BYTES. ``places`` are arrays from ``empty`` that outputs are written to.
-    """
-
-    __slots__ = (
-        "deadline",
-        "inputs",
-        "model",
-        "outputs",
-        "parameters",
-        "places",
-        "priority",
-        "request_id",
-        "sequence_end",
-        "sequence_id",
-        "sequence_start",
-        "timeout_us",
-        "version",
-    )
-
-    def __init__(
-        self,
-        model: str,
-        inputs: Mapping[str, np.ndarray],
-        *,
-        version: int = 0,
-        outputs: Sequence[str] = (),
-        places: Optional[Mapping[str, np.ndarray]] = None,
-        parameters: Optional[Mapping[str, Parameter]] = None,
-        request_id: str = "",
-        priority: int = 0,
-        timeout_us: int = 0,
-        sequence_id: Union[int, str] = 0,
-        sequence_start: bool = False,
-        sequence_end: bool = False,
-        deadline: Optional[float] = None,
-    ) -> None:
-        """Takes ``deadline`` in seconds of ``time.monotonic()``, after which nobody waits; None: never. ``version`` 0: the newest."""
-        self.model = model
-        self.inputs = inputs
-        self.version = version
-        self.outputs = outputs
-        self.places = places or {}
-        self.parameters = parameters or {}
-        self.request_id = request_id
-        self.priority = priority
-        self.timeout_us = timeout_us
-        self.sequence_id = sequence_id
-        self.sequence_start = sequence_start
-        self.sequence_end = sequence_end
-        self.deadline = deadline
-
-
-class Pending:
-    """A request that was sent, whose answer, or answers, are to come. ``await`` gives the answer as well, on a running loop."""
-
-    def result(self, timeout: Optional[float] = None) -> Answer:
-        """Waits for the answer, for at most so many seconds.
-
-        Raises: ServingError.  DeadlineExceeded: no answer came in that time; the request is cancelled.
-        """
-        raise NotImplementedError
-
-    def responses(self, timeout: Optional[float] = None) -> Iterator[Answer]:
-        """Iterates over the responses as they come, waiting for each at most so long; stopping early cancels the request."""
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        """Tells the worker that nobody waits any more. The result is then Cancelled."""
-        raise NotImplementedError
-
-    def done(self) -> bool:
-        """Returns whether the last answer has come."""
-        raise NotImplementedError
-
-    def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
-        """Calls ``callback`` with this once it is done: from a thread of the connection's, or at once if it is done already."""
-        raise NotImplementedError
-
-    def __await__(self) -> Generator[Any, None, Answer]:
-        """Waits on the running loop. Cancelling the task cancels the request."""
-        raise NotImplementedError
-
-    def async_responses(self) -> Any:
-        """Returns an asynchronous iterator over the responses; ``aclose`` cancels the request."""
-        raise NotImplementedError
-
-
-class PreparedCall:
-    """A request whose record is made once. Calling it sends it with what its input arrays hold then.
-
-    ``outputs`` of ``places`` are the same arrays each time; others are in memory that the next call does not touch.
-    """
-
-    #: Of the last call; None: the server did not say.
-    timing: Optional[Timing]
-
-    def __call__(self, timeout: Optional[float] = None) -> Mapping[str, np.ndarray]:
-        """Sends, waits and returns the outputs by name. Raises as ``Pending.result``."""
-        raise NotImplementedError
+#: Requests' ids begin here, so that all of them are as long on the wire.
+_FIRST_ID = 1 << 32
+#: Seconds that a request without a deadline waits for a daemon, or a worker, that is being replaced.
+_PATIENCE = 60.0
+#: Seconds that one question to the daemon waits there, and between two of them where nobody serves.
+_WAIT, _PAUSE = 0.5, 0.05
+#: Seconds between two questions about a model whose worker refuses requests, and about workers that are to come.
+_REFUSED_AFTER, _COMING_AFTER = 0.25, 1.0
+_connections: weakref.WeakSet[LaneConnection] = weakref.WeakSet()
 
 
 class LaneConnection:
@@ -145,37 +51,342 @@ class LaneConnection:
     """
 
     def __init__(self, path: str, max_results: int = 64, timeout: float = 10.0) -> None:
-        """Connects to ``clients.sock`` at that path. ``timeout``: seconds to wait for each answer on that socket.
+        """Connects to ``clients.sock`` at that path.
+
+        Args:
+          max_results: the most answers in workers' memory that the program may hold.
+          timeout: seconds to wait for each answer on that socket.
 
         Raises: Unavailable: nobody serves there.
         """
+        self.path = path
+        self.max_results = max_results
+        self._timeout = timeout
         #: What the daemon said of itself: server, version, wire, lanes, http.
-        self.hello: Dict[str, Any] = {}
+        self.hello: dict[str, Any] = {}
         #: Whether the daemon gives lanes and speaks this wire; otherwise requests go over ``hello["http"]``.
         self.lanes = False
+        self.is_closed = False
+        self._socket: ClientsSocket | None = None
+        self._begin()
+        self._socket = self._connect()
+        _connections.add(self)
 
-    def open(self, model: str, version: int = 0, timeout: Optional[float] = None) -> Description:
+    def _begin(self) -> None:
+        """Sets everything that belongs to one process and one daemon."""
+        self._socket = None
+        #: Held by who asks the daemon.
+        self._asking = threading.Lock()
+        self.memory: Memory = Memory()
+        self.placement: Placement = Placement(self.memory)
+        self._ids = itertools.count(_FIRST_ID)
+        self._held: set[Any] = set()
+        self._lanes: dict[int, WorkerLane] = {}
+        #: By name and version as they are asked for.
+        self._models: dict[tuple[str, int], OpenedModel] = {}
+        self._sequences: dict[tuple[str, int | str], WorkerLane] = {}
+        self._prepared: weakref.WeakSet[PreparedCall] = weakref.WeakSet()
+
+    # ------------------------------------------------------------------------------------------------- the daemon
+
+    def _connect(self) -> ClientsSocket:
+        """Connects and says hello. Call it with ``_asking``. Raises ServingError."""
+        connected = ClientsSocket(self.path, self._timeout)
+        try:
+            self.hello, _ = connected.ask({"hello": {}})
+        except BaseException:
+            connected.close()
+            raise
+        self.lanes = bool(self.hello.get("lanes")) and self.hello.get("wire") == wire.WIRE_VERSION
+        return connected
+
+    def open(self, model: str, version: int = 0, timeout: float | None = None) -> Description:
         """Returns the description of a model, asked once and again when its lanes have ended.
+
+        Args:
+          timeout: seconds to wait for a model that is being loaded, or whose worker is being replaced; None: 0.
 
         Raises: NotFound, Unavailable, Unsupported: as the daemon says.
         """
-        raise NotImplementedError
+        known = self._models.get((model, version))
+        if known is not None and known.choose() is not None:
+            return known.description
+        return self._ask_for(model, version, time.monotonic() + (timeout or 0.0)).description
 
-    def empty(self, shape: Union[int, Sequence[int]], dtype: Any) -> np.ndarray:
+    def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
+        """Asks the daemon for a model and lanes to it, until then.
+
+        Args:
+          anew: also if there is a lane that has not ended.
+
+        Raises: ServingError: what the daemon said last.
+        """
+        begun = time.monotonic()
+        while True:
+            left = max(0.0, until - time.monotonic())
+            with self._asking:
+                if self.is_closed:
+                    raise Cancelled("the connection was closed")
+                known = self._models.get((model, version))
+                if known is not None and known.choose() is not None and (not anew or known.opened_at > begun):
+                    return known
+                try:
+                    return self._open(model, version, min(left, _WAIT))
+                except Unavailable:
+                    if time.monotonic() >= until:
+                        raise
+                    reconnects = self._socket is None or self._socket.is_closed
+            if reconnects:
+                time.sleep(_PAUSE)
+
+    def _open(self, model: str, version: int, wait: float) -> OpenedModel:
+        """Asks once. Call it with ``_asking``."""
+        if self._socket is None or self._socket.is_closed:
+            self._socket = None
+            self._socket = self._connect()
+        if not self.lanes:
+            raise Unsupported("the daemon gives no lanes, or speaks another edition of their wire: ask over HTTP")
+        ended = [number for number, lane in self._lanes.items() if not lane.usable]
+        question = {"model": model, "version": version, "wait": wait, "ended": ended}
+        answer, sockets = self._socket.ask({"open": question}, wait)
+        try:
+            description = Description(answer)
+            limits = description.limits
+            self.memory.limit(limits["segments"], limits["segment_byte_size"])
+            for number in ended:
+                # Who waits on it sees its end; an idle one nobody looks at.
+                if not self._lanes[number].in_flight:
+                    self._lanes.pop(number).close(Unavailable("the worker process ended"))
+            lanes = []
+            for each in answer["lanes"]:
+                number = each["lane"]
+                if each["new"]:
+                    self._lanes[number] = WorkerLane(
+                        sockets.pop(0), number, self.memory, self._ids, self._held, limits["response_byte_size"]
+                    )
+                lanes.append(self._lanes[number])
+        except (LookupError, TypeError) as error:
+            raise Internal(f"the daemon's answer about model '{model}' is malformed: {error!r}") from error
+        except LaneEnded:
+            raise Unavailable(f"a worker of model '{model}' ended as it was asked for") from None
+        finally:
+            for sock in sockets:
+                sock.close()
+        opened = OpenedModel(description, lanes, answer.get("coming", 0), time.monotonic())
+        if opened.choose() is None:
+            raise Unavailable(f"model '{model}' has no worker now")
+        self._models[model, version] = opened
+        return opened
+
+    # --------------------------------------------------------------------------------------------------- requests
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
         """Returns an array in memory that workers see, 64-byte aligned; its room is given back when it is collected.
 
-        Raises: InvalidArgument: beyond what the daemon allows a client, with both numbers.
+        Raises: InvalidArgument: it can never fit, with both numbers.  Unavailable: it does not fit now.
         """
-        raise NotImplementedError
+        return self.memory.empty(shape, dtype)
+
+    def model_of(self, call: Call) -> OpenedModel:
+        """Returns the model of a call, which is opened with the first. Raises ServingError."""
+        known = self._models.get((call.model, call.version))
+        if known is not None:
+            return known
+        return self._ask_for(call.model, call.version, time.monotonic())
 
     def ask(self, call: Call) -> Pending:
         """Sends a request. Raises InvalidArgument: it cannot be sent.  ResultsHeld, Unavailable, NotFound."""
-        raise NotImplementedError
+        self.check_held()
+        pending = Pending(self, call, self.placement.place(call, self.model_of(call)))
+        if not self._send(pending):
+            pending.astray = True
+        return pending
 
     def prepare(self, call: Call) -> PreparedCall:
         """Makes a request that can be sent many times. Raises as ``ask``."""
-        raise NotImplementedError
+        made = PreparedCall(self, call, self.model_of(call))
+        self._prepared.add(made)
+        return made
+
+    def config(self, model: str, version: int) -> Mapping[str, Any]:
+        """Returns nothing: a lane does not tell models' configurations."""
+        return {}
+
+    def end_sequence(self, model: str, sequence_id: int | str) -> None:
+        """Forgets on which lane a sequence is, without a further request."""
+        self._sequences.pop((model, sequence_id), None)
+
+    def check_held(self) -> None:
+        """Raises ResultsHeld: the program holds as many answers in workers' memory as it may."""
+        held = len(self._held)
+        if held >= self.max_results:
+            raise ResultsHeld(held, self.max_results)
+
+    def _send(self, pending: Pending) -> bool:
+        """Sends a request on a lane that there is. Returns False: there is none. Raises ServingError."""
+        placed, call = pending.placed, pending.call
+        loop = _running_loop()
+        while True:
+            lane = self.lane_for(call, None)
+            if lane is None:
+                return False
+            pending.lane = lane
+            pending.sent += 1
+            try:
+                pending.request_id = lane.submit(
+                    pending, placed.prepared, placed.contents, pending.own, placed.segments, loop
+                )
+            except LaneEnded:
+                pending.sent -= 1
+                continue
+            except ServingError:
+                pending.lane = None
+                raise
+            self.sent(call, lane)
+            return True
+
+    def lane_for(self, call: Call, last: WorkerLane | None) -> WorkerLane | None:
+        """Chooses a lane for a request; None: there is none now.
+
+        Args:
+          last: the one that the caller used last.
+
+        Raises: Internal: the request belongs to a sequence whose worker has ended.
+        """
+        if call.sequence_id and not call.sequence_start:
+            lane = self._sequences.get((call.model, call.sequence_id))
+            if lane is not None:
+                if not lane.usable:
+                    self._sequences.pop((call.model, call.sequence_id), None)
+                    raise Internal(
+                        f"sequence {call.sequence_id!r} of model '{call.model}' was lost: its worker process ended"
+                    )
+                return lane
+        known = self._models.get((call.model, call.version))
+        if known is None:
+            return None
+        if known.coming and time.monotonic() - known.opened_at > _COMING_AFTER:
+            self._look_for_more(known, call)
+        if last is not None and last.usable and not last.in_flight and last in known.lanes:
+            return last
+        return known.choose()
+
+    def sent(self, call: Call, lane: WorkerLane) -> None:
+        """Notes where a sequence is."""
+        if not call.sequence_id:
+            return
+        if call.sequence_end:
+            self._sequences.pop((call.model, call.sequence_id), None)
+        else:
+            self._sequences[call.model, call.sequence_id] = lane
+
+    def is_pure(self, call: Call) -> bool:
+        """Returns whether running a request twice harms nobody."""
+        known = self._models.get((call.model, call.version))
+        return known is not None and known.description.pure and not call.sequence_id
+
+    # ---------------------------------------------------------------------------------- where workers or daemons end
+
+    def _look_for_more(self, known: OpenedModel, call: Call) -> None:
+        """Asks, aside, for workers that were to come."""
+        known.opened_at = time.monotonic()
+
+        def look() -> None:
+            with contextlib.suppress(ServingError):
+                self._ask_for(call.model, call.version, time.monotonic(), anew=True)
+
+        threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
+
+    def find_lanes(self, call: Call, until: float | None) -> None:
+        """Waits for a lane to a worker that has the call's model. Raises ServingError.  TimeoutError: there was none."""
+        patience = time.monotonic() + _PATIENCE
+        try:
+            self._ask_for(call.model, call.version, patience if until is None else min(until, patience))
+        except Unavailable:
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError from None
+            raise
+
+    def may_ask_again(self, pending: Pending) -> bool:
+        """Returns whether the daemon is to be asked where a model is whose worker has refused a request."""
+        known = self._models.get((pending.call.model, pending.call.version))
+        return not self.is_closed and known is not None and time.monotonic() - known.opened_at > _REFUSED_AFTER
+
+    def find_again(self, call: Call, refusal: ServingError, until: float | None) -> bool:
+        """Asks where the model is, after a refusal or the end of a lane. Returns whether the request is to be sent again."""
+        before = self._models.get((call.model, call.version))
+        if before is None or before.choose() is None:
+            self.find_lanes(call, until)
+            return True
+        if time.monotonic() - before.opened_at <= _REFUSED_AFTER and refusal.code != "INTERNAL":
+            return any(not lane.usable for lane in before.lanes)
+        after = self._ask_for(call.model, call.version, time.monotonic(), anew=True)
+        return after.lanes != before.lanes or after.description.version != before.description.version
+
+    def send_again(self, pending: Pending, until: float | None) -> None:
+        """Sends a request again whose lane ended or whose worker refused it. Raises ServingError: why not.  TimeoutError."""
+        if not pending.claim():
+            return
+        refusal, pending.refusal = pending.refusal, None
+        if refusal is not None and not self.find_again(pending.call, refusal, until):
+            raise refusal
+        while not self._send(pending):
+            self.find_lanes(pending.call, until)
+        pending.watch_again()
+
+    def send_again_soon(self, pending: Pending) -> None:
+        """Has a thread of its own send a request again, since nobody waits for it who could."""
+
+        def send() -> None:
+            try:
+                self.send_again(pending, pending.call.deadline)
+            except TimeoutError:
+                pending.expire()
+            except ServingError as error:
+                pending.fail(error)
+
+        threading.Thread(target=send, name="tensord-again", daemon=True).start()
+
+    # ---------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
         """Ends the connection and its lanes; what is in flight gets Cancelled. Arrays stay. Idempotent."""
-        raise NotImplementedError
+        self.is_closed = True
+        with self._asking:
+            lanes, self._lanes = list(self._lanes.values()), {}
+            self._models.clear()
+            if self._socket is not None:
+                self._socket.close()
+        for lane in lanes:
+            lane.close(Cancelled("the connection was closed"))
+        self.memory.close()
+
+    def forget(self) -> None:
+        """Leaves all to the process that this one was forked from."""
+        lanes, sock = list(self._lanes.values()), self._socket
+        prepared = list(self._prepared)
+        self._begin()
+        if sock is not None:
+            sock.close()
+        for lane in lanes:
+            lane.forget()
+        for call in prepared:
+            call.forget()
+            self._prepared.add(call)
+
+    def __repr__(self) -> str:
+        return f"<LaneConnection {self.path}{' closed' if self.is_closed else f' {len(self._lanes)} lanes'}>"
+
+
+def _running_loop() -> Any:
+    """Returns the event loop that runs in this thread; None: there is none. Importing asyncio is left to who uses it."""
+    asyncio = sys.modules.get("asyncio")
+    return None if asyncio is None else asyncio._get_running_loop()
+
+
+def _forked() -> None:
+    for connection in list(_connections):
+        connection.forget()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,13 +1,36 @@
-"""What a request is answered with: outputs by name, and what the server says of the request."""
+"""What a model is described by, and what it answers with."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Type, Union
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 
 Parameter = Union[bool, int, float, str]
+Array = np.ndarray[Any, Any]
+
+
+class Tensor(NamedTuple):
+    """A tensor that a model takes or gives."""
+
+    name: str
+    datatype: str
+    #: The shape that clients see: with the batch dimension, -1 where the size varies.
+    shape: tuple[int, ...]
+
+
+class Tensors(tuple):  # type: ignore[type-arg]
+    """The tensors of a model in its order, which are found by name as well: ``inputs["image"]``."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        for tensor in self:
+            if tensor.name == key:
+                return tensor
+        raise KeyError(key)
 
 
 class Timing(NamedTuple):
@@ -18,7 +41,7 @@ class Timing(NamedTuple):
     copied_bytes: int
 
 
-class Answer(Dict[str, np.ndarray]):
+class Answer(dict):  # type: ignore[type-arg]
     """Outputs by name. Large ones are read-only views of the server's memory, which is theirs until they are collected.
 
     ``with answer:`` and ``release()`` give that memory back at once; the arrays must not be looked at afterwards.
@@ -29,12 +52,12 @@ class Answer(Dict[str, np.ndarray]):
     #: The parameters of the model's answer.
     parameters: Mapping[str, Parameter] = {}
     #: None: the server did not say.
-    timing: Optional[Timing] = None
+    timing: Timing | None = None
     #: Has ``release()``; None where no output lies in the server's memory.
     lease: Any = None
 
     @property
-    def copied_bytes(self) -> Optional[int]:
+    def copied_bytes(self) -> int | None:
         """Returns how many bytes the server copied for the request; None: it did not say."""
         return None if self.timing is None else self.timing.copied_bytes
 
@@ -49,6 +72,48 @@ class Answer(Dict[str, np.ndarray]):
         return self
 
     def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+class Description:
+    """Describes a model: what the server says when a client opens it."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        self.model: str = answer["model"]
+        #: The version that was asked for, or the newest ready one.
+        self.version: int = answer["version"]
+        #: V2 metadata of that version: name, versions, platform, inputs, outputs.
+        self.metadata: dict[str, Any] = answer["metadata"]
+        #: 0: the model has no batch dimension.
+        self.max_batch_size: int = answer["max_batch_size"]
+        #: Whether a request has several responses.
+        self.streams: bool = answer["streams"]
+        #: Whether requests belong to sequences.
+        self.sequences: bool = answer["sequences"]
+        #: Whether running a request twice harms nobody.
+        self.pure: bool = answer["pure"]
+        #: in_flight, segments, segment_byte_size, response_byte_size; empty where there are none of a lane.
+        self.limits: dict[str, int] = answer.get("limits", {})
+
+
+def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
+    """Reads the ``inputs`` or ``outputs`` of V2 metadata."""
+    return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
+
+
+def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
+    """Copies outputs to the places that they are wanted in, and returns those instead. Raises InvalidArgument: one does not fit."""
+    from tensord_client.errors import InvalidArgument
+
+    for name, place in places.items():
+        made = outputs.get(name)
+        if made is None:
+            continue
+        if place.shape != made.shape or place.dtype != made.dtype:
+            given = f"{place.dtype}{list(place.shape)}"
+            raise InvalidArgument(f"output '{name}' is {made.dtype}{list(made.shape)}, and its place is {given}")
+        place[...] = made
+        outputs[name] = place
+    return outputs

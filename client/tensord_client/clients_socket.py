@@ -1,0 +1,95 @@
+"""The daemon's socket for clients: one JSON message a request and an answer, descriptors beside it (SEQPACKET).
+
+{"hello": {}}                                ──▶  what the daemon is
+{"open": {"model": "m", "version": 0}}       ──▶  the model, and a lane to each of its workers
+{"error": "the sentence", "code": "..."}     ◀──  instead of either
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from typing import Any
+
+from tensord_client.errors import Unavailable, Unknown, from_code
+
+_MAX_ANSWER = 128 << 10
+_MAX_FDS = 253
+
+
+class ClientsSocket:
+    """One connection to that socket. Requests are answered in order; not thread-safe."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        """Connects. ``timeout``: seconds to wait for each answer. Raises Unavailable: nobody serves there."""
+        self._path = path
+        self._timeout = timeout
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._sock.settimeout(timeout)
+            self._sock.connect(path)
+        except OSError as error:
+            self._sock.close()
+            raise Unavailable(f"no tensord serves at {path}: {error.strerror or error}") from error
+
+    def ask(self, request: dict[str, Any], wait: float = 0.0) -> tuple[dict[str, Any], list[socket.socket]]:
+        """Asks. Returns the answer and the sockets that came with it.
+
+        Args:
+          wait: seconds that the daemon was asked to wait for something.
+
+        Raises: ServingError: the answer is an error.  Unavailable: the daemon is gone, or does not answer; this is closed then.
+        """
+        try:
+            self._sock.settimeout(self._timeout + wait)
+            self._sock.send(json.dumps(request).encode())
+            content, ancillary, flags, _ = self._sock.recvmsg(
+                _MAX_ANSWER + 1, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError as error:
+            self.close()
+            raise Unavailable(f"the daemon at {self._path} does not answer: {error.strerror or error}") from error
+        fds = [fd for level, kind, part in ancillary for fd in _descriptors(level, kind, part)]
+        if not content or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            _close(fds)
+            self.close()
+            if content:
+                raise Unavailable(
+                    f"the answer of the daemon at {self._path} was cut: no descriptor is left in this process"
+                )
+            raise Unavailable(f"the daemon at {self._path} has closed the connection")
+        try:
+            answer = json.loads(content)
+            if not isinstance(answer, dict):
+                raise ValueError("no object")
+        except ValueError as error:
+            _close(fds)
+            self.close()
+            raise Unknown(f"the daemon at {self._path} answered with no JSON object") from error
+        if "error" in answer:
+            _close(fds)
+            raise from_code(str(answer.get("code", "")), str(answer["error"]))
+        return answer, [socket.socket(fileno=fd) for fd in fds]
+
+    def close(self) -> None:
+        """Closes the connection, and with it the lanes that it owns. Idempotent."""
+        self._sock.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether it was closed, here or because the daemon is gone."""
+        return self._sock.fileno() < 0
+
+
+def _descriptors(level: int, kind: int, part: bytes) -> list[int]:
+    if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
+        return []
+    return list(memoryview(part[: len(part) // 4 * 4]).cast("i"))
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)

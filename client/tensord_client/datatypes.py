@@ -1,0 +1,112 @@
+"""The protocol's datatypes as numpy's, and the encoding of BYTES.
+
+    BYTES element   | length u32 little-endian | length bytes |      elements follow each other without padding
+
+BF16 has no dtype in numpy: arrays of ``ml_dtypes.bfloat16`` are taken where that is installed, and given where it is; without it
+they are arrays of uint16 with the same bits.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tensord_client.errors import InvalidArgument
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+}
+_DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH = struct.Struct("<I")
+_UINT16 = DTYPES["UINT16"]
+
+
+def dtype_of(datatype: str) -> np.dtype:
+    """Returns the dtype of a datatype; of BYTES it is object. Raises InvalidArgument: there is no such datatype."""
+    found = DTYPES.get(datatype)
+    if found is not None:
+        return found
+    if datatype == "BYTES":
+        return np.dtype(object)
+    if datatype == "BF16":
+        return _bfloat16()
+    raise InvalidArgument(f"'{datatype}' is no datatype of the protocol")
+
+
+def _bfloat16() -> np.dtype:
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        return _UINT16
+    found: np.dtype = np.dtype(bfloat16)
+    return found
+
+
+def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
+    """Returns the datatype of an array's dtype; None: it has none. ``declared``: what the model's metadata says of the tensor."""
+    found = _DATATYPES.get(dtype)
+    if found is not None:
+        return "BF16" if declared == "BF16" and found == "UINT16" else found
+    if dtype.kind in "SUO":
+        return "BYTES"
+    if dtype.name == "bfloat16":
+        return "BF16"
+    # Another byte order has the same datatype once it was copied.
+    return _DATATYPES.get(dtype.newbyteorder("="))
+
+
+def encode_strings(array: np.ndarray) -> bytes:
+    """Encodes an array of bytes or str (UTF-8) as BYTES, in row-major order."""
+    pieces = []
+    for value in array.ravel().tolist():
+        element = value if isinstance(value, bytes) else str(value).encode()
+        pieces.append(_LENGTH.pack(len(element)))
+        pieces.append(element)
+    return b"".join(pieces)
+
+
+def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
+    """Decodes BYTES into an object array of bytes. Raises ValueError: the content is not what the shape needs."""
+    view = memoryview(content)
+    values = []
+    at = 0
+    while at < len(view):
+        if at + 4 > len(view):
+            raise ValueError("a BYTES tensor ends within a length")
+        (length,) = _LENGTH.unpack_from(view, at)
+        at += 4
+        if at + length > len(view):
+            raise ValueError("a BYTES tensor ends within an element")
+        values.append(bytes(view[at : at + length]))
+        at += length
+    made = np.empty(len(values), dtype=object)
+    made[:] = values
+    return made.reshape(tuple(shape))
+
+
+def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
+    """Makes an array of a tensor's bytes: a view of them, but for BYTES. Raises ValueError: their number is another one."""
+    if datatype == "BYTES":
+        return decode_strings(content, shape)
+    return np.frombuffer(content, dtype_of(datatype)).reshape(tuple(shape))
+
+
+def typestr(dtype: np.dtype) -> tuple[str, bool]:
+    """Returns the name of a dtype in numpy's array interface, and whether the array must then be viewed as that dtype."""
+    if dtype.kind == "V" and dtype.names is None:
+        return f"|V{dtype.itemsize}", True
+    return dtype.str, False

@@ -1,0 +1,250 @@
+"""Memory that this process shares with workers: sealed segments without a name, and arrays in them.
+
+    segment   a memfd that nobody can shrink or grow   | block | free | block ... |     blocks begin at multiples of 64 bytes
+
+An array's room is given back when the last view of it is collected. That may happen in any thread, in the middle of anything, so
+it is only noted then, and done with the next allocation. A segment that is wholly free is closed when enough others are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import fcntl
+import math
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tensord_client.datatypes import typestr
+from tensord_client.errors import InvalidArgument, Unavailable
+from tensord_client.wire import Place
+
+#: What XLA on a CPU needs to use an array where it lies.
+ALIGNMENT = 64
+_PAGE = 4096
+#: The first segment, and the most that one grows by beyond what is asked for.
+_FIRST, _LARGEST_STEP = 256 << 10, 64 << 20
+#: Free segments that are kept for what comes next.
+_KEPT = 64 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Segment:
+    """One sealed memfd, mapped here. It stays mapped as long as anything refers to it."""
+
+    def __init__(self, number: int, byte_size: int) -> None:
+        """Makes one, with all of its pages. Raises Unavailable: the host has no memory for it, or this process no descriptor."""
+        self.number = number
+        self.byte_size = byte_size
+        try:
+            self.fd = os.memfd_create("tensord-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise Unavailable(f"no descriptor is left for a segment of {byte_size} bytes: {error.strerror}") from error
+        try:
+            os.posix_fallocate(self.fd, 0, byte_size)
+            mapping = mmap.mmap(self.fd, byte_size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(self.fd)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EMFILE):
+                raise Unavailable(f"the host has no {byte_size} bytes of memory for a segment") from error
+            raise
+        self._bytes = np.frombuffer(mapping, np.uint8)
+        self.address: int = self._bytes.__array_interface__["data"][0]
+        #: Where free ranges begin, and their sizes, in order.
+        self.free: list[int] = [0]
+        self.sizes: list[int] = [byte_size]
+
+    @property
+    def is_unused(self) -> bool:
+        """Returns whether all of it is free."""
+        return len(self.free) == 1 and self.sizes[0] == self.byte_size
+
+    def take(self, byte_size: int) -> int | None:
+        """Allocates so many bytes, a multiple of the alignment. Returns their offset; None: there is no such range."""
+        for at, size in enumerate(self.sizes):
+            if size < byte_size:
+                continue
+            offset = self.free[at]
+            if size == byte_size:
+                del self.free[at], self.sizes[at]
+            else:
+                self.free[at] = offset + byte_size
+                self.sizes[at] = size - byte_size
+            return offset
+        return None
+
+    def give(self, offset: int, byte_size: int) -> None:
+        """Frees what was taken, and joins it with its free neighbours."""
+        at = bisect.bisect(self.free, offset)
+        if at < len(self.free) and offset + byte_size == self.free[at]:
+            byte_size += self.sizes[at]
+            del self.free[at], self.sizes[at]
+        if at and self.free[at - 1] + self.sizes[at - 1] == offset:
+            self.sizes[at - 1] += byte_size
+        else:
+            self.free.insert(at, offset)
+            self.sizes.insert(at, byte_size)
+
+    def close(self) -> None:
+        """Closes the descriptor. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Block:
+    """The room of one array, which is its base: it lives as long as a view of that array does."""
+
+    __slots__ = ("__array_interface__", "byte_size", "memory", "offset", "segment")
+
+    def __init__(self, memory: Memory, segment: Segment, offset: int, byte_size: int) -> None:
+        self.memory = memory
+        self.segment = segment
+        self.offset = offset
+        #: A multiple of the alignment.
+        self.byte_size = byte_size
+        self.__array_interface__: dict[str, Any] = {}
+
+    def __del__(self) -> None:
+        self.memory.returned.append((self.segment, self.offset, self.byte_size))
+
+
+class Memory:
+    """All segments of a connection, and the arrays in them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: By number; numbers are never used again.
+        self.segments: dict[int, Segment] = {}
+        self._next = 0
+        #: Blocks that were collected: (segment, offset, byte size).
+        self.returned: deque[tuple[Segment, int, int]] = deque()
+        #: Counts closed segments, so that lanes notice a closure by one comparison.
+        self.closures = 0
+        #: The most segments, and the most bytes of all together; None: the daemon has not told yet.
+        self.max_count: int | None = None
+        self.max_byte_size: int | None = None
+
+    def limit(self, max_count: int, max_byte_size: int) -> None:
+        """Sets what the daemon allows; segments that there are stay."""
+        self.max_count = max_count
+        self.max_byte_size = max_byte_size
+
+    @property
+    def byte_size(self) -> int:
+        """Returns the bytes of all segments together."""
+        return sum([segment.byte_size for segment in list(self.segments.values())])
+
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> np.ndarray:
+        """Returns a C-contiguous array of that shape, 64-byte aligned, with any content.
+
+        Raises: InvalidArgument: it can never fit, or has elements without a size.  Unavailable: it does not fit now.
+        """
+        dtype = np.dtype(dtype)
+        if dtype.hasobject:
+            raise InvalidArgument(f"an array of {dtype} cannot lie in shared memory: its elements have no fixed size")
+        shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(int(dim) for dim in shape)
+        if any(dim < 0 for dim in shape):
+            raise InvalidArgument(f"an array of shape {list(shape)} has a negative dimension")
+        needed = math.prod(shape) * dtype.itemsize
+        block = self._allocate(-(-max(needed, 1) // ALIGNMENT) * ALIGNMENT)
+        name, viewed = typestr(dtype)
+        block.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": name,
+            "data": (block.segment.address + block.offset, False),
+        }
+        array = np.asarray(block)
+        return array.view(dtype) if viewed else array
+
+    def locate(self, array: np.ndarray) -> Place | None:
+        """Returns where an array lies; None: in no segment of this memory, or not in one piece."""
+        base: Any = array.base
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if type(base) is not Block or base.memory is not self or not array.flags.c_contiguous:
+            return None
+        offset = array.__array_interface__["data"][0] - base.segment.address
+        return base.segment.number, offset, array.nbytes
+
+    def segment(self, number: int) -> Segment | None:
+        """Returns a segment; None: it is closed."""
+        return self.segments.get(number)
+
+    def _allocate(self, byte_size: int) -> Block:
+        with self._lock:
+            self._collect()
+            for segment in self.segments.values():
+                offset = segment.take(byte_size)
+                if offset is not None:
+                    return Block(self, segment, offset, byte_size)
+            segment = self._grow(byte_size)
+            offset = segment.take(byte_size)
+            assert offset is not None
+            return Block(self, segment, offset, byte_size)
+
+    def collect(self) -> None:
+        """Frees what was collected, and closes segments that are free beyond what is kept."""
+        with self._lock:
+            self._collect()
+
+    def _collect(self) -> None:
+        if not self.returned:
+            return
+        while self.returned:
+            segment, offset, byte_size = self.returned.popleft()
+            segment.give(offset, byte_size)
+        unused = [segment for segment in self.segments.values() if segment.is_unused]
+        free = sum([segment.byte_size for segment in unused])
+        for segment in unused:
+            if free <= _KEPT:
+                break
+            free -= segment.byte_size
+            self._close(segment)
+
+    def _grow(self, byte_size: int) -> Segment:
+        needed = -(-byte_size // _PAGE) * _PAGE
+        most = self.max_byte_size
+        if most is not None and needed > most:
+            raise InvalidArgument(
+                f"an array of {byte_size} bytes, at most {most} bytes are allowed in a client's segments"
+            )
+        wanted = max(needed, min(max(self.byte_size, _FIRST), _LARGEST_STEP))
+        for segment in [each for each in self.segments.values() if each.is_unused]:
+            if self._fits(needed):
+                break
+            self._close(segment)
+        if not self._fits(needed):
+            raise Unavailable(
+                f"an array of {byte_size} bytes does not fit: {len(self.segments)} segments of {self.byte_size} bytes are used, "
+                f"at most {self.max_count} of {most} bytes together are allowed"
+            )
+        if most is not None:
+            wanted = max(needed, min(wanted, (most - self.byte_size) // _PAGE * _PAGE))
+        segment = Segment(self._next, wanted)
+        self._next += 1
+        self.segments[segment.number] = segment
+        return segment
+
+    def _fits(self, byte_size: int) -> bool:
+        if self.max_count is not None and len(self.segments) >= self.max_count:
+            return False
+        return self.max_byte_size is None or self.byte_size + byte_size <= self.max_byte_size
+
+    def _close(self, segment: Segment) -> None:
+        del self.segments[segment.number]
+        segment.close()
+        self.closures += 1
+
+    def close(self) -> None:
+        """Closes the descriptors of all segments. Arrays stay. Idempotent."""
+        for segment in list(self.segments.values()):
+            segment.close()

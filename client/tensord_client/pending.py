@@ -1,0 +1,474 @@
+"""A request that was sent over a lane, from whichever side somebody waits for it: a thread, a callback, or an event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import TYPE_CHECKING, Any, Callable
+
+import numpy as np
+
+from tensord_client import wire
+from tensord_client.call import Call
+from tensord_client.datatypes import decode_strings, dtype_of, typestr
+from tensord_client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    NotFound,
+    ServingError,
+    Unavailable,
+    from_code,
+)
+from tensord_client.placement import Placed, own_fields
+from tensord_client.results import Answer, Array, Timing
+from tensord_client.wire import AnswerRecord, OutputTensor
+from tensord_client.worker_lane import Lease, WorkerLane
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from tensord_client.lane import LaneConnection
+
+#: Bytes of responses that are taken before the worker is told; it lets a model be at least four times as far ahead.
+_TAKEN = 1024
+#: Times that a request is sent, where its workers end under it.
+_SENDINGS = 2
+#: Seconds between two looks at a request that another thread sends again.
+_ASIDE = 0.005
+
+
+class Pending:
+    """A request whose answer, or answers, are to come. ``await`` gives the answer as well, on a running loop."""
+
+    def __init__(self, connection: LaneConnection, call: Call, placed: Placed) -> None:
+        self._connection = connection
+        self.call = call
+        self.placed = placed
+        self.own = own_fields(call)
+        self.lane: WorkerLane | None = None
+        self.request_id = 0
+        self.waiting = True
+        self.waiter: queue.SimpleQueue[None] | None = None
+        #: What has come and was not taken: an answer with its lease and its lane, or an error.
+        self._arrived: deque[tuple[AnswerRecord, Lease | None] | ServingError] = deque()
+        #: True: its lane ended or its worker refused it, and it is to be sent again by who waits for it.
+        self.astray = False
+        self.refusal: ServingError | None = None
+        #: True until a worker has refused it once.
+        self._may_be_elsewhere = True
+        #: Times that it left with a lane.
+        self.sent = 0
+        self._ended = False
+        self._given_up = False
+        self._had_response = False
+        #: Taken responses that the worker has not been told of.
+        self._taken = 0
+        self._result: Answer | ServingError | None = None
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Pending], object]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._future: asyncio.Future[None] | None = None
+
+    # ------------------------------------------------------------------------------------------- from whoever reads
+
+    def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
+        """Takes an answer that its lane has received, from any thread."""
+        final = answer.prepared.final
+        lease = None
+        error: ServingError | None = None
+        try:
+            lease = lane.lease(answer)
+        except ServingError as failed:
+            error = failed
+        except ValueError as failed:
+            error = Internal(f"the worker's answer is malformed: {failed}")
+        if answer.code:
+            error = from_code(answer.code, answer.message)
+        if final and self._may_be_elsewhere and isinstance(error, (NotFound, Unavailable)) and self._asks_again():
+            # It was not executed. Perhaps the model is elsewhere by now.
+            self._may_be_elsewhere = False
+            self.refusal = error
+            self._stray()
+            return
+        # What has come is there before its end is seen.
+        if not self._given_up and (error is not None or not answer.is_mark):
+            self._had_response = True
+            self._arrived.append((answer, lease) if error is None else error)
+        if final:
+            self._end(lane)
+        self._notify()
+
+    def _asks_again(self) -> bool:
+        return not (self._had_response or self._given_up) and self._connection.may_ask_again(self)
+
+    def lane_ended(self, left: bool, error: ServingError) -> None:
+        """Hears that its lane ended before its last answer. ``left``: it was sent."""
+        reason = self._why_not_again(left, error)
+        if reason is None:
+            self._stray()
+        else:
+            self.fail(reason)
+
+    def _why_not_again(self, left: bool, error: ServingError) -> ServingError | None:
+        """Returns why the request may not be sent again; None: it may."""
+        if self._given_up or self._connection.is_closed:
+            return error
+        if not left:
+            self.sent -= 1
+            return None
+        if self._had_response:
+            return Internal(f"{error.message} before the last response of the request")
+        if not self._connection.is_pure(self.call):
+            return Internal(f"{error.message} while it had the request, which may not be run twice")
+        if self.sent >= _SENDINGS:
+            return Internal(f"the request was given up: {self.sent} worker processes ended while they had it")
+        return None
+
+    def _stray(self) -> None:
+        """Has it sent again: by the thread that waits for it, or else by one of the connection's."""
+        self.astray = True
+        if self.lane is not None:
+            self.lane.watched.discard(self.request_id)
+        with self._lock:
+            by_itself = self._future is not None or bool(self._callbacks)
+        if by_itself:
+            self._connection.send_again_soon(self)
+        else:
+            self._notify()
+
+    def claim(self) -> bool:
+        """Returns whether it is to be sent again, which the caller then does."""
+        with self._lock:
+            astray, self.astray = self.astray, False
+            return astray
+
+    def fail(self, error: ServingError) -> None:
+        """Ends it with an error, from any thread."""
+        self._arrived.append(error)
+        self._end(self.lane)
+        self._notify()
+
+    def expire(self) -> None:
+        """Gives it up because its deadline has passed."""
+        self._give_up(DeadlineExceeded())
+
+    def _give_up(self, error: ServingError) -> None:
+        """Ends it for whoever waits; the worker's last answer, which still comes, gives back what it held."""
+        with self._lock:
+            if self._given_up or self._ended:
+                return
+            self.astray = False
+            self._drop()
+            self._arrived.append(error)
+            self._given_up = True
+        lane = self.lane
+        if lane is not None:
+            lane.cancel(self.request_id)
+        self._notify()
+
+    def _end(self, lane: WorkerLane | None) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        if lane is not None:
+            lane.watched.discard(self.request_id)
+        if self.placed.slot is not None:
+            self.placed.slot.give_back()
+
+    def _drop(self) -> None:
+        """Gives back what has come and was not taken."""
+        with contextlib.suppress(IndexError):
+            while True:
+                arrived = self._arrived.popleft()
+                if isinstance(arrived, tuple) and arrived[1] is not None:
+                    arrived[1].release()
+
+    def _notify(self) -> None:
+        self.waiting = False
+        waiter = self.waiter
+        if waiter is not None:
+            waiter.put(None)
+        with self._lock:
+            future, loop = self._future, self._loop
+            called = bool(self._callbacks) and self.done()
+        if future is not None and loop is not None:
+            if _runs_here(loop):
+                _set(future)
+            else:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(_set, future)
+        if called:
+            lane = self.lane
+            if lane is None or lane.ended:
+                self.call_back()
+            else:
+                lane.call_back(self)
+
+    # ------------------------------------------------------------------------------------------------- from a thread
+
+    def result(self, timeout: float | None = None) -> Answer:
+        """Waits for the answer, for at most so many seconds.
+
+        Raises: ServingError.  DeadlineExceeded: no answer came in that time; the request is cancelled.
+        """
+        if self._result is None:
+            self._result = self._next(self._until(timeout)) or _nothing(self.call)
+        if isinstance(self._result, ServingError):
+            raise self._result
+        return self._result
+
+    def responses(self, timeout: float | None = None) -> Iterator[Answer]:
+        """Iterates over the responses as they come, waiting for each at most so long; stopping early cancels the request."""
+        try:
+            while True:
+                response = self._next(self._until(timeout))
+                if response is None:
+                    return
+                if isinstance(response, ServingError):
+                    raise response
+                yield response
+        finally:
+            self.cancel()
+
+    def done(self) -> bool:
+        """Returns whether ``result`` waits no more."""
+        return self._ended or self._given_up
+
+    def cancel(self) -> None:
+        """Tells the worker that nobody waits any more. The result is then Cancelled. Idempotent."""
+        self._give_up(Cancelled("the request was cancelled"))
+
+    def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
+        """Calls ``callback`` with this once it is done: from a thread of the lane's, or at once if it is done already."""
+        with self._lock:
+            done = self.done()
+            if not done:
+                self._callbacks.append(callback)
+        if done:
+            callback(self)
+            return
+        if self.astray:
+            self._connection.send_again_soon(self)
+        elif self.lane is not None:
+            self._watch(self.lane)
+
+    def call_back(self) -> None:
+        """Calls what wants to be called at its end, if that has come."""
+        with self._lock:
+            if not self.done():
+                return
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def watch_again(self) -> None:
+        """Tells the lane that it was sent again on of who waits for it."""
+        lane = self.lane
+        if lane is None:
+            return
+        with self._lock:
+            called, loop = bool(self._callbacks), self._loop
+        if called:
+            self._watch(lane)
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(lane.attach, loop)
+
+    def _watch(self, lane: WorkerLane) -> None:
+        lane.watch(self.request_id, self.call.deadline)
+        if self.done():
+            lane.watched.discard(self.request_id)
+            self.call_back()
+
+    def _until(self, timeout: float | None) -> float | None:
+        deadline = self.call.deadline
+        if timeout is None:
+            return deadline
+        until = time.monotonic() + timeout
+        return until if deadline is None else min(until, deadline)
+
+    def _next(self, until: float | None) -> Answer | ServingError | None:
+        """Waits for the next response. Returns it, or the error that is one, which is the last; None: there is none."""
+        while True:
+            while self._arrived:
+                taken = self._take_arrived()
+                if taken is not None:
+                    return taken
+            if self.done():
+                if self._arrived:
+                    continue
+                return None
+            try:
+                if self.astray:
+                    self._connection.send_again(self, until)
+                self._acknowledge()
+                self.waiting = True
+                if self._arrived or self.done() or self.astray:
+                    continue
+                lane = self.lane
+                if lane is None or lane.ended:
+                    time.sleep(_ASIDE)  # a thread of the connection's is sending it again
+                else:
+                    lane.wait(self, until)
+            except TimeoutError:
+                self.expire()
+            except ServingError as error:
+                self.fail(error)
+
+    def _take_arrived(self) -> Answer | ServingError | None:
+        arrived = self._arrived.popleft()
+        if not isinstance(arrived, tuple):
+            return arrived
+        answer, lease = arrived
+        if not answer.prepared.final:
+            self._taken += answer.byte_size
+        try:
+            return made_answer(answer, lease, self.call.places)
+        except (LookupError, TypeError, ValueError) as error:
+            return Internal(f"the worker's answer is malformed: {error}")
+
+    def _acknowledge(self) -> None:
+        """Tells the worker how much of the responses was taken, by and by."""
+        if self._taken >= _TAKEN and self.lane is not None:
+            taken, self._taken = self._taken, 0
+            self.lane.say(wire.taken(self.request_id, taken))
+
+    # -------------------------------------------------------------------------------------------- from an event loop
+
+    def __await__(self) -> Generator[Any, None, Answer]:
+        """Waits on the running loop. Cancelling the task cancels the request."""
+        return self._result_async().__await__()
+
+    async def _result_async(self) -> Answer:
+        if self._result is None:
+            self._result = await self._next_async(None) or _nothing(self.call)
+        if isinstance(self._result, ServingError):
+            raise self._result
+        return self._result
+
+    async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
+        """Iterates as ``responses`` on the running loop."""
+        try:
+            while True:
+                response = await self._next_async(timeout)
+                if response is None:
+                    return
+                if isinstance(response, ServingError):
+                    raise response
+                yield response
+        finally:
+            self.cancel()
+
+    async def _next_async(self, timeout: float | None) -> Answer | ServingError | None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        until = self._until(timeout)
+        while True:
+            while self._arrived:
+                taken = self._take_arrived()
+                if taken is not None:
+                    return taken
+            if self.done():
+                if self._arrived:
+                    continue
+                return None
+            self._acknowledge()
+            future = loop.create_future()
+            with self._lock:
+                self._future, self._loop = future, loop
+            timer = None if until is None else loop.call_at(loop.time() + until - time.monotonic(), self.expire)
+            try:
+                if self.astray:
+                    self._connection.send_again_soon(self)
+                elif self.lane is not None:
+                    self.lane.attach(loop)
+                if not (self._arrived or self.done()):
+                    await future
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                with self._lock:
+                    self._future = None
+
+    def __repr__(self) -> str:
+        return f"<Pending {self.call.model} {self.request_id}{' done' if self.done() else ''}>"
+
+    def __del__(self) -> None:
+        # Nobody can take what comes for it any more: neither a thread that waits, nor a callback, as those refer to it.
+        self._drop()
+
+
+def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answer:
+    """Makes the outputs of an answer. Raises ValueError, LookupError, TypeError: it is malformed."""
+    answer = Answer()
+    prepared = record.prepared
+    answer.version = prepared.version
+    answer.parameters = prepared.parameters
+    if record.timing is not None:
+        answer.timing = Timing(*record.timing)
+    contents = iter(record.contents)
+    leased = False
+    for output in prepared.outputs:
+        if output.placed:
+            answer[output.name] = in_place(places[output.name], output)
+            continue
+        content = next(contents)
+        if type(content) is bytes:
+            answer[output.name] = _array(content, output)
+        elif lease is None:
+            raise ValueError(f"output '{output.name}' lies in no lease")
+        elif output.datatype == "BYTES":
+            answer[output.name] = decode_strings(lease.content(content), output.shape)
+        else:
+            dtype = dtype_of(output.datatype)
+            name, viewed = typestr(dtype)
+            array = lease.view(content, output.shape, name, dtype)
+            answer[output.name] = array.view(dtype) if viewed else array
+            leased = True
+    if leased and lease is not None:
+        lease.hold()
+        answer.lease = lease
+    return answer
+
+
+def in_place(place: Array, output: OutputTensor) -> Array:
+    """Returns the part of a place that an output was written to."""
+    dtype = dtype_of(output.datatype)
+    if place.shape == output.shape and place.dtype == dtype:
+        return place
+    count = int(np.prod(output.shape, dtype=np.int64))
+    flat = place.reshape(-1).view(np.uint8)
+    if output.datatype == "BYTES":
+        raise ValueError(f"output '{output.name}' is BYTES, which have no place")
+    return flat[: count * dtype.itemsize].view(dtype).reshape(output.shape)
+
+
+def _array(content: bytes, output: OutputTensor) -> Array:
+    if output.datatype == "BYTES":
+        return decode_strings(content, output.shape)
+    return np.frombuffer(bytearray(content), dtype_of(output.datatype)).reshape(output.shape)
+
+
+def _nothing(call: Call) -> ServingError:
+    return Internal(f"model '{call.model}' has answered with no response")
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    from asyncio import _get_running_loop
+
+    return _get_running_loop() is loop
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,239 @@
+"""Puts the inputs of calls where workers see them.
+
+    an array of this connection's memory   is used where it lies
+    at most 4 KiB                          travel inside the request
+    anything else                          is copied once, into a slot that the next call of the same kind uses again
+
+A call's kind is the model, names, datatypes, shapes, places, outputs and parameters: what a prepared request holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from tensord_client import wire
+from tensord_client.call import Call
+from tensord_client.datatypes import datatype_of, encode_strings
+from tensord_client.errors import InvalidArgument, Unavailable
+from tensord_client.memory import Memory
+from tensord_client.opened_model import OpenedModel
+from tensord_client.wire import Place
+
+#: Bytes of an array that travels inside its request, and of all such arrays of one.
+INLINE, _ALL_INLINE = 4096, 32 << 10
+#: Kinds that are remembered, and free slots that each of them keeps.
+_MAX_KINDS, _MAX_FREE = 256, 8
+#: The place of a tensor that lies in a slot, in the key of a kind.
+_IN_SLOT = (-1, 0, 0)
+
+
+class Slot:
+    """Room for the inputs of one call that had to be copied, and the prepared request that names it."""
+
+    __slots__ = ("arrays", "free", "prepared", "segments")
+
+    def __init__(
+        self, arrays: dict[str, np.ndarray], prepared: bytes, segments: tuple[int, ...], free: list[Slot]
+    ) -> None:
+        self.arrays = arrays
+        self.prepared = prepared
+        self.segments = segments
+        #: Where it goes when the call is answered.
+        self.free = free
+
+    def give_back(self) -> None:
+        """Lets the next call of its kind use it."""
+        if len(self.free) < _MAX_FREE:
+            self.free.append(self)
+
+
+class Placed:
+    """A call whose inputs are in place: what its request says, and what must live until it is answered."""
+
+    __slots__ = ("contents", "hold", "prepared", "segments", "slot")
+
+    def __init__(
+        self,
+        prepared: bytes,
+        contents: list[bytes],
+        segments: tuple[int, ...],
+        slot: Slot | None,
+        hold: Sequence[np.ndarray],
+    ) -> None:
+        #: The encoded prepared request.
+        self.prepared = prepared
+        #: Of the inputs that travel inside the request, in their order.
+        self.contents = contents
+        #: The segments that must be announced before.
+        self.segments = segments
+        self.slot = slot
+        self.hold = hold
+
+
+#: A tensor of a call: name, datatype, shape, and its place; None: inside the request.
+Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
+
+
+class Placement:
+    """Puts calls in place, in the memory of one connection. Thread-safe."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._lock = threading.Lock()
+        self._prepared: dict[Any, bytes] = {}
+        #: Free slots by kind, the kind used last at the end.
+        self._free: OrderedDict[Any, list[Slot]] = OrderedDict()
+
+    def place(self, call: Call, model: OpenedModel) -> Placed:
+        """Puts a call in place. Raises InvalidArgument: it cannot be sent.  Unavailable: there is no room for it now."""
+        tensors: list[Tensor] = []
+        contents: list[bytes] = []
+        copied: list[tuple[str, np.ndarray]] = []
+        segments = set()
+        room = _ALL_INLINE
+        for name, array in call.inputs.items():
+            datatype = input_datatype(name, array, model)
+            shape = array.shape
+            place = None
+            if datatype == "BYTES":
+                content = encode_strings(array)
+                if len(content) <= min(INLINE, room):
+                    room -= len(content)
+                    contents.append(content)
+                else:
+                    copied.append((name, np.frombuffer(content, np.uint8)))
+                    place = (-1, 0, len(content))
+            else:
+                place = self.memory.locate(array)
+                if place is not None:
+                    segments.add(place[0])
+                elif array.nbytes <= min(INLINE, room):
+                    room -= array.nbytes
+                    contents.append(native(array).tobytes())
+                else:
+                    copied.append((name, array))
+                    place = _IN_SLOT
+            tensors.append((name, datatype, shape, place))
+        outputs = self.outputs(call, model)
+        segments.update([place[0] for _, place in outputs if place is not None])
+        hold = [*call.inputs.values(), *call.places.values()]
+        key = (call.model, call.version, tuple(tensors), outputs, _parameters(call))
+        if copied:
+            slot = self._slot(key, call, tensors, copied, outputs)
+            for name, array in copied:
+                np.copyto(slot.arrays[name], array)
+            return Placed(slot.prepared, contents, tuple(segments.union(slot.segments)), slot, hold)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = encode(call, tensors, outputs)
+            if len(self._prepared) >= _MAX_KINDS:
+                self._prepared.clear()
+            self._prepared[key] = prepared
+        return Placed(prepared, contents, tuple(segments), None, hold)
+
+    def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
+        """Returns the wanted outputs with their places; empty: all, without. Raises InvalidArgument: not of ``empty``."""
+        if not call.places:
+            return tuple([(name, None) for name in call.outputs])
+        wanted: dict[str, Place | None] = dict.fromkeys(call.outputs or model.output_names)
+        for name, array in call.places.items():
+            place = self.memory.locate(array)
+            if place is None:
+                raise InvalidArgument(
+                    f"the place of output '{name}' is no contiguous array that empty() of this connection made in this process"
+                )
+            if name not in wanted:
+                raise InvalidArgument(f"output '{name}' has a place, and is none of {', '.join(wanted)}")
+            wanted[name] = place
+        return tuple(wanted.items())
+
+    def room(self, array: np.ndarray) -> np.ndarray:
+        """Returns memory for a copy of an array. Raises InvalidArgument, Unavailable: there is none."""
+        try:
+            return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
+        except Unavailable:
+            self.forget()
+            return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
+
+    def forget(self) -> None:
+        """Gives the memory of all free slots back."""
+        with self._lock:
+            for free in self._free.values():
+                free.clear()
+
+    def _slot(
+        self,
+        key: Any,
+        call: Call,
+        tensors: list[Tensor],
+        copied: list[tuple[str, np.ndarray]],
+        outputs: tuple[tuple[str, Place | None], ...],
+    ) -> Slot:
+        with self._lock:
+            free = self._free.get(key)
+            if free is None:
+                if len(self._free) >= _MAX_KINDS:
+                    self._free.popitem(last=False)[1].clear()
+                free = self._free[key] = []
+            else:
+                self._free.move_to_end(key)
+        try:
+            return free.pop()
+        except IndexError:
+            pass
+        arrays = {name: self.room(array) for name, array in copied}
+        places: dict[str, Place] = {}
+        for name, array in arrays.items():
+            place = self.memory.locate(array)
+            assert place is not None
+            places[name] = place
+        placed = [(name, datatype, shape, places.get(name, place)) for name, datatype, shape, place in tensors]
+        return Slot(arrays, encode(call, placed, outputs), tuple({place[0] for place in places.values()}), free)
+
+
+def _parameters(call: Call) -> tuple[Any, ...]:
+    # 1, 1.0 and True are equal, and are three parameters.
+    return tuple([(name, type(value), value) for name, value in call.parameters.items()])
+
+
+def input_datatype(name: str, array: np.ndarray, model: OpenedModel) -> str:
+    """Returns the datatype of an input. Raises InvalidArgument: it has none."""
+    datatype = datatype_of(array.dtype, model.datatypes.get(name, ""))
+    if datatype is None:
+        raise InvalidArgument(f"input '{name}': arrays of {array.dtype} have no datatype in the protocol")
+    return datatype
+
+
+def native(array: np.ndarray) -> np.ndarray:
+    """Returns the array in this host's byte order."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, Place | None]]) -> bytes:
+    """Encodes the prepared request. Raises InvalidArgument: a number or a name in it has no encoding."""
+    try:
+        return wire.prepared_request(call.model, call.version, tensors, outputs, call.parameters)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"the request to model '{call.model}' cannot be sent: {error}") from None
+
+
+def own_fields(call: Call) -> bytes:
+    """Encodes what the request has of its own besides its tensors. Raises InvalidArgument: it has no encoding."""
+    deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
+    try:
+        return wire.own_fields(
+            call.request_id,
+            deadline_ns,
+            call.priority,
+            call.timeout_us,
+            call.sequence_id,
+            call.sequence_start,
+            call.sequence_end,
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"the request to model '{call.model}' cannot be sent: {error}") from None

@@ -1,0 +1,365 @@
+"""A prepared call: a request whose record is made once, and sent again and again with what its arrays hold then.
+
+A call writes the request's id (and deadline) into the record, sends it, receives, and compares the answer with what the last one
+was but for its id and its times. Anything else is read as every answer is.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tensord_client import msgpack, wire
+from tensord_client.call import Call
+from tensord_client.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ServingError,
+    Unavailable,
+    from_code,
+)
+from tensord_client.memory import Memory
+from tensord_client.opened_model import OpenedModel
+from tensord_client.pending import made_answer
+from tensord_client.placement import INLINE, Tensor, encode, input_datatype, own_fields
+from tensord_client.results import Answer, Array, Timing
+from tensord_client.wire import AnswerRecord
+from tensord_client.worker_lane import LaneEnded, Lease, WorkerLane
+
+if TYPE_CHECKING:
+    from tensord_client.lane import LaneConnection
+
+_U64 = struct.Struct(">Q")
+_RECEIVE = 0x40000000  # MSG_CMSG_CLOEXEC
+_ANCILLARY = 4 * 8
+#: Times that a request is sent, where its workers end under it or refuse it.
+_SENDINGS = 2
+
+
+class Bound:
+    """The record of a prepared call for one lane, in a datagram of its own."""
+
+    __slots__ = (
+        "contents",
+        "datagram",
+        "deadline_at",
+        "epoch",
+        "head",
+        "id_at",
+        "learned",
+        "outputs",
+        "tail",
+        "tail_at",
+    )
+
+    def __init__(self, number: bytes, epoch: int, sizes: list[int], own: bytes) -> None:
+        """Takes the encoded number, the lane's epoch of numbers, and the sizes of the contents."""
+        pieces = [wire.datagram(()), wire.REQUEST_HEAD, bytes(8), number, msgpack.array_head(len(sizes))]
+        pieces[0] = b"\x01\x91"
+        self.id_at = 2 + len(wire.REQUEST_HEAD)
+        ends = []
+        for size in sizes:
+            pieces.append(msgpack.binary_head(size))
+            pieces.append(bytes(size))
+            ends.append(sum(map(len, pieces)))
+        self.deadline_at = sum(map(len, pieces)) + own.index(b"\xcf") + 1
+        pieces.append(own)
+        self.datagram = bytearray(b"".join(pieces))
+        self.epoch = epoch
+        view = memoryview(self.datagram)
+        #: Where the contents go.
+        self.contents = [view[end - size : end] for end, size in zip(ends, sizes)]
+        #: What answers begin with, up to the id, and go on with behind it, up to the times.
+        self.head = b""
+        self.tail = b""
+        self.tail_at = 0
+        #: The lane's count of learned numbers when that was so.
+        self.learned = -1
+        #: The outputs that such an answer stands for.
+        self.outputs: Mapping[str, Array] = {}
+
+
+class PreparedCall:
+    """A request that is asked again and again. Threads may share it, and take turns.
+
+    Outputs with a place are the same arrays each time; others are new with each call.
+    """
+
+    def __init__(self, connection: LaneConnection, call: Call, model: OpenedModel) -> None:
+        """Lays it out. Raises InvalidArgument: it cannot be sent, or has several responses.  Unavailable: there is no room."""
+        if model.description.streams:
+            raise InvalidArgument(
+                f"model '{call.model}' answers a request with several responses: it cannot be prepared"
+            )
+        self._connection = connection
+        self._call = call
+        self._own = own_fields(call)
+        self._lock = threading.Lock()
+        #: As ``worker_lane.Waiting`` says.
+        self.waiting = False
+        self.waiter: queue.SimpleQueue[None] | None = None
+        #: Of what was sent last: its id, and its lane.
+        self._request_id = 0
+        self._lane: WorkerLane | None = None
+        self._bound: dict[WorkerLane, Bound] = {}
+        self._answer: tuple[AnswerRecord, Lease | None] | None = None
+        self._error: ServingError | None = None
+        #: True: it may be sent again.
+        self._astray = False
+        self._times: bytes | Timing | None = None
+        self._lay_out(model)
+
+    def _lay_out(self, model: OpenedModel) -> None:
+        """Gives each input its place: its own, one inside the record, or memory that it is copied to."""
+        connection, call = self._connection, self._call
+        self._memory: Memory = connection.memory
+        #: Arrays that are copied with each call, and where to.
+        self._copies: list[tuple[Array, Array]] = []
+        #: Arrays that travel inside the record.
+        self._inline: list[Array] = []
+        #: Strings are encoded anew each time, so the call is an ordinary one.
+        self._is_plain = False
+        tensors: list[Tensor] = []
+        segments = set()
+        room = 4 * INLINE
+        for name, array in call.inputs.items():
+            datatype = input_datatype(name, array, model)
+            if datatype == "BYTES":
+                self._is_plain = True
+                return
+            place = self._memory.locate(array)
+            if place is None and array.nbytes <= min(INLINE, room):
+                room -= array.nbytes
+                self._inline.append(array)
+            elif place is None:
+                copy = connection.placement.room(array)
+                self._copies.append((copy, array))
+                place = self._memory.locate(copy)
+            if place is not None:
+                segments.add(place[0])
+            tensors.append((name, datatype, array.shape, place))
+        outputs = connection.placement.outputs(call, model)
+        segments.update([place[0] for _, place in outputs if place is not None])
+        self._segments = tuple(segments)
+        self._prepared = encode(call, tensors, outputs)
+
+    # ------------------------------------------------------------------------------------------- from whoever reads
+
+    def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
+        """Takes the answer."""
+        try:
+            lease = lane.lease(answer)
+            if answer.code:
+                self._error = from_code(answer.code, answer.message)
+                self._astray = isinstance(self._error, (NotFound, Unavailable))
+            else:
+                self._answer = answer, lease
+        except ServingError as error:
+            self._error = error
+        except ValueError as error:
+            self._error = Internal(f"the worker's answer is malformed: {error}")
+        self._arrived()
+
+    def lane_ended(self, left: bool, error: ServingError) -> None:
+        """Hears that its lane ended before the answer."""
+        self._error = error
+        if not left or self._connection.is_pure(self._call):
+            self._astray = not self._connection.is_closed
+        elif not self._connection.is_closed:
+            self._error = Internal(f"{error.message} while it had the request, which may not be run twice")
+        self._arrived()
+
+    def _arrived(self) -> None:
+        self.waiting = False
+        waiter = self.waiter
+        if waiter is not None:
+            waiter.put(None)
+
+    # --------------------------------------------------------------------------------------------------- the call
+
+    @property
+    def timing(self) -> Timing | None:
+        """Returns what the last call took in the server; None: it did not say."""
+        if isinstance(self._times, bytes):
+            self._times = Timing(*msgpack.unpack(self._times))
+        return self._times
+
+    def __call__(self, timeout: float | None = None) -> Mapping[str, Array]:
+        """Sends what the arrays hold now, waits at most so many seconds, and returns the outputs by name.
+
+        Raises: ServingError.  DeadlineExceeded: no answer came in that time. The next call waits for that one's end first, so
+          that two of them never write to the same places.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            if self._is_plain:
+                return self._ask(until)
+            try:
+                if self.waiting:
+                    self._wait_for_last(until)
+                for copy, array in self._copies:
+                    np.copyto(copy, array)
+                for sending in range(1, _SENDINGS + 1):
+                    outputs = self._exchange(until, sending)
+                    if outputs is not None:
+                        return outputs
+                assert self._error is not None
+                raise self._error
+            except TimeoutError:
+                lane = self._lane
+                if self.waiting and lane is not None:
+                    lane.cancel(self._request_id)
+                raise DeadlineExceeded() from None
+
+    def _ask(self, until: float | None) -> Answer:
+        answer = self._connection.ask(self._call).result(None if until is None else until - time.monotonic())
+        self._times = answer.timing
+        return answer
+
+    def _wait_for_last(self, until: float | None) -> None:
+        lane = self._lane
+        while self.waiting and lane is not None and not lane.ended:
+            lane.wait(self, until)
+        self._answer = None
+
+    def _exchange(self, until: float | None, sending: int) -> Mapping[str, Array] | None:
+        """Sends and waits. Returns None: it is to be sent again. Raises ServingError, TimeoutError."""
+        lane, bound = self._send(until)
+        if not self._matches(lane, bound, until):
+            error, self._error = self._error, None
+            if error is not None:
+                if self._astray and sending < _SENDINGS and self._connection.find_again(self._call, error, until):
+                    return None
+                if self._astray and lane.ended:
+                    raise Internal(f"the request was given up: {sending} worker processes ended while they had it")
+                raise error
+            assert self._answer is not None
+            (record, lease), self._answer = self._answer, None
+            try:
+                answer = made_answer(record, lease, self._call.places)
+            except (LookupError, TypeError, ValueError) as failed:
+                raise Internal(f"the worker's answer is malformed: {failed}") from failed
+            self._times = answer.timing
+            bound.outputs = answer
+        return bound.outputs
+
+    def _send(self, until: float | None) -> tuple[WorkerLane, Bound]:
+        connection = self._connection
+        while True:
+            lane = connection.lane_for(self._call, self._lane)
+            if lane is None:
+                connection.find_lanes(self._call, until)
+                continue
+            if self._memory is not connection.memory:
+                self._bound.clear()
+                self._lay_out(connection.model_of(self._call))
+            bound = self._bound.get(lane)
+            try:
+                if bound is None or bound.epoch != lane.epoch:
+                    bound = self._bind(lane)
+                for target, source in zip(bound.contents, self._inline):
+                    target[:] = _bytes(source)
+                _U64.pack_into(bound.datagram, bound.deadline_at, 0 if until is None else int(until * 1e9))
+                self._lane = lane
+                self._answer, self._error, self._astray, self.waiting = None, None, False, True
+                request_id = lane.send_prepared(self, bound.datagram, bound.id_at, bound.epoch)
+            except LaneEnded:
+                self.waiting = False
+                continue
+            if request_id:
+                self._request_id = request_id
+                connection.sent(self._call, lane)
+                return lane, bound
+
+    def _bind(self, lane: WorkerLane) -> Bound:
+        for gone in [each for each in self._bound if each.ended]:
+            del self._bound[gone]
+        with lane.lock:
+            lane.announce(self._segments)
+            number = lane.publish(self._prepared)
+            epoch = lane.epoch
+        if lane not in self._bound:
+            lane.bound += 1
+        made = self._bound[lane] = Bound(number, epoch, [array.nbytes for array in self._inline], self._own)
+        return made
+
+    def _matches(self, lane: WorkerLane, bound: Bound, until: float | None) -> bool:
+        """Waits for the answer. Returns True: it is as the last one; False: there is an answer, or an error, to be looked at."""
+        request_id = self._request_id
+        if not lane.reading.acquire(False):
+            while self.waiting:
+                lane.wait(self, until)
+            return False
+        try:
+            while self.waiting:
+                if not lane.may_block(until):
+                    continue
+                try:
+                    size, ancillary, flags, _ = lane.sock.recvmsg_into(lane.buffers, _ANCILLARY, _RECEIVE)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    lane.receive()
+                    continue
+                received = lane.received
+                if (
+                    lane.learned == bound.learned
+                    and not ancillary
+                    and received.startswith(bound.tail, bound.tail_at)
+                    and received.startswith(bound.head)
+                    and _U64.unpack_from(received, bound.tail_at - 8)[0] == request_id
+                ):
+                    del lane.in_flight[request_id]
+                    self.waiting = False
+                    self._times = bytes(received[bound.tail_at + len(bound.tail) : size])
+                    return True
+                lane.handle(size, ancillary, flags)
+                if not self.waiting and self._answer is not None:
+                    self._learn(lane, bound, size, request_id)
+            return False
+        finally:
+            lane.reading.release()
+            if lane.followers:
+                lane.promote()
+
+    def _learn(self, lane: WorkerLane, bound: Bound, size: int, request_id: int) -> None:
+        """Notes what the next answer will look like, if this one came alone and holds nothing of its own but times."""
+        assert self._answer is not None
+        record, lease = self._answer
+        bound.learned = -1
+        received = lane.received
+        if lease is not None or record.contents or record.timing is None:
+            return
+        at = received.find(b"\xa1c\xcf" + request_id.to_bytes(8, "big"), 0, 16)
+        if at < 0 or not received.startswith((b"\x01\x91", b"\x01\xdc\x00\x01")):
+            return
+        bound.head = bytes(received[: at + 3])
+        bound.tail_at = at = at + 11
+        for _ in range(6):
+            _, at = msgpack.unpack_from(received, at, size)
+        bound.tail = bytes(received[bound.tail_at : at])
+        bound.learned = lane.learned
+
+    def forget(self) -> None:
+        """Forgets what another thread of the process may have been doing that this one was forked from."""
+        self._lock = threading.Lock()
+        self.waiter = None
+        self.waiting = False
+
+    def __repr__(self) -> str:
+        return f"<PreparedCall {self._call.model}>"
+
+
+def _bytes(array: Any) -> memoryview:
+    """Returns the bytes of a small array, in this host's byte order."""
+    if not array.dtype.isnative or not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    return memoryview(array.reshape(-1).view(np.uint8))

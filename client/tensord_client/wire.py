@@ -1,0 +1,260 @@
+"""The records of a lane as this client sends and reads them, in edition ``WIRE_VERSION`` of the wire.
+
+``include/tensord_lane.h`` describes them for every language. A datagram is a byte and msgpack behind it:
+
+    0x01  an array of records
+    0x02  the next part of such an array that has one record, which is larger than a datagram
+    0x03  the last part of it
+
+A record is an array that begins with its tag. Numbers, and what they stand for, are said in the order in which they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tensord_client import msgpack
+from tensord_client.msgpack import Malformed, pack
+
+WIRE_VERSION = 2
+MAX_DATAGRAM = 64 << 10
+#: Bytes of a datagram that are left for records.
+ROOM = MAX_DATAGRAM - 8
+#: A record of a client is smaller than that.
+MAX_RECORD = 1 << 20
+#: As many prepared requests have a number at the same time.
+MAX_NUMBERS = 1024
+#: Leases in one Release: it fits into a datagram however large the numbers are.
+MAX_RELEASES = 1024
+#: Asks for ``AnswerRecord.timing``.
+TIMING = 4
+#: What a response counts beside its tensors where those that nobody has taken are bounded.
+_RESPONSE_BYTE_SIZE = 256
+
+#: (segment, offset, byte size) in this connection's own memory.
+Place = tuple[int, int, int]
+
+
+def datagram(records: Sequence[bytes]) -> bytes:
+    """Puts encoded records, which fit together, into a datagram."""
+    return b"\x01" + msgpack.array_head(len(records)) + b"".join(records)
+
+
+def datagrams(record: bytes) -> list[bytes]:
+    """Puts an encoded record into as many datagrams as it needs."""
+    whole = datagram((record,))
+    if len(record) <= ROOM:
+        return [whole]
+    parts = [whole[at : at + ROOM] for at in range(1, len(whole), ROOM)]
+    return [b"\x02" + part for part in parts[:-1]] + [b"\x03" + parts[-1]]
+
+
+def region(place: Place) -> tuple[str, str, int, int]:
+    """Returns the RegionSlice of a place in a segment of this connection's own."""
+    return ("r", f"@{place[0]}", place[1], place[2])
+
+
+def wire_version() -> bytes:
+    """Encodes the first record on a lane."""
+    return pack(("V", WIRE_VERSION))
+
+
+def segment_opened(segment: int, byte_size: int) -> bytes:
+    """Encodes the record that travels with a segment's descriptor."""
+    return pack(("S+", segment, byte_size))
+
+
+def segment_closed(segment: int) -> bytes:
+    """Encodes that a segment will not be named again."""
+    return pack(("S-", segment))
+
+
+def segment_refused(segment: int) -> bytes:
+    """Encodes that a segment of the worker's could not be mapped."""
+    return pack(("S!", segment))
+
+
+def prepared_request(
+    model: str,
+    version: int,
+    inputs: Iterable[tuple[str, str, Sequence[int], Place | None]],
+    outputs: Iterable[tuple[str, Place | None]],
+    parameters: Mapping[str, Any],
+) -> bytes:
+    """Encodes what requests of one kind have in common.
+
+    Args:
+      inputs: name, datatype, shape and, if it is the same for all of them, the place of each.
+      outputs: name and place of each that is wanted; empty: all outputs.
+    """
+    tensors = [
+        ("t", name, datatype, tuple(shape), None if place is None else region(place))
+        for name, datatype, shape, place in inputs
+    ]
+    wanted = [("o", name, None if place is None else region(place), 0) for name, place in outputs]
+    return pack(("P", model, version, tensors, wanted, dict(parameters)))
+
+
+def prepare(number: int, prepared: bytes) -> bytes:
+    """Encodes that a number stands for a prepared request from now on."""
+    return b"\x93\xa2Q+" + msgpack.integer(number) + prepared
+
+
+#: What a request begins with, up to its id.
+REQUEST_HEAD = b"\x9e\xa1q\xcf"
+
+
+def request(
+    request_id: int,
+    prepared: bytes,
+    contents: Sequence[bytes],
+    own: bytes,
+) -> bytes:
+    """Encodes a request.
+
+    Args:
+      request_id: an id of this connection, of 64 bits.
+      prepared: the encoded number, or the prepared request itself.
+      own: ``own_fields``.
+    """
+    pieces = [REQUEST_HEAD, request_id.to_bytes(8, "big"), prepared, msgpack.array_head(len(contents))]
+    for content in contents:
+        pieces.append(msgpack.binary_head(len(content)))
+        pieces.append(content)
+    pieces.append(own)
+    return b"".join(pieces)
+
+
+def own_fields(
+    client_id: str = "",
+    deadline_ns: int = 0,
+    priority: int = 0,
+    timeout_us: int = 0,
+    sequence_id: int | str = 0,
+    sequence_start: bool = False,
+    sequence_end: bool = False,
+) -> bytes:
+    """Encodes the fields of a request behind its contents. The deadline always takes nine bytes, behind the client's id."""
+    return b"".join(
+        (
+            msgpack.text(client_id),
+            b"\xcf",
+            deadline_ns.to_bytes(8, "big"),
+            b"\x00",
+            pack(priority),
+            pack(timeout_us),
+            pack(sequence_id),
+            pack(sequence_start),
+            pack(sequence_end),
+            pack(TIMING),
+            b"\x00",
+        )
+    )
+
+
+def release(leases: Sequence[tuple[int, int, int]]) -> bytes:
+    """Encodes that answers' leases are given back."""
+    return pack(("L", tuple(leases)))
+
+
+def taken(request_id: int, byte_size: int) -> bytes:
+    """Encodes that so many more bytes of a request's responses were taken."""
+    return pack(("T", request_id, byte_size))
+
+
+def cancel(request_id: int) -> bytes:
+    """Encodes that nobody waits for a request any more."""
+    return pack(("X", request_id))
+
+
+class OutputTensor:
+    """An output of an answer but for its bytes. ``placed``: it lies where the request wanted it."""
+
+    __slots__ = ("datatype", "name", "placed", "shape")
+
+    def __init__(self, name: str, datatype: str, shape: tuple[int, ...], placed: bool) -> None:
+        self.name = name
+        self.datatype = datatype
+        self.shape = shape
+        self.placed = placed
+
+
+class PreparedAnswer:
+    """Holds what answers of one kind have in common."""
+
+    __slots__ = ("final", "outputs", "own_count", "parameters", "version")
+
+    def __init__(self, fields: list[Any]) -> None:
+        """Reads a decoded record. Raises Malformed."""
+        try:
+            tag, self.version, outputs, self.parameters, self.final = (fields + [0, [], {}, True][len(fields) - 1 :])[
+                :5
+            ]
+            if tag != "A" or len(fields) > 5:
+                raise Malformed(f"a prepared answer has the tag {tag!r} and {len(fields)} fields")
+            self.outputs: list[OutputTensor] = []
+            for each in outputs:
+                kind, name, datatype, shape = each[:4]
+                if kind != "t":
+                    raise Malformed(f"an output has the tag {kind!r}")
+                self.outputs.append(OutputTensor(name, datatype, tuple(shape), len(each) > 4 and each[4] is not None))
+        except (TypeError, ValueError) as error:
+            raise Malformed(f"a prepared answer is malformed: {error}") from error
+        #: Outputs that each answer carries in its own record.
+        self.own_count = sum([not output.placed for output in self.outputs])
+
+
+class AnswerRecord:
+    """One answer, or what went wrong."""
+
+    __slots__ = ("code", "contents", "lease", "message", "prepared", "request_id", "timing")
+
+    prepared: PreparedAnswer
+
+    def __init__(self, fields: list[Any], known: dict[int, PreparedAnswer]) -> None:
+        """Reads a decoded record. ``known``: what numbers stand for. Raises Malformed."""
+        count = len(fields)
+        if not 3 <= count <= 9:
+            raise Malformed(f"an answer has {count} fields")
+        self.request_id: int = fields[1]
+        prepared = fields[2]
+        if type(prepared) is int:
+            found = known.get(prepared)
+            if found is None:
+                raise Malformed(f"number {prepared} was never prepared")
+            self.prepared = found
+        else:
+            self.prepared = PreparedAnswer(prepared)
+        #: Of the outputs that lie in no place of the request's: bytes, or ["a", segment, offset, byte size].
+        self.contents: list[Any] = fields[3] if count > 3 else []
+        self.lease: list[int] | None = fields[4] if count > 4 else None
+        self.code: str = fields[5] if count > 5 else ""
+        self.message: str = fields[6] if count > 6 else ""
+        self.timing: list[int] | None = fields[8] if count > 8 else None
+        if len(self.contents) != self.prepared.own_count:
+            raise Malformed(f"{len(self.contents)} tensors came in an answer prepared for {self.prepared.own_count}")
+
+    @property
+    def is_mark(self) -> bool:
+        """Returns whether this is no response, and says only that none comes any more."""
+        return self.prepared.final and not (self.code or self.prepared.version or self.prepared.outputs)
+
+    @property
+    def byte_size(self) -> int:
+        """Counts it where responses that nobody has taken are bounded: both ends of a lane come to the same."""
+        size = _RESPONSE_BYTE_SIZE
+        for content in self.contents:
+            size += content[3] if type(content) is list else len(content)
+        return size
+
+
+def records(content: msgpack.Buffer, at: int, end: int) -> list[list[Any]]:
+    """Decodes an array of records, each to a list that begins with its tag. Raises Malformed."""
+    decoded, at = msgpack.unpack_from(content, at, end)
+    if at != end or type(decoded) is not list:
+        raise Malformed("a datagram is no array of records")
+    for record in decoded:
+        if type(record) is not list or not record or type(record[0]) is not str:
+            raise Malformed("a record is no array with a tag")
+    return decoded

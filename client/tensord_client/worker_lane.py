@@ -1,0 +1,806 @@
+"""A lane: the socket between this process and one worker, what is in flight on it, and how threads wait for it.
+
+Nobody reads while nobody waits. Whoever waits first reads for all (it holds ``reading``), the others sleep until their answer has
+come or they are to read. Callbacks and event loops are served by a thread of the lane, or by the loop, in the same way:
+
+    waiter ──▶ reading is free? ── yes ──▶ reads and hands out, until its own answer has come ──▶ wakes one who waits
+                        ╰───────── no ───▶ sleeps ◀───────────────────────────────────────────────────╯
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import mmap
+import os
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tensord_client import wire
+from tensord_client.errors import Internal, InvalidArgument, ServingError, Unavailable
+from tensord_client.memory import Memory
+from tensord_client.msgpack import Malformed, integer
+from tensord_client.wire import AnswerRecord, PreparedAnswer
+
+LeaseKey = tuple[int, int, int]
+_ANCILLARY = socket.CMSG_SPACE(4 * 4)
+# Plain integers: the socket module's flags are enums, whose every operation is a Python call.
+_SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC)
+_AT_ONCE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_TRUNCATED = int(socket.MSG_TRUNC)
+_DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
+_U64 = struct.Struct(">Q")
+#: Leases are given back with the next request, or once there are so many, or this part of what a client may hold.
+_RELEASES, _RELEASED_PART = 16, 8
+#: Datagrams that an event loop takes in one turn.
+_TURN = 64
+
+
+class LaneEnded(Exception):
+    """The worker's end of a lane is closed; what should have been sent has not left."""
+
+
+class Waiting(Protocol):
+    """A request in flight, as its lane sees it."""
+
+    #: False once there is something to take.
+    waiting: bool
+    #: Wakes the thread that waits for it.
+    waiter: queue.SimpleQueue[None] | None
+
+    def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
+        """Takes an answer, from any thread. Must not wait."""
+
+    def lane_ended(self, left: bool, error: ServingError) -> None:
+        """Hears that its lane ended before its last answer. ``left``: it was sent."""
+
+
+class Lease:
+    """Memory of the worker's that answers lie in. It is given back by ``release``, or when it is collected."""
+
+    __slots__ = ("__array_interface__", "_key", "_lane", "_segment")
+
+    def __init__(self, lane: WorkerLane, key: LeaseKey, segment: ResponseSegment) -> None:
+        self._lane = lane
+        #: Taken out by who gives it back: once.
+        self._key = [key]
+        self._segment = segment
+        self.__array_interface__: dict[str, Any] = {}
+
+    def hold(self) -> None:
+        """Counts it as one that the program holds."""
+        if self._key:
+            self._lane.held.add((self._lane.number, *self._key))
+
+    def release(self) -> None:
+        """Gives the memory back. Idempotent."""
+        try:
+            key = self._key.pop()
+        except IndexError:
+            return
+        self._lane.held.discard((self._lane.number, key))
+        self._lane.give_back(key, self._segment.byte_size if key[0] else 0)
+
+    __del__ = release
+
+    def view(self, place: Sequence[Any], shape: Sequence[int], name: str, dtype: np.dtype) -> np.ndarray:
+        """Returns an array in it, whose base is this. Raises ValueError: it leaves the segment, or is of another size."""
+        _, segment, offset, byte_size = place
+        count = 1
+        for dim in shape:
+            count *= dim
+        if segment != self._segment.number or count * dtype.itemsize != byte_size:
+            raise ValueError(f"{byte_size} bytes in segment {segment} are no {dtype}{list(shape)}")
+        if offset < 0 or offset + byte_size > self._segment.byte_size:
+            raise ValueError(
+                f"offset {offset} and {byte_size} bytes leave a segment of {self._segment.byte_size} bytes"
+            )
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(shape),
+            "typestr": name,
+            "data": (self._segment.address + offset, True),
+        }
+        return np.asarray(self)
+
+    def content(self, place: Sequence[Any]) -> bytes:
+        """Returns a copy of bytes in it. Raises ValueError: they leave the segment."""
+        return self.view(place, (place[3],), "|u1", np.dtype(np.uint8)).tobytes()
+
+
+class ResponseSegment:
+    """A segment of the worker's, mapped read-only for as long as anything refers to it."""
+
+    __slots__ = ("_bytes", "address", "byte_size", "number")
+
+    def __init__(self, number: int, byte_size: int, fd: int) -> None:
+        """Maps it. Raises OSError, ValueError: it cannot be mapped."""
+        self._bytes = np.frombuffer(mmap.mmap(fd, byte_size, prot=mmap.PROT_READ), np.uint8)
+        self.number = number
+        self.byte_size = byte_size
+        self.address: int = self._bytes.__array_interface__["data"][0]
+
+
+class WorkerLane:
+    """This process's end of a lane. Thread-safe."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        number: int,
+        memory: Memory,
+        ids: Iterator[int],
+        held: set[Any],
+        response_byte_size: int,
+    ) -> None:
+        """Begins a lane.
+
+        Args:
+          number: the daemon's for it.
+          ids: gives requests' ids, from 2**32 on.
+          held: of the connection: leases that the program holds.
+          response_byte_size: the most of the worker's memory that answers on this lane may hold.
+        """
+        sock.setblocking(True)
+        self.sock = sock
+        #: How many prepared calls use it.
+        self.bound = 0
+        self.number = number
+        self.memory = memory
+        self.ids = ids
+        self.held = held
+        self._release_at = max(1, response_byte_size // _RELEASED_PART)
+        #: Guards what is sent: ids grow, and what a number stands for is said before it is used.
+        self.lock = threading.Lock()
+        #: Held by whoever reads.
+        self.reading = threading.Lock()
+        self.in_flight: dict[int, Waiting] = {}
+        #: True: the lane is over, and everything in flight has been told.
+        self.ended = False
+        #: True: the worker takes nothing more; what it sent may still be there.
+        self.closing = False
+        self._why: ServingError | None = None
+
+        self._numbers: dict[bytes, bytes] = {}
+        self._once: set[bytes] = set()
+        #: Counts how often all numbers of prepared requests were given up.
+        self.epoch = 0
+        self._announced: set[int] = set()
+        self._closures = 0
+        #: Datagrams that the socket would not take, each with a descriptor or -1, and the requests in it.
+        self._backlog: deque[tuple[bytes, int, tuple[int, ...]]] = deque()
+        #: Requests, with their ids, that leave together when the event loop's turn ends.
+        self._outgoing: list[tuple[bytes, int]] = []
+        self._outgoing_size = 0
+        self._releases: deque[LeaseKey] = deque()
+        self._released = 0
+
+        self.received = bytearray(wire.MAX_DATAGRAM + 1)
+        self.buffers = (self.received,)
+        self._parts = bytearray()
+        self._agreed = False
+        self._prepared: dict[int, PreparedAnswer] = {}
+        #: Counts how often numbers of prepared answers were given a meaning.
+        self.learned = 0
+        self._segments: dict[int, ResponseSegment] = {}
+        self._refused: set[int] = set()
+        #: The receive timeout that the socket has, in milliseconds.
+        self._timeout_ms = 0
+
+        #: Threads that wait while another one reads.
+        self.followers: dict[queue.SimpleQueue[None], None] = {}
+        #: Requests whose end somebody wants to be called with, and those that have ended.
+        self.watched: set[int] = set()
+        self.finished: deque[Any] = deque()
+        self._due: list[tuple[float, int]] = []
+        self._thread: threading.Thread | None = None
+        self._thread_waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._loops: dict[Any, None] = {}
+        self._send((wire.datagram((wire.wire_version(),))), -1, ())
+
+    # ------------------------------------------------------------------------------------------------------ sending
+
+    @property
+    def usable(self) -> bool:
+        """Returns whether requests may be sent on it."""
+        return not (self.closing or self.ended)
+
+    def submit(
+        self,
+        request: Waiting,
+        prepared: bytes,
+        contents: Sequence[bytes],
+        own: bytes,
+        segments: Sequence[int],
+        loop: Any = None,
+    ) -> int:
+        """Sends a request. Returns its id.
+
+        Args:
+          prepared: the encoded prepared request.
+          segments: of this process's that it names.
+          loop: a running event loop: what it asks in one turn leaves together, unless nothing is in flight.
+
+        Raises: LaneEnded: it has not left.  Unavailable: a segment cannot be announced.
+        """
+        with self.lock:
+            if self.closing:
+                raise LaneEnded
+            self.announce(segments)
+            number = self._number(prepared)
+            request_id = next(self.ids)
+            record = wire.request(request_id, number or prepared, contents, own)
+            if len(record) >= wire.MAX_RECORD:
+                raise InvalidArgument(f"a request of {len(record)} bytes, at most {wire.MAX_RECORD - 1} are allowed")
+            busy = bool(self.in_flight)
+            self.in_flight[request_id] = request
+            try:
+                if loop is not None and busy and len(record) < wire.ROOM // 4:
+                    self._send_later(record, request_id, loop)
+                else:
+                    self._send_now(record, request_id)
+            except LaneEnded:
+                self.in_flight.pop(request_id, None)
+                raise
+            return request_id
+
+    def announce(self, segments: Sequence[int]) -> None:
+        """Tells the worker of segments before their first use, and of closed ones. Call it with ``lock``."""
+        if self.memory.closures != self._closures:
+            self._closures = self.memory.closures
+            for gone in [number for number in self._announced if self.memory.segment(number) is None]:
+                self._announced.discard(gone)
+                self._flush_outgoing()
+                self._send(wire.datagram((wire.segment_closed(gone),)), -1, ())
+        for number in segments:
+            if number not in self._announced:
+                segment = self.memory.segment(number)
+                assert segment is not None, "a request holds its arrays, and these their segments"
+                self._flush_outgoing()
+                self._send(wire.datagram((wire.segment_opened(number, segment.byte_size),)), segment.fd, ())
+                self._announced.add(number)
+
+    def publish(self, prepared: bytes) -> bytes:
+        """Returns the encoded number of a prepared request, which the worker has been told. Call it with ``lock``."""
+        known = self._numbers.get(prepared)
+        if known is not None:
+            return known
+        if len(self._numbers) >= wire.MAX_NUMBERS:
+            self._numbers.clear()
+            self.epoch += 1
+        count = len(self._numbers)
+        self._flush_outgoing()
+        for each in wire.datagrams(wire.prepare(count, prepared)):
+            self._send(each, -1, ())
+        known = self._numbers[prepared] = integer(count)
+        return known
+
+    def _number(self, prepared: bytes) -> bytes:
+        """Returns the number; empty: it comes for the first time, and much never comes again."""
+        known = self._numbers.get(prepared)
+        if known is not None:
+            return known
+        if prepared not in self._once:
+            if len(self._once) >= wire.MAX_NUMBERS:
+                self._once.clear()
+            self._once.add(prepared)
+            return b""
+        self._once.discard(prepared)
+        return self.publish(prepared)
+
+    def _send_now(self, record: bytes, request_id: int) -> None:
+        self._flush_outgoing()
+        release = self._release_record()
+        if release and len(release) + len(record) <= wire.ROOM:
+            self._send(wire.datagram((release, record)), -1, (request_id,))
+            return
+        if release:
+            self._send(wire.datagram((release,)), -1, ())
+        parts = wire.datagrams(record)
+        for part in parts[:-1]:
+            self._send(part, -1, ())
+        self._send(parts[-1], -1, (request_id,))
+
+    def _send_later(self, record: bytes, request_id: int, loop: Any) -> None:
+        if self._outgoing_size + len(record) > wire.ROOM:
+            self._flush_outgoing()
+        if not self._outgoing:
+            loop.call_soon(self.flush)
+        self._outgoing.append((record, request_id))
+        self._outgoing_size += len(record)
+
+    def _flush_outgoing(self) -> None:
+        """Sends what waits for the end of a turn. Raises LaneEnded."""
+        if self._outgoing:
+            outgoing, self._outgoing, self._outgoing_size = self._outgoing, [], 0
+            ids = tuple([request_id for _, request_id in outgoing])
+            self._send(wire.datagram([record for record, _ in outgoing]), -1, ids)
+
+    def flush(self) -> None:
+        """Sends what waits for the end of an event loop's turn."""
+        if self._outgoing:
+            with self.lock, contextlib.suppress(LaneEnded):
+                self._flush_outgoing()
+
+    def say(self, record: bytes) -> None:
+        """Sends a record that belongs to nothing in flight, if the worker is there."""
+        with self.lock, contextlib.suppress(LaneEnded):
+            if not self.closing:
+                self._flush_outgoing()
+                self._send(wire.datagram((record,)), -1, ())
+
+    def _send(self, datagram: bytes, fd: int, ids: tuple[int, ...]) -> None:
+        """Sends a datagram, or keeps it while the socket takes none. Raises LaneEnded: the worker is gone."""
+        try:
+            if not self._backlog and self._send_at_once(datagram, fd):
+                return
+        except LaneEnded:
+            # So that the end of the lane finds what has not left.
+            self._backlog.append((datagram, -1, ids))
+            raise
+        self._backlog.append((datagram, os.dup(fd) if fd >= 0 else -1, ids))
+        for loop in self._loops:
+            with contextlib.suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(self._watch_room, loop)
+
+    def _send_at_once(self, datagram: bytes, fd: int) -> bool:
+        try:
+            if fd < 0:
+                self.sock.send(datagram, _SEND)
+            else:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+                self.sock.sendmsg([datagram], rights, _SEND)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.closing = True
+            raise LaneEnded from error
+        return True
+
+    def _send_backlog(self) -> None:
+        with self.lock, contextlib.suppress(LaneEnded):
+            while self._backlog:
+                datagram, fd, _ = self._backlog[0]
+                if not self._send_at_once(datagram, fd):
+                    return
+                self._backlog.popleft()
+                if fd >= 0:
+                    os.close(fd)
+
+    def send_prepared(self, request: Waiting, datagram: bytearray, id_at: int, epoch: int) -> int:
+        """Sends a prepared datagram with an id of its own at ``id_at``. Returns the id; 0: its number is not the same any more.
+
+        Raises: LaneEnded: it has not left.
+        """
+        with self.lock:
+            if self.closing:
+                raise LaneEnded
+            if self.epoch != epoch:
+                return 0
+            if self._releases or self._outgoing or self.memory.closures != self._closures:
+                self.announce(())
+                self._flush_outgoing()
+                release = self._release_record()
+                if release:
+                    self._send(wire.datagram((release,)), -1, ())
+            request_id = next(self.ids)
+            _U64.pack_into(datagram, id_at, request_id)
+            self.in_flight[request_id] = request
+            if not self._backlog:
+                try:
+                    self.sock.send(datagram, _SEND)
+                    return request_id
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    self.closing = True
+                    self.in_flight.pop(request_id, None)
+                    raise LaneEnded from error
+            self._send(bytes(datagram), -1, (request_id,))
+            return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Tells the worker that nobody waits for a request any more; its last answer comes all the same."""
+        self.say(wire.cancel(request_id))
+
+    # ------------------------------------------------------------------------------------------------------- leases
+
+    def give_back(self, key: LeaseKey, byte_size: int) -> None:
+        """Gives a lease back, with others. May be called in the middle of anything, by the garbage collector."""
+        if self.ended:
+            return
+        self._releases.append(key)
+        self._released += byte_size
+        due = len(self._releases) >= _RELEASES or self._released >= self._release_at
+        if due and self.lock.acquire(False):
+            try:
+                release = self._release_record()
+                if release and not self.closing:
+                    self._flush_outgoing()
+                    self._send(wire.datagram((release,)), -1, ())
+            except LaneEnded:
+                pass
+            finally:
+                self.lock.release()
+
+    def _release_record(self) -> bytes:
+        """Encodes the leases that are given back, as many as fit; empty: none."""
+        if not self._releases:
+            return b""
+        leases: list[LeaseKey] = []
+        while self._releases and len(leases) < wire.MAX_RELEASES:
+            leases.append(self._releases.popleft())
+        self._released = 0
+        return wire.release(leases)
+
+    # ---------------------------------------------------------------------------------------------------- receiving
+
+    def receive(self, flags: int = _RECEIVE) -> bool:
+        """Receives one datagram and hands out what is in it. Returns False: none came. Call it with ``reading``."""
+        try:
+            size, ancillary, said, _ = self.sock.recvmsg_into(self.buffers, _ANCILLARY, flags)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            # A peer that ended with records unread causes this error once, before anything else. What it sent is still there.
+            return True
+        except OSError:
+            size, ancillary, said = 0, [], 0
+        self.handle(size, ancillary, said)
+        return True
+
+    def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
+        """Hands out a datagram that lies in ``received``. Call it with ``reading``."""
+        fds = [
+            fd
+            for level, kind, part in ancillary
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
+            for fd in struct.unpack(f"{len(part) // 4}i", part[: len(part) // 4 * 4])
+        ]
+        try:
+            if not size:
+                self.end(Unavailable("the worker process ended"))
+                return
+            if flags & _TRUNCATED:
+                raise Malformed(f"a datagram has more than {wire.MAX_DATAGRAM} bytes")
+            for record in self._records(size):
+                self._apply(record, fds, bool(flags & _DESCRIPTORS_LOST))
+        except (Malformed, LookupError, TypeError) as error:
+            self.end(Internal(f"the worker sent what is no record of a lane: {error}"))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _records(self, size: int) -> list[list[Any]]:
+        received = self.received
+        kind = received[0]
+        if kind == 1 and not self._parts:
+            return wire.records(received, 1, size)
+        self._parts += received[1:size]
+        if kind == 2:
+            return []
+        if kind != 3:
+            raise Malformed(f"a datagram of kind {kind}")
+        whole, self._parts = bytes(self._parts), bytearray()
+        return wire.records(whole, 0, len(whole))
+
+    def _apply(self, record: list[Any], fds: list[int], lost: bool) -> None:
+        tag = record[0]
+        if not self._agreed:
+            if tag != "V" or record[1] != wire.WIRE_VERSION:
+                raise Malformed(f"the worker speaks another edition of the wire than {wire.WIRE_VERSION}")
+            self._agreed = True
+        elif tag == "c":
+            self._answered(AnswerRecord(record, self._prepared))
+        elif tag == "C+":
+            self._prepared[record[1]] = PreparedAnswer(record[2])
+            self.learned += 1
+        elif tag == "S+":
+            self._open_segment(record[1], record[2], fds, lost)
+        elif tag == "S-":
+            self._segments.pop(record[1], None)
+            self._refused.discard(record[1])
+        elif tag == "S!":
+            self._announced.discard(record[1])
+        else:
+            raise Malformed(f"a record with the tag {tag!r}")
+
+    def _open_segment(self, number: int, byte_size: int, fds: list[int], lost: bool) -> None:
+        try:
+            if len(fds) != 1:
+                if not lost:
+                    raise Malformed(f"a segment came with {len(fds)} descriptors")
+                raise OSError("its descriptor was lost")
+            self._segments[number] = ResponseSegment(number, byte_size, fds[0])
+            self._refused.discard(number)
+        except (OSError, ValueError) as error:
+            if isinstance(error, Malformed):
+                raise
+            self._refused.add(number)
+            self.say(wire.segment_refused(number))
+
+    def _answered(self, answer: AnswerRecord) -> None:
+        find = self.in_flight.pop if answer.prepared.final else self.in_flight.get
+        request = find(answer.request_id, None)
+        if request is None:
+            if answer.lease is not None:
+                self.give_back(_key(answer.lease), 0)
+            return
+        request.take(self, answer)
+
+    def lease(self, answer: AnswerRecord) -> Lease | None:
+        """Returns the lease of an answer; None: it has none.
+
+        Raises: Unavailable: its segment could not be mapped here; the lease is given back.  ValueError: there is no such segment.
+        """
+        if answer.lease is None:
+            return None
+        key = _key(answer.lease)
+        segment = self._segments.get(key[0])
+        if segment is None:
+            if key[0] not in self._refused:
+                raise ValueError(f"segment {key[0]} is not open")
+            self.give_back(key, 0)
+            raise Unavailable(
+                "an answer cannot be reached: this process has as many files open, or as much mapped, as it may"
+            )
+        return Lease(self, key, segment)
+
+    # ------------------------------------------------------------------------------------------------------ waiting
+
+    def wait(self, request: Waiting, until: float | None) -> None:
+        """Returns when there is something of a request to take. Raises TimeoutError: ``until`` (monotonic seconds) has passed."""
+        self.flush()
+        if not self.reading.acquire(False) and self._follow(request, until):
+            return  # it has come, or the lane has ended
+        try:
+            while request.waiting and not self.ended:
+                self.read(until)
+        finally:
+            self.reading.release()
+            self.promote()
+
+    def _follow(self, request: Waiting, until: float | None) -> bool:
+        """Sleeps while another thread reads. Returns True: there is something to take; False: this thread reads now."""
+        waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
+        request.waiter = waiter
+        self.followers[waiter] = None
+        leads = False
+        try:
+            while request.waiting and not self.ended:
+                if self.reading.acquire(False):
+                    leads = True
+                    return False
+                try:
+                    waiter.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                except queue.Empty:
+                    raise TimeoutError from None
+            return True
+        finally:
+            self.followers.pop(waiter, None)
+            request.waiter = None
+            if not leads:
+                self.promote()
+
+    def promote(self) -> None:
+        """Wakes one of those who wait, so that somebody reads."""
+        for waiter in list(self.followers):
+            waiter.put(None)
+            break
+
+    def read(self, until: float | None) -> None:
+        """Waits for a datagram and hands it out. Raises TimeoutError. Call it with ``reading``."""
+        if self.may_block(until):
+            self.receive()
+
+    def may_block(self, until: float | None) -> bool:
+        """Has the next blocking receive wait at most until then. Returns False: something else had to be waited for, and was.
+
+        Raises: TimeoutError: it has passed. Call it with ``reading``.
+        """
+        if self._backlog:
+            self._wait_for_room(until)
+            return False
+        milliseconds = 0
+        if until is not None:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            # A power of two, so that the next wait, which is about as long, need not set it again. The rest is waited for after.
+            milliseconds = 1 << max(0, int(left * 1000).bit_length() - 1)
+        if milliseconds != self._timeout_ms:
+            timeout = struct.pack("ll", milliseconds // 1000, milliseconds % 1000 * 1000)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+            self._timeout_ms = milliseconds
+        return True
+
+    def _wait_for_room(self, until: float | None) -> None:
+        """Waits until the socket takes what waits, or something has come."""
+        left = None if until is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN | select.POLLOUT)
+        for _, event in poll.poll(None if left is None else left * 1000):
+            if event & select.POLLOUT:
+                self._send_backlog()
+            if event & ~select.POLLOUT:
+                self.receive(_AT_ONCE)
+
+    # ------------------------------------------------------------------------------------------- callbacks and loops
+
+    def watch(self, request_id: int, deadline: float | None) -> None:
+        """Has the lane's thread read for a request that nobody waits for, which is started with the first."""
+        self.watched.add(request_id)
+        if self._thread is None:
+            with self.lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name=f"tensord-lane-{self.number}", daemon=True)
+                    self._thread.start()
+        if deadline is not None:
+            with self.lock:
+                heapq.heappush(self._due, (deadline, request_id))
+        self._thread_waiter.put(None)
+
+    def call_back(self, request: Any) -> None:
+        """Has the lane's thread call back for a request that has ended."""
+        self.finished.append(request)
+        self._thread_waiter.put(None)
+        if self.ended:
+            self._call_back()
+
+    def _call_back(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self.finished.popleft().call_back()
+
+    def _serve(self) -> None:
+        waiter = self._thread_waiter
+        while True:
+            self._call_back()
+            if self.ended:
+                return
+            if not self.watched:
+                waiter.get()
+                continue
+            self.flush()
+            until = self._expire()
+            if self.reading.acquire(False):
+                try:
+                    with contextlib.suppress(TimeoutError):
+                        self.read(until)
+                finally:
+                    self.reading.release()
+                    self.promote()
+                continue
+            self.followers[waiter] = None
+            try:
+                if not self.reading.locked():
+                    continue
+                waiter.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                pass
+            finally:
+                self.followers.pop(waiter, None)
+
+    def _expire(self) -> float | None:
+        """Gives up watched requests whose deadline has passed. Returns the next deadline."""
+        while True:
+            with self.lock:
+                while self._due and self._due[0][1] not in self.in_flight:
+                    heapq.heappop(self._due)
+                if not self._due:
+                    return None
+                deadline, request_id = self._due[0]
+                if deadline > time.monotonic():
+                    return deadline
+                heapq.heappop(self._due)
+                request: Any = self.in_flight.get(request_id)
+            if request is not None:
+                request.expire()
+
+    def attach(self, loop: Any) -> None:
+        """Has an event loop read for its own requests. Call it in that loop."""
+        if loop in self._loops or self.ended:
+            return
+        self._loops[loop] = None
+        loop.add_reader(self.sock.fileno(), self._readable, loop)
+        if self._backlog:
+            self._watch_room(loop)
+
+    def _readable(self, loop: Any) -> None:
+        """Takes what has come. While a thread reads, that thread takes it."""
+        if not self.reading.acquire(False):
+            return
+        try:
+            for _ in range(_TURN):
+                if self.ended or not self.receive(_AT_ONCE) or not self.in_flight:
+                    break
+        finally:
+            self.reading.release()
+            self.promote()
+
+    def _watch_room(self, loop: Any) -> None:
+        if loop in self._loops and self._backlog and not self.ended:
+            loop.add_writer(self.sock.fileno(), self._writable, loop)
+
+    def _writable(self, loop: Any) -> None:
+        self._send_backlog()
+        if not self._backlog or self.closing:
+            loop.remove_writer(self.sock.fileno())
+
+    # ---------------------------------------------------------------------------------------------------------- end
+
+    def end(self, error: ServingError) -> None:
+        """Ends the lane: what is in flight hears of it. Idempotent."""
+        with self.lock:
+            if self.ended:
+                return
+            self.ended = self.closing = True
+            error = self._why or error
+            unsent = {request_id for _, _, ids in self._backlog for request_id in ids}
+            unsent.update([request_id for _, request_id in self._outgoing])
+            for _, fd, _ in self._backlog:
+                if fd >= 0:
+                    os.close(fd)
+            self._backlog.clear()
+            self._outgoing.clear()
+            lost, self.in_flight = self.in_flight, {}
+            self.watched.clear()
+        self._close()
+        for request_id, request in lost.items():
+            request.lane_ended(request_id not in unsent, error)
+        self.promote()
+        self._thread_waiter.put(None)
+
+    def _close(self) -> None:
+        """Closes the socket, once no event loop looks at it any more."""
+        for loop in list(self._loops):
+            try:
+                loop.call_soon_threadsafe(self._leave, loop)
+            except RuntimeError:  # closed
+                self._loops.pop(loop, None)
+        if not self._loops:
+            self.sock.close()
+
+    def _leave(self, loop: Any) -> None:
+        if self._loops.pop(loop, loop) is None:
+            loop.remove_reader(self.sock.fileno())
+            loop.remove_writer(self.sock.fileno())
+        if not self._loops:
+            self.sock.close()
+
+    def close(self, error: ServingError) -> None:
+        """Ends the lane from any thread, also while another one reads."""
+        self._why = error
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        # Who reads sees the end of the file and lets go; closing a descriptor that somebody waits on would be wrong.
+        with self.reading:
+            self.end(error)
+
+    def forget(self) -> None:
+        """Closes this process's copy of the socket after a fork: the lane is the parent's, and so is everything on it."""
+        self.ended = self.closing = True
+        self.lock, self.reading = threading.Lock(), threading.Lock()
+        lost, self.in_flight = self.in_flight, {}
+        self._loops.clear()
+        self.sock.close()
+        for request in lost.values():
+            request.waiter = None
+            request.lane_ended(True, Unavailable("the request is one of the process that this one was forked from"))
+
+
+def _key(lease: Sequence[int]) -> LeaseKey:
+    segment, offset, generation = lease
+    return segment, offset, generation
