@@ -3,7 +3,7 @@
 An arena has exactly one allocator, in the process that owns the ``Arena``; the peer has an ``ArenaMap`` and gives leases back by
 key. It is a list of segments:
 
-    segment 0   made at start; a buddy allocator hands out blocks of 4 KiB x 2^n, up to a quarter of it
+    segment 0   made at start, or when first needed; a buddy allocator hands out blocks of 4 KiB x 2^n, up to a quarter of it
     segment n   made for one tensor that is larger than that, kept for the next one of about its size
     reserve     made when a small one finds no room, besides the arena's largest size: small ones never wait for large ones
 
@@ -81,15 +81,21 @@ class Arena:
       max_byte_size: all segments together.
       keep_byte_size: free large segments that are kept for reuse; their pages stay warm.
       on_segment: called with every segment once it is made.
+      lazy: segment 0 is made when something is first to lie there. For arenas of which there are many, and most stay empty.
     """
 
     def __init__(
-        self, byte_size: int, max_byte_size: int, keep_byte_size: int, on_segment: OnSegment | None = None
+        self,
+        byte_size: int,
+        max_byte_size: int,
+        keep_byte_size: int,
+        on_segment: OnSegment | None = None,
+        lazy: bool = False,
     ) -> None:
-        first = 1 << max(byte_size - 1, BLOCK * 4 - 1).bit_length()
+        first = self._first = 1 << max(byte_size - 1, BLOCK * 4 - 1).bit_length()
         self._buddies = Buddies(first)
         self._on_segment = on_segment
-        self._segments: dict[int, Segment] = {0: self._create(first)}
+        self._segments: dict[int, Segment] = {} if lazy else {0: self._create(first)}
         self._next_segment = 1
         #: Leases up to this size lie in segment 0, where it has room.
         self.shared_byte_size = self._buddies.largest
@@ -107,6 +113,8 @@ class Arena:
         self._byte_size = first
         #: Counts closed segments, so that lanes notice a closure by one comparison.
         self.closures = 0
+        #: Counts leases that came back, so that who waits for room looks for it only when there may be some.
+        self.returned = 0
 
     def loan(self, byte_size: int) -> Lease | None:
         """Lends a block of at least ``byte_size`` bytes; returns None when there is none now.
@@ -114,6 +122,8 @@ class Arena:
         Raises: InvalidArgument: it could not fit into the whole arena.  Unavailable: the host has no memory left.
         """
         if byte_size <= self._buddies.largest:
+            if 0 not in self._segments:
+                self._segments[0] = self._create(self._first)
             offset = self._buddies.take(byte_size)
             if offset is not None:
                 return self._lease(0, offset, byte_size)
@@ -199,8 +209,8 @@ class Arena:
 
     def _loan_large(self, byte_size: int) -> Lease | None:
         size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
-        if size > self._max_byte_size - self._segments[0].byte_size and byte_size > self._buddies.largest:
-            limit = max(self._max_byte_size - self._segments[0].byte_size, self._buddies.largest)
+        if size > self._max_byte_size - self._first and byte_size > self._buddies.largest:
+            limit = max(self._max_byte_size - self._first, self._buddies.largest)
             raise InvalidArgument(f"{byte_size} bytes cannot fit into an arena whose largest place is {limit} bytes")
         # The smallest free segment that is large enough is taken, unless it would waste more than it holds.
         fitting = [n for n in self._free_large if size <= self._segments[n].byte_size <= 2 * size]
@@ -237,6 +247,7 @@ class Arena:
         if self._leases.pop((place.segment, place.offset), None) is None:
             return  # the arena was closed meanwhile
         lease.view = memoryview(b"")
+        self.returned += 1
         if place.segment == 0:
             self._buddies.give(place.offset, place.byte_size)
             return

@@ -31,7 +31,7 @@ from tensord.shm.record import Record, encoder
 MAX_DATAGRAM = 64 << 10
 #: Bytes of a datagram that are left for records.
 _ROOM = MAX_DATAGRAM - 8
-#: The receiver refuses records of this size and larger ones.
+#: The receiver refuses records of this size and larger ones, or has a lower limit.
 MAX_RECORD = 256 << 20
 MAX_FDS = 4
 _WHOLE = b"\x01"
@@ -68,13 +68,30 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
+def new_buffer() -> bytearray:
+    """Makes a buffer that a channel receives a datagram in."""
+    return bytearray(MAX_DATAGRAM + 1)
+
+
 class Channel:
     """A record channel's end. It takes the socket over and makes it non-blocking.
 
     ``incoming`` decodes a list of the records that this end may receive; anything else is malformed.
     """
 
-    def __init__(self, sock: socket.socket, incoming: msgspec.msgpack.Decoder[Any]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        incoming: msgspec.msgpack.Decoder[Any],
+        max_record: int = MAX_RECORD,
+        buffer: bytearray | None = None,
+    ) -> None:
+        """Takes the socket over.
+
+        Args:
+          max_record: bytes of the largest record that is received.
+          buffer: of ``new_buffer``, where several channels of one thread share it.
+        """
         sock.setblocking(False)
         self._sock = sock
         self._incoming = incoming
@@ -84,8 +101,9 @@ class Channel:
         self._alone = 0
         #: A packed datagram that the socket would not take yet.
         self._unsent: tuple[bytes, tuple[int, ...]] | None = None
+        self._max_record = max_record
         # One buffer is kept: allocating a datagram's worth of memory each time costs more than most records.
-        self._received = bytearray(MAX_DATAGRAM + 1)
+        self._received = buffer or new_buffer()
         #: The parts received so far of a record that is larger than a datagram.
         self._parts = bytearray()
 
@@ -244,9 +262,9 @@ class Channel:
     def _keep_part(self, content: bytes) -> None:
         """Appends a part of a record. Raises InvalidArgument: the record is too large."""
         self._parts += memoryview(content)[1:]
-        if len(self._parts) > MAX_RECORD:
+        if len(self._parts) > self._max_record:
             raise InvalidArgument(
-                f"malformed datagram: a record of over {len(self._parts)} bytes, at most {MAX_RECORD} are allowed"
+                f"malformed datagram: a record of over {len(self._parts)} bytes, at most {self._max_record} are allowed"
             )
 
     def close(self) -> None:

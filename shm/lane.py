@@ -13,6 +13,10 @@ that it can be read whatever follows; another edition is refused.
 A process that has as many files open as it may cannot map a segment. It says so (SegmentRefused), what lies there is one
 request's error, and the segment is announced again before its next use.
 
+A client's own lane speaks the same records, and its worker believes none of them. It has no request arena: its segments are
+regions that only this lane can name (``tensord.workers.regions.lane_segments``), its records are smaller, and its response arena
+begins small, when something first lies there.
+
 The request arena belongs to the submitter and is shared by all its lanes, so a request can be given to another worker without
 a copy; each lane announces a segment before the first record that refers to it. The response arena belongs to this lane alone.
 """
@@ -27,7 +31,7 @@ from typing import Any, cast
 from tensord.shm import descriptors
 from tensord.shm.announcer import Announcer
 from tensord.shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
-from tensord.shm.channel import Channel, DescriptorsLost
+from tensord.shm.channel import MAX_RECORD, Channel, DescriptorsLost
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.messages import (
     LAST,
@@ -57,9 +61,12 @@ _FROM_WORKER = decoder(ToSubmitter)
 _FROM_SUBMITTER = decoder(ToWorker)
 #: The most leases in one Release: it fits into a datagram however large the numbers are.
 _MAX_RELEASES = 1024
+#: Bytes of the largest record on a client's lane, and of the first segment of its response arena.
+MAX_CLIENT_RECORD = 1 << 20
+CLIENT_BYTE_SIZE = 256 << 10
 _REQUESTS = (RequestRecord, Prepare, Cancel, Taken)
-#: The records that a submitter sends to a worker's dispatcher.
-Instruction = RequestRecord | Prepare | Cancel | Taken
+#: The records that a submitter sends to a worker's dispatcher; SegmentClosed on a client's lane only.
+Instruction = RequestRecord | Prepare | Cancel | Taken | SegmentClosed
 
 
 class SubmitterLane:
@@ -218,7 +225,7 @@ class SubmitterLane:
 
 
 class WorkerLane:
-    """The worker's end of a lane; it owns the response arena, whose first segment is made with the lane."""
+    """The worker's end of a lane; it owns the response arena, whose first segment is made with a front's lane."""
 
     def __init__(
         self,
@@ -228,22 +235,34 @@ class WorkerLane:
         keep_byte_size: int,
         on_segment: OnSegment | None = None,
         writable: bool = False,
+        segments: ArenaMap | None = None,
+        buffer: bytearray | None = None,
     ) -> None:
         """Begins the lane.
 
-        ``on_segment`` is called with every segment of both arenas; ``writable``: page-lock them (``tensord.shm.segment``).
+        Args:
+          byte_size, max_byte_size, keep_byte_size: of the response arena (``Arena``).
+          on_segment: called with every segment of both arenas.
+          writable: page-lock them (``tensord.shm.segment``).
+          segments: where a client's segments go, which makes it a client's lane; None: a front's.
+          buffer: as in ``Channel``.
         """
-        self._channel = Channel(sock, _FROM_SUBMITTER)
+        client = self._client = segments is not None
+        self._channel = Channel(sock, _FROM_SUBMITTER, MAX_CLIENT_RECORD if client else MAX_RECORD, buffer)
         #: Whether what came calls for a flush: a segment was refused, or closed while the submitter still has it mapped.
         self.unsaid = False
         #: Its descriptor, for epoll.
         self.fileno = sock.fileno
+        look = select.poll()
+        look.register(sock, select.POLLIN)
+        #: Polls for something to receive, for so many milliseconds: receiving in vain costs ten times as much.
+        self.ready = look.poll
         self._channel.send(WireVersion(WIRE_VERSION))
         #: True once the other end has said that it speaks the same version of the wire.
         self._agreed = False
-        self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment)
+        self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment, lazy=client)
         self._announcer = Announcer(self._channel, self._arena, False)
-        self._requests = ArenaMap(on_segment, writable)
+        self._requests = ArenaMap(on_segment, writable) if segments is None else segments
         self._numbers: Numbers[PreparedAnswer] = Numbers()
         #: What the submitter was told that numbers of answers stand for.
         self.published: PublishedNumbers[PreparedAnswer] = PublishedNumbers(self._channel, PrepareAnswer)
@@ -308,7 +327,8 @@ class WorkerLane:
         wanted: list[Instruction] = []
         returned: list[LeaseKey] = []
         for record in records:
-            if type(record) in _REQUESTS:
+            if type(record) in _REQUESTS or (self._client and type(record) is SegmentClosed):
+                # A client's segment ends in its order: requests before it may still lie there.
                 wanted.append(record)
             elif type(record) is Release:
                 returned += record.leases
@@ -321,6 +341,10 @@ class WorkerLane:
                 raise InvalidArgument(f"lease {stale} is given back but not on loan")
             self.unsaid |= self._announcer.behind
         return wanted
+
+    def close_segment(self, segment: int) -> None:
+        """Ends a client's segment; unknown numbers are ignored."""
+        self._requests.close_segment(segment)
 
     def view(self, place: Slice) -> memoryview:
         """Returns bytes of a request in the submitter's arena, read-only. Raises InvalidArgument: outside it."""

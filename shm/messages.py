@@ -24,11 +24,15 @@ from tensord.shm.errors import InvalidArgument
 from tensord.shm.record import Record
 
 #: The edition of these records; another one whenever any of them changes.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 Parameter = bool | int | float | str
+#: The bit of ``RequestRecord.trace`` that asks for ``AnswerRecord.timing``.
+TIMING = 4
 #: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two. A string has at most that many bytes.
 MAX_SEQUENCE_ID = 128
-SequenceId = int | Annotated[str, msgspec.Meta(max_length=MAX_SEQUENCE_ID)]
+SequenceId = Annotated[int, msgspec.Meta(ge=0)] | Annotated[str, msgspec.Meta(max_length=MAX_SEQUENCE_ID)]
+#: An integer that cannot be negative, in records whose sender need not be one of ours.
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 # --------------------------------------------------------------------------------------------------- places of tensors
@@ -62,7 +66,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
     name: str
     datatype: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=-1)], ...]
     #: Where it lies; None: each request, or answer, has its own content.
     region: RegionSlice | None = None
 
@@ -73,7 +77,7 @@ class RequestedOutput(Record, frozen=True, tag="o"):
     name: str
     region: RegionSlice | None = None
     #: 0: the tensor itself; k > 0: its k top classes as BYTES "value:index[:label]".
-    classification: int = 0
+    classification: _Natural = 0
 
 
 # --------------------------------------------------------------------------------------------------------------- lanes
@@ -153,7 +157,7 @@ class Prepare(Record, frozen=True, tag="Q+"):
 class RequestRecord(Record, frozen=True, tag="q"):
     """One request. ``request_id`` is the submitter's, never reused on any lane of that submitter."""
 
-    request_id: int
+    request_id: _Natural
     #: By its number, or as it is where it has none.
     prepared: int | PreparedRequest
     #: Of the inputs that lie in no region, in their order.
@@ -161,18 +165,20 @@ class RequestRecord(Record, frozen=True, tag="q"):
     #: The client's ``id``, "" when none was given.
     client_id: str = ""
     #: The submitter gives up then; 0: never. A request whose deadline passed in the queue is not run.
-    deadline_ns: int = 0
-    #: When the front had the whole request; the queue duration counts from here.
-    received_ns: int = 0
-    priority: int = 0
-    timeout_us: int = 0
+    deadline_ns: _Natural = 0
+    #: When the front had the whole request; the queue duration counts from here. On a client's lane the worker's own clock says.
+    received_ns: _Natural = 0
+    priority: _Natural = 0
+    timeout_us: _Natural = 0
     sequence_id: SequenceId = 0
     sequence_start: bool = False
     sequence_end: bool = False
-    #: What to note of it: 1 when it was where, 2 its tensors, or the sum; 0: nothing, as of nearly every request.
-    trace: int = 0
-    #: How often workers have died under this request; above 0 it is run alone, so that it cannot take others with it.
-    strikes: int = 0
+    #: What its answer says besides, as a sum: 1 when it was where, 2 its tensors (``AnswerRecord.trace``; a client's lane ignores
+    #: both), 4 what it waited, computed and copied (``AnswerRecord.timing``).
+    trace: _Natural = 0
+    #: How often workers have died under this request; above 0 it is run alone, so that it cannot take others with it. A client's
+    #: lane ignores it.
+    strikes: _Natural = 0
 
 
 class Release(Record, frozen=True, tag="L"):
@@ -188,7 +194,7 @@ class Taken(Record, frozen=True, tag="T"):
     """
 
     request_id: int
-    byte_size: int
+    byte_size: _Natural
 
 
 class Cancel(Record, frozen=True, tag="X"):
@@ -229,6 +235,8 @@ class AnswerRecord(Record, frozen=True, tag="c"):
     message: str = ""
     #: Of a request that asked for it.
     trace: Timeline | None = None
+    #: Of a request that asked for it and ran: nanoseconds in the queue and in its run, and bytes that were copied for it.
+    timing: tuple[int, int, int] | None = None
 
 
 #: Says with ``AnswerRecord.code`` that a request failed, and without one that no response comes any more.

@@ -155,15 +155,19 @@ class Region:
     It is closed when ``leases`` is 0: every request takes one from its validation to its completion.
     """
 
-    def __init__(self, name: str, key: str, fd: int, offset: int, byte_size: int) -> None:
+    def __init__(
+        self, name: str, key: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT
+    ) -> None:
         """Maps the range and takes the descriptor over, also when it refuses.
 
+        Args:
+          populate: bytes up to which existing pages are mapped at once; the first request pays for those of a larger region.
         Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object.  Unavailable: no more can be
           guarded.
         """
         guard.install()
         try:
-            self._mapping = _map(name, fd, offset, byte_size)
+            self._mapping = _map(name, fd, offset, byte_size, populate)
             self._guard = guard.Guarded(self._mapping) if guard.available else None
         except OverflowError as error:
             os.close(fd)
@@ -181,6 +185,8 @@ class Region:
         self.byte_size = byte_size
         #: The number of requests that use the region now.
         self.leases = 0
+        #: Whether only one lane can name it: its name says nothing to anybody else.
+        self.private = False
         self._whole = memoryview(self._mapping)
 
     def view(self, offset: int, byte_size: int) -> memoryview:
@@ -247,7 +253,7 @@ class Region:
         return f"<Region {self.name!r} {self.offset}+{self.byte_size} leases={self.leases}>"
 
 
-def _map(name: str, fd: int, offset: int, byte_size: int) -> mmap.mmap:
+def _map(name: str, fd: int, offset: int, byte_size: int, populate: int) -> mmap.mmap:
     found = check_object_range(name, fd, offset, byte_size)
     if offset % mmap.PAGESIZE:
         raise InvalidArgument(
@@ -266,7 +272,7 @@ def _map(name: str, fd: int, offset: int, byte_size: int) -> mmap.mmap:
             f"failed to register shared memory region '{name}': it cannot be mapped: {os.strerror(error.errno or 0)}"
         ) from None
     # Only existing pages are mapped: populating a sparse object would allocate memory nobody asked for.
-    if found.st_blocks * 512 >= found.st_size and byte_size <= _POPULATE_LIMIT:
+    if found.st_blocks * 512 >= found.st_size and byte_size <= populate:
         # The first request then pays no page faults. Kernels without this call, and full memory, are no errors here.
         with contextlib.suppress(OSError):
             mapping.madvise(_MADV_POPULATE_WRITE)

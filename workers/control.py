@@ -1,6 +1,7 @@
 """Acts on the supervisor's records in a worker, on its loop.
 
-LaneOpened + fd                 one more submitter
+LaneOpened + fd                 one more submitter, which may be a client
+LaneClosed                      a client's lane ends; said of each that has ended, too
 Load, Unload                    one version more or less; answered with Loaded (after Loading), Unloaded
 CancelLoad                      loads of a version are not wanted any more; each Load still has its answer
 Call                            answered with Reply: statistics, figures for metrics, register and unregister regions
@@ -28,6 +29,7 @@ from tensord.shm.channel import Channel, DescriptorsLost
 from tensord.shm.control_records import (
     CancelLoad,
     ControlCall,
+    LaneClosed,
     LaneOpened,
     Load,
     Loaded,
@@ -101,7 +103,9 @@ class Control:
         """Acts on a record, and closes descriptors that it does not keep. Raises InvalidArgument: the record is unexpected."""
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:
-                self._worker.open_lane(record.peer, socket.socket(fileno=fds.pop()))
+                self._worker.open_lane(record.peer, socket.socket(fileno=fds.pop()), record.client)
+            elif isinstance(record, LaneClosed):
+                self._worker.end_lane(record.peer)
             elif isinstance(record, Load):
                 self._load(record)
             elif isinstance(record, CancelLoad):
@@ -248,8 +252,14 @@ class Control:
             self._channel.put(Reply(call.call_id, Internal.code, f"the call failed with {type(error).__name__}"))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Answers a call whose descriptor this process could not take. Raises InvalidArgument: it was no call."""
+        """Answers a call, or a client's lane, whose descriptor this process could not take.
+
+        Raises: InvalidArgument: it was neither.
+        """
         for record in lost.records:
+            if isinstance(record, LaneOpened) and record.client is not None:
+                self._channel.put(LaneClosed(record.peer))
+                continue
             if not isinstance(record, ControlCall):
                 raise InvalidArgument(f"{lost}: {descriptors.limit()} files may be open")
             message = f"a worker has as many files open as it may, {descriptors.limit()}"
@@ -289,7 +299,8 @@ class Control:
     def _figures(self) -> bytes:
         now_ns = time.monotonic_ns()
         versions = tuple(version.figures(now_ns) for version in self._models)
-        return msgspec.json.encode(Figures(versions, self._regions.leases(), self._loader.metrics.figures()))
+        lanes = self._worker.lane_requests, self._regions.private_byte_size
+        return msgspec.json.encode(Figures(versions, self._regions.leases(), self._loader.metrics.figures(), *lanes))
 
 
 def _sentence(error: Exception) -> str:

@@ -20,18 +20,19 @@ import logging
 import select
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from tensord.config.options import Options
-from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost
-from tensord.shm.control_records import ChildReady
+from tensord.shm import descriptors
+from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost, new_buffer
+from tensord.shm.control_records import ChildReady, LaneClient, LaneClosed
 from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
-from tensord.shm.errors import InvalidArgument
-from tensord.shm.lane import Instruction, WorkerLane
-from tensord.shm.messages import Cancel, Prepare, Taken
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.lane import CLIENT_BYTE_SIZE, Instruction, WorkerLane
+from tensord.shm.messages import Cancel, Prepare, SegmentClosed, Taken
 from tensord.shm.status_page import SLOTS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
@@ -54,6 +55,7 @@ from tensord.workers.native import extensions
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.outside_compiler import outside_compiler
 from tensord.workers.programs.run_errors import works
+from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
@@ -64,8 +66,11 @@ from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 
-#: Datagrams taken from one lane in an iteration, so that a busy submitter cannot starve the others.
+#: Datagrams taken from one lane in an iteration, so that a busy submitter cannot starve the others; and records, of a client.
 _MAX_DATAGRAMS = 32
+_MAX_CLIENT_RECORDS = 256
+#: Characters of what is wrong with a lane that are logged.
+_MAX_SHOWN = 500
 #: An iteration takes no longer than that if nothing happens: its beat is what the supervisor sees of an idle worker.
 _BEAT_NS = 1_000_000_000
 
@@ -136,7 +141,12 @@ class Worker:
             operations,
         )
         self._cache = ResponseCache(options.response_cache.byte_size)
+        #: By the descriptor of their lane; clients' lanes also by their number.
         self._submitters: dict[int, Submitter[Request]] = {}
+        self._clients: dict[int, Submitter[Request]] = {}
+        #: Those that have something to be flushed.
+        self._unflushed: list[Submitter[Request]] = []
+        self._received = new_buffer()
         self._free_desks = list(range(SLOTS - 1, FIRST_INSTANCE_DESK - 1, -1))
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
@@ -158,8 +168,9 @@ class Worker:
             else Poller(self._epoll, look_ns)
         )
         self._gathers = False  # responses: it looks by itself
-        #: Lanes that cannot be written to now.
+        #: Lanes that cannot be written to now, of fronts and of clients. Nothing is taken from such a client.
         self._writing: set[int] = set()
+        self._stalled: set[int] = set()
         #: When something is due without an event; None: nothing is.
         self._next_ns: int | None = 0
         #: When to exit although something is in flight; 0: not told to stop.
@@ -197,9 +208,8 @@ class Worker:
             self._models.settle()
         if self._sequences.changed:
             self._sequences.tell()
-        for fd, submitter in self._submitters.items():
-            if submitter.unflushed:
-                self._flush(fd, submitter)
+        if self._unflushed:
+            self._flush_all()
         if self._channel.waiting:
             self._flush_control()
         if self._sequences.ended and not self._writing:
@@ -234,7 +244,7 @@ class Worker:
         woken = self._poller.wait(timeout_ns, idle, gathers)
         for fd, answers in woken.unsent:
             self._submitters[fd].lane.adopt(answers)
-            self._submitters[fd].unflushed = True
+            self._submitters[fd].flush_soon()
         for fd, datagram in woken.datagrams:
             # An earlier one may have closed its lane.
             if fd in self._submitters:
@@ -249,7 +259,7 @@ class Worker:
             if events & ~select.EPOLLOUT:
                 self._receive(submitter)
             if events & select.EPOLLOUT and not submitter.closed:
-                submitter.unflushed = True
+                submitter.flush_soon()
         elif fd == self._inbox.fileno():
             self._inbox.drain()
         elif events & ~select.EPOLLOUT:
@@ -258,36 +268,55 @@ class Worker:
     def _receive(self, submitter: Submitter[Request], datagram: Datagram | None = None) -> None:
         """Takes what came on a lane. ``datagram``: it was received already."""
         now_ns = time.monotonic_ns()
-        fd = submitter.lane.fileno()
         try:
             if datagram is not None:
                 self._take(submitter, submitter.lane.read(*datagram), now_ns)
-                submitter.unflushed |= submitter.lane.unsaid
                 return
-            for _ in range(_MAX_DATAGRAMS):
-                self._take(submitter, submitter.lane.receive() or (), now_ns)
-                # What the lane has to say itself.
-                submitter.unflushed |= submitter.lane.unsaid
-                # Asking whether more came costs less than trying to receive it in vain.
-                if not [event for event in self._epoll.poll(0) if event[0] == fd and event[1] != select.EPOLLOUT]:
-                    return
+            self._receive_all(submitter, now_ns)
         except ChannelClosed:
             self._close_lane(submitter)
         except InvalidArgument as error:
-            _log.error("closing the lane of submitter %d: %s", submitter.peer, error.message)
+            _log.error("closing the lane of submitter %d: %s", submitter.peer, error.message[:_MAX_SHOWN])
+            self._close_lane(submitter)
+        except Exception:  # a defect of ours, which a client must not be able to end this process by
+            if submitter.segments is None:
+                raise
+            _log.exception("closing the lane of submitter %d", submitter.peer)
             self._close_lane(submitter)
 
-    def _take(self, submitter: Submitter[Request], records: Iterable[Instruction], now_ns: int) -> None:
+    def _receive_all(self, submitter: Submitter[Request], now_ns: int) -> None:
+        """Takes the datagrams that are there, up to a bound. Raises: as ``WorkerLane.receive``."""
+        count = 0
+        for _ in range(_MAX_DATAGRAMS):
+            records = submitter.lane.receive() or ()
+            self._take(submitter, records, now_ns)
+            count += len(records)
+            if submitter.segments is not None and (not records or count >= _MAX_CLIENT_RECORDS):
+                # Whatever a client sends, others have their turn: mapping its memory takes a while, too.
+                return
+            # Asking whether more came costs less than trying to receive it in vain.
+            if not submitter.lane.ready(0):
+                return
+
+    def _take(self, submitter: Submitter[Request], records: Sequence[Instruction], now_ns: int) -> None:
+        submit = self._dispatcher.submit if submitter.segments is None else self._dispatcher.submit_of_client
         for record in records:
             if type(record) is Cancel:
                 self._dispatcher.cancel(submitter, record.request_id)
             elif type(record) is Taken:
                 self._dispatcher.taken(submitter, record)
             elif type(record) is Prepare:
-                submitter.preparations.learn(record.number, Preparation(record.prepared, record.number))
+                submitter.learn(record, Preparation(record.prepared, record.number))
                 self._poller.forget(submitter, record.number)
+            elif type(record) is SegmentClosed:
+                # What was learned may lie there.
+                self._poller.forget_all(submitter)
+                submitter.lane.close_segment(record.segment)
             else:
-                self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]
+                submit(submitter, record, now_ns)  # type: ignore[arg-type]
+        # What the lane has to say itself.
+        if submitter.lane.unsaid:
+            submitter.flush_soon()
 
     def _receive_control(self) -> None:
         try:
@@ -311,17 +340,50 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------------------ lanes
 
-    def open_lane(self, peer: int, sock: socket.socket) -> None:
-        """Takes the requests of one more submitter."""
-        arenas = self._options.arenas
+    def open_lane(self, peer: int, sock: socket.socket, client: LaneClient | None = None) -> None:
+        """Takes the requests of one more submitter: a front, or a client on a lane of its own."""
+        if client is None:
+            self._open(Submitter(peer, self._front_lane(sock), self._unflushed))
+            return
+        try:
+            with descriptors.needed("a client's lane"):
+                descriptors.check_reserve(sock.fileno(), "a client's lane")
+                segments = LaneSegments(self._regions, client.limits)
+                submitter = Submitter(peer, self._client_lane(sock, segments), self._unflushed, segments)
+                self._clients[peer] = submitter
+                self._open(submitter)
+        except (ServingError, OSError) as error:
+            _log.error("a client's lane was not opened: %s", error)
+            self._clients.pop(peer, None)
+            sock.close()
+            self._channel.put(LaneClosed(peer))
+
+    def _front_lane(self, sock: socket.socket) -> WorkerLane:
+        arenas, pinned = self._options.arenas, self._pinned
         sizes = (arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
-        pinned = self._pinned
-        lane = (
-            WorkerLane(sock, *sizes) if pinned is None else WorkerLane(sock, *sizes, pinned.pin_segment, writable=True)
+        if pinned is None:
+            return WorkerLane(sock, *sizes)
+        return WorkerLane(sock, *sizes, pinned.pin_segment, writable=True)
+
+    def _client_lane(self, sock: socket.socket, segments: LaneSegments) -> WorkerLane:
+        most = segments.limits.response_byte_size
+        keep = min(most, self._options.arenas.keep_byte_size)
+        on_segment = None if self._pinned is None else self._pinned.pin_segment
+        return WorkerLane(
+            sock, min(CLIENT_BYTE_SIZE, most), most, keep, on_segment, segments=segments, buffer=self._received
         )
-        submitter = self._submitters[lane.fileno()] = Submitter(peer, lane)
-        self._epoll.register(lane.fileno(), select.EPOLLIN)
+
+    def _open(self, submitter: Submitter[Request]) -> None:
+        fd = submitter.lane.fileno()
+        self._epoll.register(fd, select.EPOLLIN)
+        self._submitters[fd] = submitter
         self._poller.open(submitter)
+
+    def end_lane(self, peer: int) -> None:
+        """Ends a client's lane, by its number. Ignores one that has ended."""
+        submitter = self._clients.get(peer)
+        if submitter is not None:
+            self._close_lane(submitter)
 
     def _close_lane(self, submitter: Submitter[Request]) -> None:
         fd = submitter.lane.fileno()
@@ -330,16 +392,32 @@ class Worker:
         self._epoll.unregister(fd)
         del self._submitters[fd]
         self._writing.discard(fd)
+        self._stalled.discard(fd)
         submitter.lane.close()
+        if submitter.segments is not None:
+            del self._clients[submitter.peer]
+            self._channel.put(LaneClosed(submitter.peer))
+
+    def _flush_all(self) -> None:
+        unflushed = self._unflushed[:]
+        self._unflushed.clear()
+        for submitter in unflushed:
+            if not submitter.closed:
+                self._flush(submitter.lane.fileno(), submitter)
 
     def _flush(self, fd: int, submitter: Submitter[Request]) -> None:
-        submitter.unflushed, lane = False, submitter.lane
-        if (writing := not lane.flush()) != (fd in self._writing):
-            self._watch(fd, writing)
-            self._writing ^= {fd}
+        submitter.unflushed, lane, client = False, submitter.lane, submitter.segments is not None
+        waiting = self._stalled if client else self._writing
+        if (writing := not lane.flush()) != (fd in waiting):
+            if client:
+                # Who does not take answers is asked nothing more until it does: what waits for it stays bounded.
+                self._epoll.modify(fd, select.EPOLLOUT if writing else select.EPOLLIN)
+            else:
+                self._watch(fd, writing)
+            waiting ^= {fd}
         if lane.published.renumbered != submitter.renumbered:
             submitter.renumbered = lane.published.renumbered
-            self._poller.outdate()
+            self._poller.forget_all(submitter)
 
     def _flush_control(self) -> None:
         if (writing := not self._channel.flush()) != self._control_writing:
@@ -349,6 +427,11 @@ class Worker:
     def _watch(self, fd: int, writing: bool) -> None:
         """Asks for EPOLLOUT only while a peer is slow."""
         self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
+
+    @property
+    def lane_requests(self) -> int:
+        """Counts requests that came on clients' lanes, ever."""
+        return self._dispatcher.lane_requests + self._poller.lane_requests
 
     # ------------------------------------------------------------------------------------------------- models, the end
 
@@ -384,8 +467,9 @@ class Worker:
 
     def _finished(self) -> bool:
         """First every request in flight is answered and sent, then every model has ended."""
-        if any(submitter.in_flight or submitter.lane.waiting for submitter in self._submitters.values()):
-            return False
+        for fd, submitter in self._submitters.items():
+            if submitter.in_flight or (submitter.lane.waiting and fd not in self._stalled):
+                return False
         for version in list(self._models):
             self._models.remove(version.name, version.version, lambda: None)
         self._models.settle()

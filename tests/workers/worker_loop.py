@@ -16,21 +16,33 @@ from tensord.config import model_config
 from tensord.config.options import ExecutablesOptions, Lanes, Options
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.channel import Channel, pair
-from tensord.shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
+from tensord.shm.control_records import (
+    FromWorker,
+    LaneClient,
+    LaneClosed,
+    LaneLimits,
+    LaneOpened,
+    Load,
+    Loaded,
+    ToWorkerControl,
+)
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import Parameter, PreparedRequest, RequestedOutput
+from tensord.shm.messages import AnswerRecord, Parameter, PreparedRequest, RequestedOutput
+from tensord.shm.operations import Peer
 from tensord.shm.prepared import Numbers
 from tensord.shm.record import Record, decoder
 from tensord.workers.devices.device import DeviceName
 from tensord.workers.worker import Worker
 from tests import run_folder
 from tests.fakes import whole_answers
+from tests.raw_lane import RawLane
 from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.work.counter import Work
 
 #: It never looks, and in ``WorkerLoop`` it never sleeps: a turn takes what is there.
 OPTIONS = Options(lanes=Lanes(spin_us=0), executables=ExecutablesOptions(cache_directory=run_folder.programs()))
 PATIENCE_SECONDS = 240.0
+LIMITS = LaneLimits(in_flight=16, segments=4, segment_byte_size=64 << 20, response_byte_size=32 << 20)
 #: As a worker opens it, which decides how programs run here: before any test does it in another way.
 DEVICE_NAME = DeviceName("cpu", 0)
 DEVICE = DEVICE_NAME.open()
@@ -56,6 +68,31 @@ class WorkerLoop:
         theirs.close()
         return SubmitterLane(ours, self.arena)
 
+    def open_client(self, peer: int, limits: LaneLimits = LIMITS, agree: bool = True) -> RawLane:
+        """A client's own lane."""
+        ours, theirs = pair()
+        self.tell(LaneOpened(peer, client=LaneClient(Peer("unix"), limits)), theirs.fileno())
+        theirs.close()
+        return RawLane(ours, agree)
+
+    def client_answers(self, lane: RawLane, count: int) -> list[AnswerRecord]:
+        """Turns until so many answers have come on a client's lane."""
+        answers: list[AnswerRecord] = []
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(answers) < count:
+            assert time.monotonic() < deadline, f"{len(answers)} of {count} answers came"
+            self.worker.iterate()
+            while (received := lane.receive()) is not None:
+                answers += received
+        return answers
+
+    def closed(self) -> list[int]:
+        """The lanes that the worker has said to have ended since this was last asked."""
+        found: list[int] = []
+        while (received := self.control.receive()) is not None:
+            found += [record.peer for record in received[0] if isinstance(record, LaneClosed)]
+        return found
+
     def tell(self, record: Record, *fds: int) -> None:
         """A record of the supervisor, and a turn in which it is taken."""
         self.control.put(record, *fds)
@@ -79,7 +116,10 @@ class WorkerLoop:
 
     def load(self, path: Path) -> None:
         """Loads version 1 of a model, once more if it is there already."""
-        config = model_config.parse_pbtxt((path / "config.pbtxt").read_text(), path.name)
+        text = path / "config.pbtxt"
+        config = (
+            model_config.parse_pbtxt(text.read_text(), path.name) if text.exists() else model_config.empty(path.name)
+        )
         self.tell(Load(path.name, 1, str(path), str(path / "1"), config.SerializeToString()))
         assert self.hear(Loaded).reason == ""
 

@@ -18,10 +18,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from tensord.config import rate_limits
 from tensord.config.options import Options
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
-from tensord.shm.messages import RequestRecord, Taken
+from tensord.shm.messages import TIMING, RequestRecord, Taken
 from tensord.shm.refusals import Refusal
 from tensord.shm.status_page import StatusPage
 from tensord.workers.dispatch.answers import failure
@@ -44,7 +46,7 @@ from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.requests.prepared import Preparation, validate
 from tensord.workers.requests.request import Request, controls_of, named
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter import NEVER_LOOKED, Submitter
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.scheduling.planner import Refuse, Run, WaitUntil
 from tensord.workers.threads.work_thread import WorkThread
@@ -126,6 +128,8 @@ class Dispatcher:
         self.uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
         #: Versions in which requests wait.
         self._active: dict[ModelVersion, None] = {}
+        #: Requests that came on clients' lanes and were looked at here.
+        self.lane_requests = 0
         #: Whether no request waits to run, and no answer for room; as of the last iteration.
         self.idle = True
         #: What the table of models had changed when all of them were asked.
@@ -148,7 +152,7 @@ class Dispatcher:
             if version.sequences is not None:
                 controls = controls_of(record)
                 version = self._models.home(version, controls.correlation_id, controls.start)
-            request = validate(record, preparation, submitter, version, self._regions, now_ns)
+            request = validate(record, preparation, submitter, version, submitter.segments or self._regions, now_ns)
             if version.joins:
                 version.loaded.join(request)
         except ServingError as error:
@@ -160,6 +164,19 @@ class Dispatcher:
             return
         submitter.in_flight[record.request_id] = request
         self._queue(version, request, now_ns)
+
+    def submit_of_client(self, submitter: Submitter[Request], record: RequestRecord, now_ns: int) -> None:
+        """As ``submit``, of a client's own lane: within its bound, and without what only a front may say."""
+        assert submitter.segments is not None
+        self.lane_requests += 1
+        count, most = len(submitter.in_flight), submitter.segments.limits.in_flight
+        if count >= most and record.request_id not in submitter.in_flight:
+            error = Unavailable(f"{count} requests are in flight on this lane, at most {most} may be")
+            submitter.answer(failure(record.request_id, error))
+            return
+        if record.received_ns or record.strikes or record.trace & ~TIMING:
+            record = replace(record, received_ns=0, strikes=0, trace=record.trace & TIMING)
+        self.submit(submitter, record, now_ns)
 
     def enter(self, version: ModelVersion, request: Request, now_ns: int) -> None:
         """Takes a request that was made inside the worker. Raises ServingError: it is not one for that model."""
@@ -212,6 +229,7 @@ class Dispatcher:
     def withdraw(self, request: Request) -> None:
         """As ``cancel``, of one that is in flight or was made inside the worker."""
         version, request.cancelled = request.version, True
+        request.submitter.returned = NEVER_LOOKED
         assert isinstance(version, ModelVersion)
         answers = version.planner.cancelled(request)
         if not answers and version.runs_ahead and self._instances.take_back(version, request):
@@ -227,9 +245,14 @@ class Dispatcher:
         self.calls.cancelled(request)
 
     def taken(self, submitter: Submitter[Request], record: Taken) -> None:
-        """Responses of a request have reached its client. Ignores what is not in flight."""
+        """Responses of a request have reached its client. Ignores what is not in flight.
+
+        Raises: InvalidArgument: a client says that it has taken more than was sent.
+        """
         request = submitter.in_flight.get(record.request_id)
         if request is not None:
+            if submitter.segments is not None:
+                self.responses.check_taken(request, record.byte_size)
             self.responses.taken(request, record.byte_size)
 
     def drop(self, submitter: Submitter[Request]) -> None:

@@ -36,6 +36,7 @@ from tensord.workers.native.extensions import available
 from tensord.workers.programs.chain_program import ChainProgram
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.series_program import SeriesProgram
+from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionTable, check_intact
 from tensord.workers.requests.answer_plan import AnswerPlan
 from tensord.workers.requests.prepared import Preparation
@@ -47,8 +48,6 @@ if available:
     from tensord.workers.native import _native
 
 AnyProgram = Executable | SeriesProgram | ChainProgram
-#: No number of changes.
-_NEVER = -1
 
 
 class _Batch:
@@ -160,26 +159,31 @@ class FastPath(Poller):
         self._seen = self._changes
         self._batches: dict[tuple[JaxModel | EnsembleChain, Hashable], _Batch] = {}
         self._alone: dict[tuple[ModelVersion, Hashable], _Alone] = {}
-        #: (descriptor of the lane, number) of what was learned.
-        self._numbers: set[tuple[int, int]] = set()
+        #: What was learned: numbers, by the descriptor of their lane.
+        self._numbers: dict[int, set[int]] = {}
 
     def open(self, submitter: Submitter[Request]) -> None:
         fd = submitter.lane.fileno()
         self._submitters[fd] = submitter
-        self._native.open(fd, submitter.peer, submitter.in_flight, lambda datagram: _take_back(submitter, datagram))
+        most = 0 if submitter.segments is None else submitter.segments.limits.in_flight
+        self._native.open(
+            fd, submitter.peer, submitter.in_flight, lambda datagram: _take_back(submitter, datagram), most
+        )
 
     def close_lane(self, submitter: Submitter[Request]) -> None:
+        fd = submitter.lane.fileno()
         self._settle()
-        self._submitters.pop(submitter.lane.fileno(), None)
-        self._native.close(submitter.lane.fileno())
-        self.outdate()
+        self._submitters.pop(fd, None)
+        self._native.close(fd)
+        self._numbers.pop(fd, None)
 
     @property
     def _changes(self) -> int:
         return self._models.changes + self._regions.changes
 
-    def outdate(self) -> None:
-        self._seen = _NEVER
+    @property
+    def lane_requests(self) -> int:
+        return self._native.lane_requests()
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         if self._seen != self._models.changes + self._regions.changes:
@@ -190,8 +194,15 @@ class FastPath(Poller):
         return woken
 
     def forget(self, submitter: Submitter[Request], number: int) -> None:
-        self._native.forget_number(submitter.lane.fileno(), number)
-        self._numbers.discard((submitter.lane.fileno(), number))
+        fd = submitter.lane.fileno()
+        if number in self._numbers.get(fd, ()):
+            self._settle()
+            self._native.forget_number(fd, number)
+            self._numbers[fd].discard(number)
+
+    def forget_all(self, submitter: Submitter[Request]) -> None:
+        for number in list(self._numbers.get(submitter.lane.fileno(), ())):
+            self.forget(submitter, number)
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         # A sequence may live in the load before this one, while that has not ended.
@@ -219,7 +230,7 @@ class FastPath(Poller):
             plan = None if preparation is None else preparation.plans.get(made.layout)
             if preparation is None or plan is None or submitter.closed:
                 continue
-            known = (submitter.lane.fileno(), preparation.number) in self._numbers
+            known = preparation.number in self._numbers.get(submitter.lane.fileno(), ())
             if known or (preparation.own and not request.small):
                 continue  # or its tensors lie in an arena: such are never gathered here
             if isinstance(model, EnsembleChain) and not model.answers(request):
@@ -239,14 +250,14 @@ class FastPath(Poller):
         return _Batch(version, model, key, runs)
 
     def _learn(self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan) -> None:
-        lane = request.submitter.lane
-        prepared = preparation.prepared
+        submitter, prepared = request.submitter, preparation.prepared
+        lane = submitter.lane
         checked, numbered = preparation.checked, plan.numbered
         if checked is None or not checked.plain or numbered is None or numbered not in lane.published:
             return
         places = [part.region for part in plan.parts]
         places += [tensor.region for tensor in prepared.inputs]
-        regions = self._found([place for place in places if place is not None])
+        regions = self._found([place for place in places if place is not None], submitter.segments or self._regions)
         arguments = {name: number for number, (name, _, _) in enumerate(batch.inputs)}
         made = batch.version.loaded.made_inputs.specs
         if regions is None or len(arguments) != len(prepared.inputs) + len(made):
@@ -277,7 +288,7 @@ class FastPath(Poller):
         except ValueError:
             # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
             return
-        self._numbers.add((lane.fileno(), preparation.number))
+        self._numbers.setdefault(lane.fileno(), set()).add(preparation.number)
 
     def _learn_alone(self, version: ModelVersion, model: JaxModel, execution: Execution) -> None:
         """Of a request that had a run to itself, with large tensors, none of them in a region."""
@@ -288,8 +299,12 @@ class FastPath(Poller):
         sizes = preparation.checked.sizes
         if request.submitter.closed or not isinstance(executable, Executable) or not preparation.checked.plain:
             return
-        key = (lane.fileno(), preparation.number)
-        if key in self._numbers or self._seen != self._changes or preparation.load is not version.checked:
+        fd, number = lane.fileno(), preparation.number
+        if (
+            number in self._numbers.get(fd, ())
+            or self._seen != self._changes
+            or preparation.load is not version.checked
+        ):
             return
         may_be = model.is_whole(execution) and not version.batcher.delays
         run = executable.lone_run(execution, preparation) if may_be else None
@@ -300,8 +315,8 @@ class FastPath(Poller):
             batch = self._alone[version, request.key] = _Alone(version, model, executable)
         try:
             self._native.learn_alone(
-                key[0],
-                key[1],
+                fd,
+                number,
                 batch.native(),
                 request.rows,
                 tuple(sizes),
@@ -311,14 +326,15 @@ class FastPath(Poller):
             )
         except ValueError:
             return
-        self._numbers.add(key)
+        self._numbers.setdefault(fd, set()).add(number)
 
-    def _found(self, places: Sequence[RegionSlice]) -> dict[str, Region] | None:
+    @staticmethod
+    def _found(places: Sequence[RegionSlice], regions: RegionTable | LaneSegments) -> dict[str, Region] | None:
         """The regions of those places. None: they are not all mapped here, or nothing is in one of them."""
         found: dict[str, Region] = {}
         for place in places:
             try:
-                region = self._regions.find(place.region)
+                region = regions.find(place.region)
             except ServingError:
                 return None
             if not isinstance(region, Region) or not place.byte_size:
@@ -348,13 +364,14 @@ class FastPath(Poller):
         self._native.release()
 
     def __repr__(self) -> str:
-        return f"<FastPath {len(self._numbers)} numbers of {len(self._batches)} kinds>"
+        return f"<FastPath {sum(map(len, self._numbers.values()))} numbers of {len(self._batches)} kinds>"
 
 
 def _take_back(submitter: Submitter[Request], datagram: bytes) -> bool:
     """Leases that are given back. Returns whether the lane has something to say of them. Raises InvalidArgument: not on loan."""
     submitter.lane.read(datagram, [], False)
-    submitter.unflushed |= submitter.lane.unsaid
+    if submitter.lane.unsaid:
+        submitter.flush_soon()
     return submitter.unflushed
 
 

@@ -24,7 +24,7 @@ import msgspec
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, ServingError, Unavailable
-from tensord.shm.messages import AnswerRecord, PreparedAnswer
+from tensord.shm.messages import TIMING, AnswerRecord, PreparedAnswer
 from tensord.shm.prepared import Numbered
 from tensord.shm.refusals import Refusal, RefusalLog
 from tensord.workers.dispatch.answers import complete, failure
@@ -37,7 +37,7 @@ from tensord.workers.requests.inner_request import hand_over, kept
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Moments, Request, named
 from tensord.workers.requests.result import Result
-from tensord.workers.requests.submitter import BlockedAnswer, Submitter
+from tensord.workers.requests.submitter import NEVER_LOOKED, BlockedAnswer, Submitter
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout
 
@@ -139,6 +139,8 @@ class Outbox:
         failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):
+            if request.own.trace & TIMING:
+                execution.time(request)
             if execution.outputs is None or not self._place_small(request, execution.outputs, row):
                 reason = self._answer_long(execution, i, now_ns)
                 if reason is not None:
@@ -193,8 +195,10 @@ class Outbox:
             return False
         if answer is None:
             return False
+        if request.own.trace:
+            answer = request.timed(answer)
         submitter.lane.complete(answer, plan.numbered)
-        submitter.unflushed = True
+        submitter.flush_soon()
         version.statistics.copied_byte_size += request.copied_byte_size
         self.end(request)
         return True
@@ -250,6 +254,8 @@ class Outbox:
             return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
         if answer is None:
             return _Placing.FULL
+        if request.own.trace:
+            answer = request.timed(answer)
         try:
             if request.timeline is not None:
                 request.submitter.answer(request.timeline.attach(answer))
@@ -269,17 +275,21 @@ class Outbox:
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | None:
         """Keeps it. Returns the error that is its answer instead, where too much is kept."""
         submitter, request = answer.request.submitter, answer.request
-        if (
-            submitter.blocked
-            and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._options.byte_size
-        ):
+        if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)
         submitter.blocked.append(answer)
         submitter.blocked_byte_size += answer.byte_size
         if answer.byte_size > submitter.lane.arena.small_byte_size:
             submitter.bulky.add((request.version, request.key))
         self.blocked[submitter] = None
+        submitter.returned = NEVER_LOOKED
         return None
+
+    def _bound(self, submitter: Submitter[Request]) -> int:
+        """Bytes of blocked answers beyond which no more like them are computed."""
+        if submitter.segments is None:
+            return self._options.byte_size
+        return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
 
     def no_room(self, request: Request, byte_size: int, now_ns: int) -> Unavailable:
         """Why an answer is given up: it is counted and told to the operator."""
@@ -289,7 +299,7 @@ class Outbox:
     def hold(self, request: Request) -> bool:
         """True: keeps a request from being run, because its submitter does not take the large answers of its kind that it has."""
         submitter, version = request.submitter, request.version
-        if request.sink is not None or submitter.blocked_byte_size <= self._options.byte_size:
+        if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):
             return False
         held = (version, request.key) in submitter.bulky
         if held or (version.ordered and any(bulky is version for bulky, _ in submitter.bulky)):
@@ -301,8 +311,12 @@ class Outbox:
         """Places what fits by now and gives up on what waited too long. Returns requests that may be run again."""
         freed: list[Request] = []
         for submitter in list(self.blocked):
+            returned = submitter.lane.arena.returned
+            if returned == submitter.returned and now_ns < submitter.blocked[0].give_up_ns:
+                continue  # there is as little room as before
+            submitter.returned = returned
             self._retry(submitter, now_ns)
-            if submitter.blocked_byte_size <= self._options.byte_size:
+            if submitter.blocked_byte_size <= self._bound(submitter):
                 freed += submitter.held
                 submitter.held = []
             if not submitter.blocked:

@@ -53,8 +53,13 @@ class Poller:
     def forget(self, submitter: Submitter[Request], number: int) -> None:
         """A number of that submitter stands for something else from now on."""
 
-    def outdate(self) -> None:
-        """What was learned may not hold any more, although no table has changed."""
+    def forget_all(self, submitter: Submitter[Request]) -> None:
+        """What was learned of that submitter's requests may not hold any more, although no table has changed."""
+
+    @property
+    def lane_requests(self) -> int:
+        """Requests of clients' lanes that were served while it waited, ever."""
+        return 0
 
     def close(self) -> None:
         """Lets go of everything that it was told."""

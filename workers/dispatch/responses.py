@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array, byte_content, datatype_of
-from tensord.shm.errors import Cancelled, Internal, ServingError, Unavailable
-from tensord.shm.messages import LAST, AnswerRecord, response_byte_size
+from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
+from tensord.shm.messages import LAST, TIMING, AnswerRecord, response_byte_size
 from tensord.workers.dispatch.answers import complete, failure
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
@@ -168,6 +168,20 @@ class Responses:
         if sender is not None:
             sender.settle(byte_size)
 
+    @staticmethod
+    def check_taken(request: Request, byte_size: int) -> None:
+        """Raises InvalidArgument: its client has not been sent so much."""
+        sender = request.version.senders.get(request)
+        if sender is None:
+            return
+        if byte_size > sender.outstanding:
+            # Responses that left together are noted when somebody asks.
+            sender.catch_up()
+        if byte_size > sender.outstanding:
+            raise InvalidArgument(
+                f"{byte_size} bytes of responses are said to be taken, {sender.outstanding} of them can be"
+            )
+
     def took(self, request: InnerRequest) -> None:
         """Its maker has taken the next one of its responses."""
         self.taken(request, request.ahead.popleft())
@@ -227,7 +241,7 @@ class Responses:
         """Queues responses; there is always room for them. The first one of a request is never among them."""
         request = sender.request
         request.submitter.lane.complete_encoded(alike.kind.numbered, records)
-        request.submitter.unflushed = True
+        request.submitter.flush_soon()
         request.version.statistics.responded_more(sender, len(records), now_ns)
 
     def _respond(self, sender: ResponseSender[Request], sent: _Sent) -> None:
@@ -300,16 +314,24 @@ class Responses:
             except Exception as error:  # an array no one expected: this response's error, nobody else's
                 _log.exception("%splacing a response of model '%s' failed", named(request.client_id), version.name)
                 return Internal(f"a response of model '{version.name}' could not be placed: {type(error).__name__}")
-        if final and request.timeline is not None:
-            self._note_end(sender, result)
-            record = request.timeline.attach(record)
+        if final and request.own.trace:
+            if request.own.trace & TIMING:
+                request.ran_in(sender.began_ns, self._clock(), 0)
+                record = request.timed(record)
+            if request.timeline is not None:
+                self._note_end(sender, result)
+                record = request.timeline.attach(record)
         submitter.answer(record)
         return 0 if final else response_byte_size(record.contents)
 
     def _place_small(self, sender: ResponseSender[Request], result: dict[str, Array], final: bool) -> int:
         """Queues a response of the most frequent kind: a few small tensors, into the record. 0: it is another kind."""
         request = sender.request
-        if not sender.plain or type(result) is Response or request.timeline is not None:
+        if (
+            not sender.plain
+            or type(result) is Response
+            or (request.own.trace and (final or request.timeline is not None))
+        ):
             return 0
         outputs, left = request.outputs, self.inline_byte_size
         described: list[tuple[str, str, tuple[int, ...]]] = []

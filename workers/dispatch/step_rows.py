@@ -57,7 +57,7 @@ class _Lane:
     def send(self, rows: Array) -> None:
         """Queues a response for each. ``rows``: the outputs of all slots."""
         self._submitter.lane.complete_encoded(self._numbered, self._records.records(rows[self._slots]))
-        self._submitter.unflushed = True
+        self._submitter.flush_soon()
 
 
 class StepRows:

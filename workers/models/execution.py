@@ -111,6 +111,13 @@ class Execution:
         """When it began, had gathered its inputs, and had computed; in ns."""
         return self.began_ns, self.gathered_ns, self.computed_ns
 
+    def time(self, request: Request) -> None:
+        """Notes for one of its requests how long it took, and its part of what was gathered."""
+        gathered = 0
+        if self.copied_byte_size:
+            gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
+        request.ran_in(self.began_ns, self.computed_ns, gathered)
+
     @property
     def results(self) -> list[Result]:
         """The result for each request, in the same order."""

@@ -13,10 +13,7 @@
 
 /* Returns the lane of a descriptor, or NULL. */
 lane_t *find_lane(fast_path_t *self, int fd) {
-    lane_t *lane = self->lanes;
-    while (lane != NULL && lane->fd != fd)
-        lane = lane->next;
-    return lane;
+    return fd >= 0 && (size_t)fd < self->descriptors ? self->by_descriptor[fd] : NULL;
 }
 
 /* Makes room for one more waiting request. Sets no exception: without room the datagram is for Python. */
@@ -60,7 +57,7 @@ static PyObject *for_python(const lane_t *lane, const unsigned char *content, si
  * Sets no exception. */
 static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *datagram, size_t size, uint64_t now) {
     reader_t reader = {datagram + 1, datagram + size};
-    uint64_t records, last_id = lane->used ? lane->last_id : 0;
+    uint64_t records, last_id = lane->waits ? lane->last_id : 0, waits = lane->waits;
     size_t before = self->count, releases = 0;
     reader_t returned[MAX_RELEASES];
     if (datagram[0] != INLINE_KIND || read_array(&reader, &records))
@@ -76,13 +73,17 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         }
         if (read_request_record(&reader, &record) || record.number >= MAX_NUMBERS)
             goto refused;
-        plan_t *plan = lane->plans[record.number];
-        /* The ids of a submitter grow, except those of requests that another worker had before. */
-        if (record.id <= last_id)
+        plan_t *plan = record.number < (uint64_t)lane->numbers ? lane->plans[record.number] : NULL;
+        /* The ids of a submitter grow, except those of requests that another worker had before. A client's doubt is its own: by the time
+         * that Python sees this datagram, what waits here is answered. */
+        if (record.id <= last_id && lane->most == 0)
             self->doubtful = 1;
-        if (plan == NULL || plan->failed || record.trace || record.strikes || (record.deadline_ns && record.deadline_ns <= now) ||
-            record.id <= last_id || in_flight(lane, record.id) || make_room(self))
+        if (plan == NULL || plan->failed || (record.trace & ~(uint64_t)TIMING) || record.strikes ||
+            (record.deadline_ns && record.deadline_ns <= now) || record.id <= last_id || in_flight(lane, record.id) || make_room(self))
             goto refused;
+        if (lane->most && waits + (uint64_t)PyDict_Size(lane->in_flight) >= lane->most)
+            goto refused;
+        waits++;
         last_id = record.id;
         request_t *request = &self->waiting[self->count];
         uint64_t used = 0;
@@ -101,7 +102,8 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         request->lane = lane;
         request->plan = plan;
         request->id = record.id;
-        request->arrived_ns = record.received_ns ? record.received_ns : now;
+        request->arrived_ns = record.received_ns && !lane->most ? record.received_ns : now;
+        request->timed = record.trace != 0;
         request->record = start;
         request->size = (size_t)(reader.at - start);
         request->sequence = record.sequence;
@@ -118,6 +120,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         self->leave |= closed;
     }
     lane->last_id = last_id;
+    lane->waits = waits;
     return 0;
 refused:
     self->count = before;
@@ -130,8 +133,14 @@ int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams)
         struct cmsghdr align;
         char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
     } ancillary;
-    while (lane->used + MAX_DATAGRAM + 1 <= RECEIVED) {
-        unsigned char *datagram = lane->received + lane->used;
+    size_t most = self->used + RECEIVED < ALL_RECEIVED ? self->used + RECEIVED : ALL_RECEIVED;
+    if (!lane->active) {
+        lane->active = 1;
+        lane->next_active = self->active;
+        self->active = lane;
+    }
+    for (int n = 0; n < MAX_DATAGRAMS && self->used + MAX_DATAGRAM + 1 <= most; n++) {
+        unsigned char *datagram = self->received + self->used;
         struct iovec part = {datagram, MAX_DATAGRAM + 1};
         struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &ancillary, .msg_controllen = sizeof ancillary};
         ssize_t size = recvmsg(lane->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
@@ -144,59 +153,68 @@ int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams)
             return append(datagrams, for_python(lane, datagram, (size_t)size, descriptors(&message), cut));
         /* A datagram is kept while its requests wait. */
         if (self->count)
-            lane->used += (size_t)size;
+            self->used += (size_t)size;
     }
     return 0;
+}
+
+/* Puts the requests of one lane, from that one on, into a datagram for Python. Returns NULL with an exception. */
+static PyObject *repacked(const fast_path_t *self, const lane_t *lane) {
+    size_t size = DATAGRAM_HEAD;
+    uint64_t records = 0;
+    for (size_t i = lane->handed; i > 0; i = self->waiting[i - 1].next) {
+        size += self->waiting[i - 1].size;
+        records++;
+    }
+    unsigned char *datagram = PyMem_Malloc(size);
+    if (datagram == NULL)
+        return PyErr_NoMemory();
+    unsigned char *at = datagram;
+    write_datagram_head(at, records);
+    at += DATAGRAM_HEAD;
+    for (size_t i = lane->handed; i > 0; i = self->waiting[i - 1].next) {
+        memcpy(at, self->waiting[i - 1].record, self->waiting[i - 1].size);
+        at += self->waiting[i - 1].size;
+    }
+    PyObject *given = for_python(lane, datagram, size, PyList_New(0), 0);
+    PyMem_Free(datagram);
+    return given;
 }
 
 /* Hands what waits to Python, as datagrams of the lanes that it came from, before those that came later. */
 int give_back(fast_path_t *self, PyObject *datagrams) {
     int wrong = 0;
-    for (lane_t *lane = self->lanes; lane != NULL && !wrong; lane = lane->next) {
-        size_t size = DATAGRAM_HEAD;
-        uint64_t records = 0;
-        for (size_t i = self->first; i < self->count; i++)
-            if (self->waiting[i].lane == lane) {
-                size += self->waiting[i].size;
-                records++;
-            }
-        lane->used = 0;
-        if (records == 0)
-            continue;
-        unsigned char *datagram = PyMem_Malloc(size);
-        if (datagram == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        unsigned char *at = datagram;
-        write_datagram_head(at, records);
-        at += DATAGRAM_HEAD;
-        for (size_t i = self->first; i < self->count; i++)
-            if (self->waiting[i].lane == lane) {
-                memcpy(at, self->waiting[i].record, self->waiting[i].size);
-                at += self->waiting[i].size;
-            }
-        PyObject *given = for_python(lane, datagram, size, PyList_New(0), 0);
-        wrong = given == NULL || PyList_Insert(datagrams, 0, given);
-        Py_XDECREF(given);
-        PyMem_Free(datagram);
+    for (size_t i = self->count; i > self->first; i--) {
+        request_t *request = &self->waiting[i - 1];
+        request->next = request->lane->handed;
+        request->lane->handed = i;
     }
-    self->first = self->count = 0;
+    for (lane_t *lane = self->active; lane != NULL; lane = lane->next_active) {
+        if (lane->handed && !wrong) {
+            PyObject *given = repacked(self, lane);
+            wrong = given == NULL || PyList_Insert(datagrams, 0, given);
+            Py_XDECREF(given);
+        }
+        lane->handed = 0;
+    }
+    self->first = self->count = self->used = 0;
     return wrong;
 }
 
-/* Hands answers to Python that sockets did not take, as a datagram for each lane. */
+/* Ends the iteration of the lanes that something came from. Answers that their sockets did not take are handed to Python, as a datagram for
+ * each lane. ``unsent``: NULL where an exception is set already. */
 int give_unsent(fast_path_t *self, PyObject *unsent) {
-    for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next) {
-        if (!lane->unsent)
-            continue;
-        lane->unsent = 0;
-        PyObject *content = PyBytes_FromStringAndSize((const char *)lane->answer, (Py_ssize_t)lane->filled);
-        PyObject *datagram = Py_BuildValue("iN", lane->fd, content);
-        lane->filled = DATAGRAM_HEAD;
-        lane->answers = 0;
-        if (append(unsent, datagram))
-            return -1;
+    int wrong = unsent == NULL;
+    while (self->active != NULL) {
+        lane_t *lane = self->active;
+        self->active = lane->next_active;
+        if (lane->unsent && !wrong) {
+            PyObject *content = PyBytes_FromStringAndSize((const char *)lane->answer->content, (Py_ssize_t)lane->filled);
+            wrong = append(unsent, Py_BuildValue("iN", lane->fd, content));
+        }
+        give_up_answers(lane);
+        lane->unsent = lane->active = 0;
+        lane->waits = 0;
     }
-    return 0;
+    return wrong;
 }

@@ -18,7 +18,7 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#define MAX_EVENTS 64
+#define MAX_EVENTS 256
 /* epoll_wait counts in milliseconds; shorter waits are made by ppoll, which counts in nanoseconds. */
 #define SHORT_NS 50000000
 
@@ -34,11 +34,10 @@ static lane_t *known_lane(fast_path_t *self, int fd) {
 
 /* Returns the batch that other plans of the same owner have, or NULL. */
 static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
-    for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next)
-        for (int i = 0; i < lane->numbers; i++)
-            if (lane->plans[i] != NULL && lane->plans[i]->batch->owner == owner)
-                return lane->plans[i]->batch;
-    return NULL;
+    batch_t *batch = self->batches;
+    while (batch != NULL && batch->owner != owner)
+        batch = batch->next;
+    return batch;
 }
 
 /* Makes a plan without its tensors. ``given``: Batch of _native.pyi. */
@@ -57,7 +56,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     plan->number = answer_number;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(owner, model, most_waiting, share, series, programs, by_rows, sequences);
+        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, series, programs, by_rows, sequences);
     if (plan->batch != NULL)
         plan->batch->plans++;
     else
@@ -65,17 +64,38 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     return plan;
 }
 
+/* Makes room for a plan of that number. Not 0: an exception is set. */
+static int make_number(lane_t *lane, int number) {
+    int numbers = lane->numbers ? lane->numbers : 16;
+    while (numbers <= number)
+        numbers *= 2;
+    if (numbers == lane->numbers)
+        return 0;
+    plan_t **plans = PyMem_Realloc(lane->plans, (size_t)numbers * sizeof(plan_t *));
+    if (plans == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memset(plans + lane->numbers, 0, (size_t)(numbers - lane->numbers) * sizeof(plan_t *));
+    lane->plans = plans;
+    lane->numbers = numbers;
+    return 0;
+}
+
 /* Takes the plan over and returns None, or drops it and raises. */
 static PyObject *keep_plan(fast_path_t *self, int fd, int number, plan_t *plan) {
     lane_t *lane = known_lane(self, fd);
-    if (lane != NULL && number >= 0 && number < MAX_NUMBERS) {
-        drop_plan(&lane->plans[number]);
-        lane->plans[number] = plan;
-        lane->numbers = number < lane->numbers ? lane->numbers : number + 1;
-        Py_RETURN_NONE;
+    if (lane != NULL && (number < 0 || number >= MAX_NUMBERS)) {
+        PyErr_Format(PyExc_ValueError, "number %d, numbers are below %d", number, MAX_NUMBERS);
+        lane = NULL;
     }
-    drop_plan(&plan);
-    return lane == NULL ? NULL : PyErr_Format(PyExc_ValueError, "number %d, numbers are below %d", number, MAX_NUMBERS);
+    if (lane == NULL || make_number(lane, number)) {
+        drop_plan(&plan);
+        return NULL;
+    }
+    drop_plan(&lane->plans[number]);
+    lane->plans[number] = plan;
+    Py_RETURN_NONE;
 }
 
 typedef int (*read_t)(PyObject *inputs, PyObject *outputs, plan_t *plan);
@@ -133,17 +153,41 @@ static PyObject *forget_number(fast_path_t *self, PyObject *arguments) {
     lane_t *lane = known_lane(self, fd);
     if (lane == NULL)
         return NULL;
-    if (number >= 0 && number < MAX_NUMBERS)
+    if (number >= 0 && number < lane->numbers)
         drop_plan(&lane->plans[number]);
     Py_RETURN_NONE;
 }
 
+/* Makes a place for a lane with that descriptor. Not 0: an exception is set. */
+static int make_descriptor(fast_path_t *self, int fd) {
+    size_t descriptors = self->descriptors ? self->descriptors : 64;
+    if (fd < 0) {
+        PyErr_SetString(PyExc_ValueError, "that is no descriptor");
+        return -1;
+    }
+    while (descriptors <= (size_t)fd)
+        descriptors *= 2;
+    if (descriptors == self->descriptors)
+        return 0;
+    lane_t **by_descriptor = PyMem_Realloc(self->by_descriptor, descriptors * sizeof(lane_t *));
+    if (by_descriptor == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memset(by_descriptor + self->descriptors, 0, (descriptors - self->descriptors) * sizeof(lane_t *));
+    self->by_descriptor = by_descriptor;
+    self->descriptors = descriptors;
+    return 0;
+}
+
 static PyObject *open_lane(fast_path_t *self, PyObject *arguments) {
     int fd;
-    unsigned long long peer;
+    unsigned long long peer, most;
     PyObject *in_flight, *take_back;
-    if (!PyArg_ParseTuple(arguments, "iKO!O", &fd, &peer, &PyDict_Type, &in_flight, &take_back))
+    if (!PyArg_ParseTuple(arguments, "iKO!OK", &fd, &peer, &PyDict_Type, &in_flight, &take_back, &most) || make_descriptor(self, fd))
         return NULL;
+    if (self->by_descriptor[fd] != NULL)
+        return PyErr_Format(PyExc_ValueError, "descriptor %d is a lane already", fd);
     lane_t *lane = PyMem_Calloc(1, sizeof(lane_t));
     if (lane == NULL)
         return PyErr_NoMemory();
@@ -151,17 +195,28 @@ static PyObject *open_lane(fast_path_t *self, PyObject *arguments) {
     Py_INCREF(take_back);
     lane->in_flight = in_flight;
     lane->take_back = take_back;
+    lane->path = self;
     lane->fd = fd;
     lane->peer = peer;
-    lane->filled = DATAGRAM_HEAD;
+    lane->most = most;
+    lane->previous = &self->lanes;
     lane->next = self->lanes;
+    if (lane->next != NULL)
+        lane->next->previous = &lane->next;
     self->lanes = lane;
+    self->by_descriptor[fd] = lane;
     Py_RETURN_NONE;
 }
 
 static void drop_lane(lane_t *lane) {
+    *lane->previous = lane->next;
+    if (lane->next != NULL)
+        lane->next->previous = lane->previous;
+    lane->path->by_descriptor[lane->fd] = NULL;
     for (int i = 0; i < lane->numbers; i++)
         drop_plan(&lane->plans[i]);
+    give_up_answers(lane);
+    PyMem_Free(lane->plans);
     Py_DECREF(lane->in_flight);
     Py_DECREF(lane->take_back);
     PyMem_Free(lane);
@@ -171,13 +226,9 @@ static PyObject *close_lane(fast_path_t *self, PyObject *arguments) {
     int fd;
     if (!PyArg_ParseTuple(arguments, "i", &fd))
         return NULL;
-    for (lane_t **place = &self->lanes; *place != NULL; place = &(*place)->next)
-        if ((*place)->fd == fd) {
-            lane_t *lane = *place;
-            *place = lane->next;
-            drop_lane(lane);
-            break;
-        }
+    lane_t *lane = find_lane(self, fd);
+    if (lane != NULL)
+        drop_lane(lane);
     Py_RETURN_NONE;
 }
 
@@ -276,7 +327,7 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
         }
         if (!wrong && self->count)
             wrong = serve(self, datagrams);
-        wrong = wrong || give_unsent(self, unsent);
+        wrong = give_unsent(self, wrong ? NULL : unsent);
         uint64_t now = now_ns();
         self->page[PAGE_BEAT] = now;
         if (PyList_Size(events) || PyList_Size(datagrams) || PyList_Size(unsent) || self->leave || now >= until)
@@ -294,11 +345,15 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
 static PyObject *figures(fast_path_t *self, PyObject *unused) {
     (void)unused;
     PyObject *found = PyList_New(0);
-    for (lane_t *lane = self->lanes; found != NULL && lane != NULL; lane = lane->next)
-        for (int i = 0; i < lane->numbers && found != NULL; i++)
-            if (lane->plans[i] != NULL && lane->plans[i]->batch->figures.answered && append(found, take_figures(lane->plans[i]->batch)))
-                Py_CLEAR(found);
+    for (batch_t *batch = self->batches; found != NULL && batch != NULL; batch = batch->next)
+        if (batch->figures.answered && append(found, take_figures(batch)))
+            Py_CLEAR(found);
     return found;
+}
+
+static PyObject *lane_requests(fast_path_t *self, PyObject *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(self->lane_requests);
 }
 
 /* --------------------------------------------------------------------------------------------------------------------- type */
@@ -325,6 +380,11 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         return NULL;
     }
     self->page = self->page_buffer.buf;
+    self->received = PyMem_Malloc(ALL_RECEIVED);
+    if (self->received == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
     self->epoll = epoll;
     self->desk = (size_t)desk;
     self->idle = idle;
@@ -340,10 +400,12 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
 
 static PyObject *close_all(fast_path_t *self, PyObject *unused) {
     (void)unused;
-    while (self->lanes != NULL) {
-        lane_t *lane = self->lanes;
-        self->lanes = lane->next;
-        drop_lane(lane);
+    while (self->lanes != NULL)
+        drop_lane(self->lanes);
+    while (self->spare != NULL) {
+        answers_t *spare = self->spare;
+        self->spare = spare->next;
+        PyMem_Free(spare);
     }
     PyBuffer_Release(&self->page_buffer);
     self->page = NULL;
@@ -357,13 +419,16 @@ static void destroy(fast_path_t *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_XDECREF(close_all(self, NULL));
     PyMem_Free(self->waiting);
+    PyMem_Free(self->received);
+    PyMem_Free(self->by_descriptor);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
 }
 
 static PyMethodDef methods[] = {
-    {"open", (PyCFunction)open_lane, METH_VARARGS, "(fd, peer, in_flight, take_back): adds a lane, whose descriptor is in the epoll."},
+    {"open", (PyCFunction)open_lane, METH_VARARGS,
+     "(fd, peer, in_flight, take_back, most): adds a lane, whose descriptor is in the epoll."},
     {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): forgets a lane."},
     {"learn", (PyCFunction)learn, METH_VARARGS,
      "(fd, number, batch, rows, inputs, outputs, answer_number, intact): runs requests with that number from now on."},
@@ -374,6 +439,7 @@ static PyMethodDef methods[] = {
     {"wait", (PyCFunction)wait_for, METH_VARARGS,
      "(timeout_ns, fast, sleeps): serves what is known; returns events, datagrams and unsent answers that are for Python."},
     {"figures", (PyCFunction)figures, METH_NOARGS, "Returns what was counted of each batch since the last call."},
+    {"lane_requests", (PyCFunction)lane_requests, METH_NOARGS, "Counts requests of clients' lanes that were served here, ever."},
     {"release", (PyCFunction)close_all, METH_NOARGS, "Lets go of everything; to be called last."},
     {NULL, NULL, 0, NULL},
 };

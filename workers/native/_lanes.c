@@ -1,7 +1,9 @@
-/* Writes and sends answers. A lane is one submitter's socket, with the datagrams of this iteration and the answers not sent yet.
+/* Writes and sends answers. A lane is one submitter's socket; there may be hundreds, so memory for datagrams is lent to those that
+ * something came from in this iteration.
  *
- *     received   | kind | RequestRecord | ... | kind | RequestRecord | ... |     requests point into it until they are answered or handed to Python
- *     answer     | kind | AnswerRecord | ... |                           sent when it is full or the iteration ends
+ *     received   | kind | RequestRecord | ... | kind | RequestRecord | ... |     of all lanes; requests point into it until they are
+ *                                                                          answered or handed to Python
+ *     answer     | kind | AnswerRecord | ... |     of one lane: sent when it is full or the iteration ends
  */
 
 #include "_native.h"
@@ -22,8 +24,8 @@ int in_flight(lane_t *lane, uint64_t id) {
 void flush(lane_t *lane) {
     if (lane->answers == 0 || lane->unsent)
         return;
-    write_datagram_head(lane->answer, lane->answers);
-    ssize_t sent = send(lane->fd, lane->answer, lane->filled, MSG_DONTWAIT | MSG_NOSIGNAL);
+    write_datagram_head(lane->answer->content, lane->answers);
+    ssize_t sent = send(lane->fd, lane->answer->content, lane->filled, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS || errno == EINTR)) {
         lane->unsent = 1;
         return;
@@ -31,6 +33,34 @@ void flush(lane_t *lane) {
     /* Sent, or the peer is gone: then nobody wants them. */
     lane->filled = DATAGRAM_HEAD;
     lane->answers = 0;
+}
+
+/* Lends a lane memory for answers. Not 0: there is none; no exception is set. */
+static int borrow_answers(lane_t *lane) {
+    if (lane->answer == NULL) {
+        answers_t **spare = &lane->path->spare;
+        lane->answer = *spare != NULL ? *spare : PyMem_Malloc(sizeof(answers_t));
+        if (*spare != NULL)
+            *spare = lane->answer->next;
+        lane->filled = DATAGRAM_HEAD;
+    }
+    return lane->answer == NULL;
+}
+
+/* Takes back the memory for a lane's answers, which are sent or Python's. */
+void give_up_answers(lane_t *lane) {
+    lane->answers = 0;
+    if (lane->answer == NULL)
+        return;
+    lane->answer->next = lane->path->spare;
+    lane->path->spare = lane->answer;
+    lane->answer = NULL;
+}
+
+/* Writes how long a request took, if it asked for that. */
+unsigned char *write_time(unsigned char *at, const request_t *request, const moments_t moments, uint64_t copied) {
+    uint64_t queue_ns = moments[0] > request->arrived_ns ? moments[0] - request->arrived_ns : 0;
+    return write_timing(at, queue_ns, moments[2] - moments[0], copied);
 }
 
 /* Writes the outputs that go to regions. ``row``: where the request begins in the run. */
@@ -44,11 +74,11 @@ static void write_regions(const request_t *request, const Py_buffer *stacks, int
 }
 
 /* Writes the record, with the outputs that it has. */
-static void write_answer(const request_t *request, const Py_buffer *stacks, int row) {
+static void write_answer(const request_t *request, const Py_buffer *stacks, int row, const moments_t moments) {
     lane_t *lane = request->lane;
     const plan_t *plan = request->plan;
-    unsigned char *at = lane->answer + lane->filled;
-    at = write_answer_record(at, request->id, plan->number, plan->inside, 0);
+    unsigned char *at = lane->answer->content + lane->filled;
+    at = write_answer_record(at, request->id, plan->number, plan->inside, request->timed ? TIMED_ANSWER : NOTHING_MORE);
     for (int i = 0; i < plan->outputs; i++) {
         const output_t *output = &plan->output[i];
         if (output->region != NULL)
@@ -57,7 +87,9 @@ static void write_answer(const request_t *request, const Py_buffer *stacks, int 
         memcpy(at, (const char *)stacks[output->stack].buf + output->start + (size_t)row * output->step, output->size);
         at += output->size;
     }
-    lane->filled = (size_t)(at - lane->answer);
+    if (request->timed)
+        at = write_time(write_nil(at), request, moments, plan->copied);
+    lane->filled = (size_t)(at - lane->answer->content);
     lane->answers++;
 }
 
@@ -88,7 +120,7 @@ static int holds(const plan_t *plan, const Py_buffer *stacks, Py_ssize_t count, 
 }
 
 /* Writes the answers of a run. Not 0: none was written, and an exception may be set. */
-int answer(const request_t *requests, int count, PyObject *made) {
+int answer(const request_t *requests, int count, PyObject *made, const moments_t moments) {
     Py_buffer stacks[MAX_TENSORS];
     Py_ssize_t open = 0, given = PyList_Size(made);
     int wrong = given < 0 || given > MAX_TENSORS, row = 0;
@@ -105,7 +137,7 @@ int answer(const request_t *requests, int count, PyObject *made) {
     wrong = wrong || !intact(requests, count);
     row = 0;
     for (int n = 0; n < count && !wrong; row += requests[n++].plan->rows)
-        write_answer(&requests[n], stacks, row);
+        write_answer(&requests[n], stacks, row, moments);
     while (open-- > 0)
         PyBuffer_Release(&stacks[open]);
     return wrong;
@@ -118,6 +150,8 @@ int has_room(const request_t *requests, int count) {
         size += requests[n].plan->answer_size;
     for (int n = 0; n < count; n++) {
         lane_t *lane = requests[n].lane;
+        if (borrow_answers(lane))
+            return 0;
         if (lane->filled + size > MAX_DATAGRAM)
             flush(lane);
         if (lane->unsent || size > MAX_ANSWER)

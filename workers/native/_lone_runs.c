@@ -20,7 +20,7 @@ int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
             return PyErr_Occurred() ? -1 : refuse("an input of fewer than no bytes");
         plan->input[i].size = (size_t)size;
     }
-    plan->answer_size = ANSWER_RECORD_HEAD + LEASE_SIZE;
+    plan->answer_size = ANSWER_RECORD_HEAD + LEASE_SIZE + TIMING_SIZE;
     for (int i = 0; i < plan->outputs; i++) {
         output_t *output = &plan->output[i];
         Py_ssize_t start, size;
@@ -60,8 +60,8 @@ PyObject *places_of(const request_t *request, uint64_t *copied) {
     return places;
 }
 
-/* Writes the answer. Not 0: it was not written, and an exception may be set. */
-int answer_alone(const request_t *request, PyObject *made) {
+/* Writes the answer. ``copied``: bytes of inputs. Not 0: it was not written, and an exception may be set. */
+int answer_alone(const request_t *request, PyObject *made, const moments_t moments, uint64_t copied) {
     long long segment;
     unsigned long long offset, generation;
     PyObject *inside;
@@ -84,8 +84,9 @@ int answer_alone(const request_t *request, PyObject *made) {
     }
     if (!wrong) {
         lane_t *lane = request->lane;
-        unsigned char *at = lane->answer + lane->filled;
-        at = write_answer_record(at, request->id, plan->number, plan->outputs, segment >= 0);
+        unsigned char *at = lane->answer->content + lane->filled;
+        int more = request->timed ? TIMED_ANSWER : segment >= 0 ? LEASED_ANSWER : NOTHING_MORE;
+        at = write_answer_record(at, request->id, plan->number, plan->outputs, more);
         for (int i = 0; i < plan->outputs; i++) {
             const output_t *output = &plan->output[i];
             if (output->stack == LEASED) {
@@ -98,7 +99,11 @@ int answer_alone(const request_t *request, PyObject *made) {
         }
         if (segment >= 0)
             at = write_lease(at, (uint64_t)segment, offset, generation);
-        lane->filled = (size_t)(at - lane->answer);
+        else if (request->timed)
+            at = write_nil(at);
+        if (request->timed)
+            at = write_time(at, request, moments, plan->copied + copied);
+        lane->filled = (size_t)(at - lane->answer->content);
         lane->answers++;
     }
     while (open-- > 0)

@@ -9,6 +9,7 @@ static const struct {
     {"MAX_SEQUENCE_ID", MAX_SEQUENCE_ID},
     {"MAX_DATAGRAM", MAX_DATAGRAM},
     {"MAX_FDS", MAX_FDS},
+    {"TIMING", TIMING},
     {"INLINE_KIND", INLINE_KIND},
     {"MAX_NUMBERS", MAX_NUMBERS},
     {"PAGE_STATE", PAGE_STATE},

@@ -34,6 +34,8 @@
 #define MAX_DATAGRAM (64 << 10)
 /* Descriptors in one datagram. */
 #define MAX_FDS 4
+/* The bit of a request's trace that asks for the timing. */
+#define TIMING 4
 /* First byte of a datagram that holds whole records. */
 #define INLINE_KIND 1
 #define MAX_NUMBERS 1024
@@ -56,8 +58,11 @@
 /* A datagram's kind, and the head of an array of up to 65535 records. */
 #define DATAGRAM_HEAD 4
 #define MAX_ANSWER (MAX_DATAGRAM - DATAGRAM_HEAD)
-/* Room for the datagrams of one iteration of the loop; another one is received while it is sure to fit. */
+/* Room for the datagrams of one iteration of the loop, of one lane and of all; another one is received while it is sure to fit. And
+ * how many datagrams that may be of one lane, however small they are. */
 #define RECEIVED (4 * (MAX_DATAGRAM + 1))
+#define ALL_RECEIVED (4 * RECEIVED)
+#define MAX_DATAGRAMS 256
 /* While more requests than this came together no time is spent on polling: wake-ups are shared by them. */
 #define FEW 4
 
@@ -88,6 +93,10 @@ typedef struct {
 #define BIN_HEAD 5
 #define SLICE_SIZE (3 + 3 * 9)
 #define LEASE_SIZE (1 + 3 * 9)
+/* No lease, no code, no message, no timeline, and the timing. */
+#define TIMING_SIZE (4 + 1 + 3 * 9)
+/* What follows an answer's contents. */
+enum { NOTHING_MORE, LEASED_ANSWER, TIMED_ANSWER };
 
 int read_array(reader_t *reader, uint64_t *count);
 int read_sequence_id(reader_t *reader, const unsigned char **text, uint64_t *number);
@@ -97,7 +106,9 @@ int skip_release(reader_t *reader);
 unsigned char *write_bin_head(unsigned char *at, uint64_t size);
 unsigned char *write_slice(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t size);
 unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t generation);
-unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int leased);
+unsigned char *write_nil(unsigned char *at);
+unsigned char *write_timing(unsigned char *at, uint64_t queue_ns, uint64_t compute_ns, uint64_t copied);
+unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int more);
 void write_datagram_head(unsigned char *at, uint64_t records);
 
 /* -------------------------------------------------------------------------------------------------------------------- plans */
@@ -130,7 +141,9 @@ typedef struct {
 } figures_t;
 
 /* Requests that can share a run. Belongs to its plans and goes with the last of them. */
-typedef struct {
+typedef struct batch {
+    /* All batches of a FastPath, and the pointer to this one. */
+    struct batch *next, **link;
     PyObject *owner;
     int plans;
     /* The model's key on the status page. */
@@ -184,7 +197,7 @@ typedef struct {
 } plan_t;
 
 int refuse(const char *reason);
-batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int series,
+batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int series,
                     PyObject *programs, PyObject *by_rows, PyObject *sequences);
 int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 void drop_plan(plan_t **place);
@@ -192,25 +205,35 @@ PyObject *take_figures(batch_t *batch);
 
 /* -------------------------------------------------------------------------------------------------------------------- lanes */
 
+/* Answers of a lane that are not sent yet. */
+typedef struct answers {
+    /* Of those that no lane uses. */
+    struct answers *next;
+    unsigned char content[MAX_DATAGRAM];
+} answers_t;
+
 typedef struct lane {
-    struct lane *next;
-    int fd;
+    /* All lanes, and the pointer to this one; and those that something came from in this iteration, if this is one of them. */
+    struct lane *next, **previous, *next_active;
+    struct fast_path *path;
+    int fd, active;
     /* Whether the socket did not take the answers. */
     int unsent;
+    /* Requests in flight on a client's lane at most; 0: it is a front's, which is believed. */
+    uint64_t most;
     uint64_t peer;
     /* A dict whose keys are the ids of the requests that Python has; and what is called with a datagram of released leases. */
     PyObject *in_flight, *take_back;
-    plan_t *plans[MAX_NUMBERS];
-    /* One more than the highest number that ever had a plan. */
+    /* By number; there is room for ``numbers``. */
+    plan_t **plans;
     int numbers;
-    /* Bytes, and records, of ``answer``. */
+    /* NULL: there are none. Bytes, and records, of them. */
+    answers_t *answer;
     size_t filled;
     uint64_t answers;
-    /* Bytes of ``received`` that datagrams of waiting requests take. */
-    size_t used;
-    /* The highest id of a waiting request. */
-    uint64_t last_id;
-    unsigned char received[RECEIVED], answer[MAX_DATAGRAM];
+    /* Requests that wait, the highest id of them, and one more than the place of the first that is handed to Python. */
+    uint64_t waits, last_id;
+    size_t handed;
 } lane_t;
 
 typedef struct {
@@ -222,17 +245,26 @@ typedef struct {
     /* At the id of its sequence. */
     reader_t sequence;
     int start, end;
+    /* Whether its answer says how long it took. */
+    int timed;
+    /* One more than the place of the lane's next request, where they are handed to Python. */
+    size_t next;
     const unsigned char *contents[MAX_TENSORS];
 } request_t;
 
+/* When a run began, had its inputs, had its results, was answered. */
+typedef uint64_t moments_t[4];
+
 int in_flight(lane_t *lane, uint64_t id);
 int has_room(const request_t *requests, int count);
-int answer(const request_t *requests, int count, PyObject *made);
+int answer(const request_t *requests, int count, PyObject *made, const moments_t moments);
+unsigned char *write_time(unsigned char *at, const request_t *request, const moments_t moments, uint64_t copied);
 void flush(lane_t *lane);
+void give_up_answers(lane_t *lane);
 
 /* ---------------------------------------------------------------------------------------------------- arrivals and their runs */
 
-typedef struct {
+typedef struct fast_path {
     PyObject_HEAD
     int epoll;
     /* begin and end of Python's Spin (shm/spin.py). */
@@ -249,7 +281,16 @@ typedef struct {
     size_t desk;
     /* Values of PAGE_STATE. */
     uint64_t idle, executing;
-    lane_t *lanes;
+    /* All lanes, each also at the place of its descriptor among ``descriptors``; and those that something came from in this iteration. */
+    lane_t *lanes, **by_descriptor, *active;
+    size_t descriptors;
+    batch_t *batches;
+    answers_t *spare;
+    /* Datagrams of waiting requests, and the bytes that they take. */
+    unsigned char *received;
+    size_t used;
+    /* Requests of clients' lanes that were served here, ever. */
+    uint64_t lane_requests;
     /* The requests that wait are those from ``first`` to ``count``; there is room for ``room``. */
     request_t *waiting;
     size_t first, count, room;
@@ -270,7 +311,7 @@ int serve(fast_path_t *self, PyObject *datagrams);
 
 int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 PyObject *places_of(const request_t *request, uint64_t *copied);
-int answer_alone(const request_t *request, PyObject *made);
+int answer_alone(const request_t *request, PyObject *made, const moments_t moments, uint64_t copied);
 int take_back(lane_t *lane, const reader_t *records, size_t count);
 
 int seat(const request_t *requests, int count);

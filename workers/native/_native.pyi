@@ -8,6 +8,7 @@ SOURCES: str
 MAX_SEQUENCE_ID: int
 MAX_DATAGRAM: int
 MAX_FDS: int
+TIMING: int
 INLINE_KIND: int
 MAX_NUMBERS: int
 PAGE_STATE: int
@@ -45,7 +46,16 @@ class FastPath:
         left: Callable[[], None],
         /,
     ) -> None: ...
-    def open(self, fd: int, peer: int, in_flight: dict[int, Any], take_back: Callable[[bytes], object], /) -> None: ...
+    def open(
+        self,
+        fd: int,
+        peer: int,
+        in_flight: dict[int, Any],
+        take_back: Callable[[bytes], object],
+        #: Requests in flight on a client's lane at most; 0: a front's.
+        most: int,
+        /,
+    ) -> None: ...
     def close(self, fd: int, /) -> None: ...
     def learn(
         self,
@@ -81,6 +91,7 @@ class FastPath:
         self, timeout_ns: int, fast: bool, sleeps: bool = ..., /
     ) -> tuple[list[tuple[int, int]], list[tuple[int, tuple[bytes, list[int], int]]], list[tuple[int, bytes]]]: ...
     def figures(self) -> list[tuple[Any, ...]]: ...
+    def lane_requests(self) -> int: ...
     def release(self) -> None: ...
 
 def redirect_allocations(folder: str, /) -> bool: ...

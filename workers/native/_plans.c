@@ -15,6 +15,11 @@
 static void drop_batch(batch_t *batch) {
     if (--batch->plans > 0)
         return;
+    if (batch->link != NULL) {
+        *batch->link = batch->next;
+        if (batch->next != NULL)
+            batch->next->link = batch->link;
+    }
     for (int i = 0; i < batch->made; i++)
         Py_XDECREF(batch->program[i].run);
     Py_XDECREF(batch->owner);
@@ -103,8 +108,8 @@ static int read_sequences(PyObject *sequences, batch_t *batch) {
     return 0;
 }
 
-/* Returns a batch that no plan has yet, or NULL with an exception. */
-batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int series,
+/* Returns a batch that no plan has yet, as the first of ``batches``, or NULL with an exception. */
+batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int series,
                     PyObject *programs, PyObject *by_rows, PyObject *sequences) {
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
@@ -119,6 +124,11 @@ batch_t *make_batch(PyObject *owner, unsigned long long model, unsigned long lon
         drop_batch(batch);
         return NULL;
     }
+    batch->next = *batches;
+    batch->link = batches;
+    if (batch->next != NULL)
+        batch->next->link = &batch->next;
+    *batches = batch;
     return batch;
 }
 
@@ -158,7 +168,7 @@ int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
         if (!fits(plan, input))
             return refuse("an input does not fit into a program");
     }
-    plan->answer_size = ANSWER_RECORD_HEAD;
+    plan->answer_size = ANSWER_RECORD_HEAD + TIMING_SIZE;
     for (int i = 0; i < plan->outputs; i++) {
         output_t *output = &plan->output[i];
         if (!PyArg_ParseTuple(PyTuple_GetItem(outputs, i), "innnK", &output->stack, &start, &step, &size, &address))

@@ -2,7 +2,7 @@
  *
  *     RequestRecord   ["q", request id, number, [content, ...], client id, deadline, received,
  *                      priority, timeout, sequence id, starts it, ends it, trace, strikes]
- *     AnswerRecord    ["c", request id, number, [content, ...]], and a lease
+ *     AnswerRecord    ["c", request id, number, [content, ...]], and a lease, or nothing four times and the timing
  *     Release         ["L", [lease, ...]]                         lease: [segment, offset, generation]
  *     content         bytes, or where they are: ["a", segment, offset, byte size]
  *
@@ -172,9 +172,20 @@ unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset,
     return write_uint(write_uint(write_uint(at + 1, segment), offset), generation);
 }
 
-/* Writes a AnswerRecord up to its contents. ``leased``: a lease follows them. */
-unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int leased) {
-    memcpy(at, leased ? "\x95\xa1" "c" : "\x94\xa1" "c", 3);
+unsigned char *write_nil(unsigned char *at) {
+    return write_number(at, 1, 0xc0);
+}
+
+/* Writes the last fields of an AnswerRecord, behind its lease. */
+unsigned char *write_timing(unsigned char *at, uint64_t queue_ns, uint64_t compute_ns, uint64_t copied) {
+    /* No code, no message, no timeline. */
+    memcpy(at, "\xa0\xa0\xc0\x93", 4);
+    return write_uint(write_uint(write_uint(at + 4, queue_ns), compute_ns), copied);
+}
+
+/* Writes an AnswerRecord up to its contents. ``more``: what follows them. */
+unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int more) {
+    memcpy(at, more == TIMED_ANSWER ? "\x99\xa1" "c" : more == LEASED_ANSWER ? "\x95\xa1" "c" : "\x94\xa1" "c", 3);
     at = write_uint(write_uint(at + 3, id), number);
     *at = 0xdc;
     return write_number(at + 1, 2, (uint64_t)count);

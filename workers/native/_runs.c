@@ -11,8 +11,8 @@
 #define MANY 4
 #define CALLS 32
 
-/* Counts a run. ``moments``: when it began, had its inputs, had its results, was answered. */
-static void count_run(batch_t *batch, const request_t *requests, int count, int rows, const uint64_t moments[4]) {
+/* Counts a run. */
+static void count_run(batch_t *batch, const request_t *requests, int count, int rows, const moments_t moments) {
     figures_t *figures = &batch->figures;
     uint64_t runs = batch->series ? (uint64_t)count : 1;
     size_figures_t *size = &figures->sizes[batch->series ? 1 : rows];
@@ -22,6 +22,7 @@ static void count_run(batch_t *batch, const request_t *requests, int count, int 
         /* A request that arrived after this run began has not waited. */
         figures->queue_ns += moments[0] > arrived ? moments[0] - arrived : 0;
         figures->copied += requests[n].plan->copied;
+        requests[n].lane->path->lane_requests += requests[n].lane->most > 0;
     }
     figures->answered += (uint64_t)count;
     figures->rows += (uint64_t)rows;
@@ -74,8 +75,8 @@ static void set_state(fast_path_t *self, uint64_t state, uint64_t now) {
     self->page[PAGE_BEAT] = now;
 }
 
-/* Calls what runs these requests, with the desk saying so meanwhile. Returns what it returns. ``moments``: see count_run. */
-static PyObject *execute(fast_path_t *self, const request_t *requests, int count, PyObject *call, PyObject *argument, uint64_t moments[4]) {
+/* Calls what runs these requests, with the desk saying so meanwhile. Returns what it returns. */
+static PyObject *execute(fast_path_t *self, const request_t *requests, int count, PyObject *call, PyObject *argument, moments_t moments) {
     _Atomic uint64_t *desk = self->page + self->desk;
     for (int n = 0; n < count; n++) {
         desk[1 + 2 * n] = requests[n].lane->peer;
@@ -116,11 +117,12 @@ static int run_alone(fast_path_t *self) {
     int shared = self->first + 1 < self->count && request[1].plan->batch == batch && batch->most > request->plan->rows;
     if (shared || !has_room(request, 1))
         return 1;
-    uint64_t moments[4] = {now_ns()}, copied = 0;
+    moments_t moments = {now_ns()};
+    uint64_t copied = 0;
     PyObject *places = places_of(request, &copied);
     PyObject *made = places == NULL ? NULL : execute(self, request, 1, request->plan->alone, places, moments);
     Py_XDECREF(places);
-    int outcome = made == Py_None ? 1 : made == NULL || answer_alone(request, made) ? give_up(request, 1) : 0;
+    int outcome = made == Py_None ? 1 : made == NULL || answer_alone(request, made, moments, copied) ? give_up(request, 1) : 0;
     Py_XDECREF(made);
     if (outcome == 0) {
         moments[3] = now_ns();
@@ -144,7 +146,7 @@ static int run(fast_path_t *self) {
     const program_t *program = choose(self, &count, &rows);
     if (program == NULL || !has_room(requests, count))
         return 1;
-    uint64_t moments[4] = {now_ns()};
+    moments_t moments = {now_ns()};
     if (batch->seat != NULL) {
         /* A request of a sequence has one row. */
         count = rows = seat(requests, count);
@@ -155,7 +157,7 @@ static int run(fast_path_t *self) {
     }
     gather(program, requests, count, rows);
     PyObject *made = execute(self, requests, count, program->run, NULL, moments);
-    int wrong = made == NULL || answer(requests, count, made);
+    int wrong = made == NULL || answer(requests, count, made, moments);
     Py_XDECREF(made);
     if (wrong && batch->seat != NULL) {
         wrong = fail(self, requests, count);
@@ -182,7 +184,7 @@ static int too_many(const fast_path_t *self) {
 /* Sends the answers of all lanes. Returns whether a socket did not take some. */
 static int flush_all(fast_path_t *self) {
     int unsent = 0;
-    for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next) {
+    for (lane_t *lane = self->active; lane != NULL; lane = lane->next_active) {
         flush(lane);
         unsent |= lane->unsent;
     }

@@ -23,6 +23,8 @@ from tensord.workers.devices.pinned_memory import PinnedMemory
 _log = logging.getLogger(__name__)
 
 AnyRegion = Region | SnapshotRegion | CudaRegion
+#: Bytes up to which the pages of a lane's region are mapped at once: the loop does nothing else meanwhile.
+_POPULATE_PRIVATE = 64 << 20
 
 
 class RegionTable:
@@ -43,8 +45,10 @@ class RegionTable:
         self.leaving: list[AnyRegion] = []
         #: Regions, and the function to call when they are closed.
         self._waiting: list[tuple[list[AnyRegion], Callable[[], None]]] = []
-        #: How often anything was added or removed.
+        #: How often anything was added or removed that has a name.
         self.changes = 0
+        #: Bytes of all regions that belong to lanes and are not leaving.
+        self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
         """Opens a region: of a descriptor that another worker has checked or that is sealed, or of the object with its key.
@@ -77,10 +81,39 @@ class RegionTable:
             return held, access
         kind = SnapshotRegion if access == "snapshot" else Region
         region = kind(record.name, record.key, fd, record.offset, record.byte_size)
-        if self._pinned is not None and isinstance(region, Region) and region.backed:
-            self._pinned.pin(region.view(0, region.byte_size), "a region", region.hold)
+        self._pin(region)
         self._adopt(region)
         return region, access
+
+    def open_private(self, name: str, fd: int, byte_size: int) -> Region:
+        """Maps sealed memory as a region that has no name in this table; takes the descriptor over, also when it refuses.
+
+        Raises: InvalidArgument: it is no memfd of ordinary pages that keeps its size and can be written, or has not that many
+          bytes.  Unavailable: no more can be mapped now, or so many files are open that the rest is kept for requests.
+        """
+        try:
+            check_sealed(name, fd)
+            if (found := os.fstat(fd).st_size) != byte_size:
+                raise InvalidArgument(f"segment '{name}' has {found} bytes, {byte_size} were announced")
+            descriptors.check_reserve(fd, f"segment '{name}' cannot be mapped")
+        except BaseException:
+            os.close(fd)
+            raise
+        region = Region(name, "", fd, 0, byte_size, _POPULATE_PRIVATE)
+        region.private = True
+        self._pin(region)
+        self.private_byte_size += byte_size
+        return region
+
+    def leave_private(self, region: Region) -> None:
+        """Closes a lane's region once no request uses it: its lane cannot name it any more."""
+        self.private_byte_size -= region.byte_size
+        self.leaving.append(region)
+        self.settle()
+
+    def _pin(self, region: AnyRegion) -> None:
+        if self._pinned is not None and isinstance(region, Region) and region.backed:
+            self._pinned.pin(region.view(0, region.byte_size), "a region", region.hold)
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
         """Opens a client's GPU memory; another GPU's is opened only once a request needs it, because that is costly.
@@ -160,14 +193,15 @@ class RegionTable:
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
         """Calls ``done`` once all regions of a name that are leaving now are closed."""
-        self._waiting.append(([region for region in self.leaving if region.name == name], done))
+        leaving = [region for region in self.leaving if region.name == name and not _is_private(region)]
+        self._waiting.append((leaving, done))
         self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
         """Returns name -> tensors of requests in its region, and in those that had the name before; "": of every name."""
         found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
         for region in self.leaving:
-            if name in ("", region.name):
+            if name in ("", region.name) and not _is_private(region):
                 held, left = found.get(region.name, (0, 0))
                 found[region.name] = held, left + region.leases
         return found
@@ -209,6 +243,10 @@ class RegionTable:
 
     def __repr__(self) -> str:
         return f"<RegionTable {sorted(self._regions)}, {len(self.leaving)} leaving>"
+
+
+def _is_private(region: AnyRegion) -> bool:
+    return isinstance(region, Region) and region.private
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:

@@ -33,10 +33,12 @@ from tensord.shm.messages import (
     placed,
 )
 from tensord.shm.open_shape import OPEN, closed, elements
+from tensord.shm.open_shape import check as check_shape
 from tensord.shm.prepared import Numbered
 from tensord.shm.regions import Region, check_range
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.cuda_tensor import CudaTensor
+from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import AnyRegion, RegionTable
 from tensord.workers.regions.region_tensor import LateTensor, RegionTensor
 from tensord.workers.requests.answer_plan import AnswerPlan
@@ -144,14 +146,18 @@ def validate(
     preparation: Preparation,
     submitter: Submitter[Request],
     version: ModelVersion,
-    regions: RegionTable,
+    regions: RegionTable | LaneSegments,
     now_ns: int,
 ) -> Request:
     """Makes a request of a record and what was prepared for it, or came in it.
 
+    Args:
+      regions: what its regions are looked up in: all registered ones, or those that a client's lane can name.
     Raises: ServingError: what is wrong, in a sentence for the client; nothing stays leased.
     """
     prepared, signature = preparation.prepared, version.signature
+    if submitter.segments is not None and preparation.load is None:
+        _check_shapes(prepared, own)
     known = preparation.load is version.checked
     checked, outputs = (preparation.checked, preparation.outputs) if known else (None, None)
     leased: list[AnyRegion] = []
@@ -302,14 +308,22 @@ def _check(
     return checked
 
 
+def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
+    """Raises InvalidArgument: a shape that is none, which a front would not have let pass."""
+    for tensor in prepared.inputs:
+        check_shape(tensor.shape, f"{label(own.client_id)}input '{tensor.name}' shape")
+
+
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
 ) -> None:
     """Each input once, none too many, none missing."""
     given = [tensor.name for tensor in inputs]
-    for position, name in enumerate(given):
-        if name in given[:position]:
+    seen: set[str] = set()
+    for name in given:
+        if name in seen:
             raise InvalidArgument(f"{label(own.client_id)}input '{name}' already exists in request")
+        seen.add(name)
     required, most = signature.required, len(signature.inputs)
     if not required <= len(given) <= most:
         raise _wrong_count(prepared, own, signature, given)
@@ -404,7 +418,7 @@ def _contents(
     prepared: PreparedRequest,
     own: RequestRecord,
     submitter: Submitter[Request],
-    regions: RegionTable,
+    regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> list[Content]:
     """Finds the bytes of each input, in the order of the request."""
@@ -510,7 +524,7 @@ def _outputs(
     prepared: PreparedRequest,
     own: RequestRecord,
     signature: Signature,
-    regions: RegionTable,
+    regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
     """Finds the requested outputs by name, and leases their regions."""
@@ -526,7 +540,9 @@ def _outputs(
     return wanted
 
 
-def _check_room(place: RegionSlice, output: RequestedOutput, regions: RegionTable, leased: list[AnyRegion]) -> None:
+def _check_room(
+    place: RegionSlice, output: RequestedOutput, regions: RegionTable | LaneSegments, leased: list[AnyRegion]
+) -> None:
     if output.classification:
         raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
     region = regions.find(place.region)

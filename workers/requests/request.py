@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
 import numpy as np
 
 from tensord.shm.arrays import DTYPES, Array
-from tensord.shm.messages import PreparedRequest, RequestedOutput, RequestRecord
+from tensord.shm.messages import TIMING, AnswerRecord, PreparedRequest, RequestedOutput, RequestRecord
 from tensord.shm.refusals import Refusal
 from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.regions.region_tensor import LateTensor
@@ -99,6 +100,7 @@ class Request(Sequenced):
         "own",
         "preparation",
         "prepared",
+        "ran",
         "regions",
         "request_id",
         "submitter",
@@ -110,6 +112,9 @@ class Request(Sequenced):
     sink: Sink | None = None
     #: Of a version with a response cache: what was looked up there, and for how long, in ns. Others do without.
     asked: tuple[Question, int]
+    #: Of a request that asked for its timing and has run: nanoseconds in the queue and in its run, and bytes gathered for it.
+    #: Others do without.
+    ran: tuple[int, int, int]
 
     def __init__(
         self,
@@ -163,7 +168,7 @@ class Request(Sequenced):
         self.timeout_ns = own.timeout_us * 1000
         self.priority = own.priority
         #: Of a sampled request.
-        self.timeline = RequestTimeline(own.trace, now_ns) if own.trace else None
+        self.timeline = RequestTimeline(own.trace & ~TIMING, now_ns) if own.trace & ~TIMING else None
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -214,6 +219,17 @@ class Request(Sequenced):
     def label(self) -> str:
         """How Triton's messages begin, so that a client finds its request."""
         return label(self.client_id)
+
+    def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
+        """Notes a run for ``timed``, of a request that asked for its timing."""
+        self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
+
+    def timed(self, answer: AnswerRecord) -> AnswerRecord:
+        """Adds what it waited, computed and copied, if it asked for that and has run."""
+        ran = getattr(self, "ran", None)
+        if ran is None:
+            return answer
+        return msgspec.structs.replace(answer, timing=(ran[0], ran[1], ran[2] + self.copied_byte_size))
 
     def leased(self, name: str) -> AnyRegion:
         """Returns the very region that was checked: by now its name may be free, or stand for another one."""

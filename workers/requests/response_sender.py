@@ -281,6 +281,11 @@ class ResponseSender(Generic[R]):
         self._posted += size
         return size
 
+    @property
+    def outstanding(self) -> int:
+        """Bytes that its client can still say it has taken."""
+        return self._posted - self._settled
+
     def catch_up(self) -> None:
         """Afterwards all responses that left are noted."""
         if self.counted is not None:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tensord.shm.arrays import Array
-from tensord.shm.errors import ServingError
+from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor
+from tensord.shm.messages import AnswerRecord, Prepare, PreparedAnswer, PreparedTensor
 from tensord.shm.prepared import Numbered, ReceivedNumbers
+from tensord.shm.record import encoder
+from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.requests.response_kind import Described, ResponseKind
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ R = TypeVar("R")
 
 #: Kinds of small responses that are known at once.
 _MAX_KINDS = 1024
+#: Bytes of everything that a client's numbers stand for.
+_MAX_PREPARED = 4 << 20
+#: No number of leases that came back.
+NEVER_LOOKED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,9 @@ class Submitter(Generic[R]):
     """``peer`` is its incarnation; request ids are unique per submitter."""
 
     __slots__ = (
+        "_due",
+        "_prepared_size",
+        "_prepared_sizes",
         "_response_kinds",
         "blocked",
         "blocked_byte_size",
@@ -52,17 +61,31 @@ class Submitter(Generic[R]):
         "peer",
         "preparations",
         "renumbered",
+        "returned",
+        "segments",
         "unflushed",
     )
 
-    def __init__(self, peer: int, lane: WorkerLane) -> None:
+    def __init__(
+        self, peer: int, lane: WorkerLane, due: list[Submitter[R]] | None = None, segments: LaneSegments | None = None
+    ) -> None:
+        """Begins without requests.
+
+        Args:
+          due: submitters that have something to be flushed; the loop's list.
+          segments: of a client's own lane; None: it is a front, which is believed.
+        """
         self.peer = peer
         self.lane = lane
+        self.segments = segments
+        self._due: list[Submitter[R]] = [] if due is None else due
         #: Request id -> request, from its validation to its final answer.
         self.in_flight: dict[int, R] = {}
         self.preparations: ReceivedNumbers[Preparation] = ReceivedNumbers()
         #: Oldest first: none is placed before those of its kind, small or large, that wait longer.
         self.blocked: deque[BlockedAnswer[R]] = deque()
+        #: How many leases had come back when room for those answers was last looked for; NEVER_LOOKED: it is to be looked for.
+        self.returned = NEVER_LOOKED
         #: Bytes those answers hold in the worker's own memory.
         self.blocked_byte_size = 0
         #: The kinds of requests (version and key) whose answers were too large while any was blocked.
@@ -70,11 +93,35 @@ class Submitter(Generic[R]):
         #: Requests of those that are not run until there is room again.
         self.held: list[R] = []
         self._response_kinds: dict[tuple[int, bool, Described], ResponseKind] = {}
-        #: Answers were queued since the last flush.
+        #: Bytes of what each number of a client stands for, and of all.
+        self._prepared_sizes: dict[int, int] = {}
+        self._prepared_size = 0
+        #: Something was queued since the last flush.
         self.unflushed = False
         #: How often a number of answers had come to stand for another one when this was last looked at.
         self.renumbered = 0
         self.closed = False
+
+    def learn(self, record: Prepare, preparation: Preparation) -> None:
+        """A number stands for something else from now on.
+
+        Raises: InvalidArgument: no sender numbers like that, or a client's numbers stand for too much.
+        """
+        self.preparations.learn(record.number, preparation)
+        if self.segments is not None:
+            size = len(encoder.encode(record))
+            self._prepared_size += size - self._prepared_sizes.get(record.number, 0)
+            self._prepared_sizes[record.number] = size
+            if self._prepared_size > _MAX_PREPARED:
+                raise InvalidArgument(
+                    f"{self._prepared_size} bytes of prepared requests, at most {_MAX_PREPARED} are kept for a lane"
+                )
+
+    def flush_soon(self) -> None:
+        """Has the loop flush the lane once in this iteration."""
+        if not self.unflushed:
+            self.unflushed = True
+            self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
         """That of small responses with such outputs. ``final``: no further ones follow."""
@@ -96,7 +143,7 @@ class Submitter(Generic[R]):
         """Queues an answer; the loop flushes once in an iteration. ``numbered``: what the number in it stands for."""
         if not self.closed:
             self.lane.complete(record, numbered)
-            self.unflushed = True
+            self.flush_soon()
 
     def __repr__(self) -> str:
         return f"<Submitter {self.peer}: {len(self.in_flight)} in flight, {len(self.blocked)} blocked>"

@@ -79,7 +79,7 @@ class Native:
         #: What came of leases that are given back, and what is wrong with them.
         self.returned: list[bytes] = []
         self.wrong: Exception | None = None
-        self.fast.open(self.lane.fileno(), 7, self.in_flight, self.take_back)
+        self.fast.open(self.lane.fileno(), 7, self.in_flight, self.take_back, 0)
 
     def run(self) -> list[Any]:
         self.runs.append(self.memory.tobytes())

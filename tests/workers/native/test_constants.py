@@ -15,6 +15,7 @@ if available:
 def test_constants_of_records() -> None:
     assert _native.MAX_DATAGRAM == channel.MAX_DATAGRAM
     assert _native.MAX_FDS == channel.MAX_FDS
+    assert _native.TIMING == messages.TIMING
     assert bytes([_native.INLINE_KIND]) == channel._WHOLE
     assert _native.MAX_NUMBERS == prepared.MAX_NUMBERS
     assert _native.MAX_SEQUENCE_ID == messages.MAX_SEQUENCE_ID

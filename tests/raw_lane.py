@@ -1,0 +1,177 @@
+"""A client's end of a lane as the records have it, with nothing in between: what it is told to send it sends, right or wrong."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import mmap
+import os
+import select
+import socket
+from typing import Any
+
+import numpy as np
+
+from tensord.shm.arrays import Array
+from tensord.shm.channel import Channel
+from tensord.shm.messages import (
+    WIRE_VERSION,
+    AnswerRecord,
+    Prepare,
+    PrepareAnswer,
+    PreparedAnswer,
+    PreparedRequest,
+    PreparedTensor,
+    RegionSlice,
+    Release,
+    RequestedOutput,
+    RequestRecord,
+    SegmentClosed,
+    SegmentOpened,
+    ToSubmitter,
+    WireVersion,
+)
+from tensord.shm.record import Record, decoder, encoder
+from tensord.shm.segment import Segment
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def packed(*records: Record) -> bytes:
+    """One datagram with these records."""
+    return b"\x01\xdc" + len(records).to_bytes(2, "big") + b"".join(map(encoder.encode, records))
+
+
+def memory(byte_size: int, seals: int = SEALS) -> tuple[int, mmap.mmap]:
+    """A memfd of zeros with these seals, mapped for reading and writing."""
+    fd = os.memfd_create("client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, byte_size)
+    mapping = mmap.mmap(fd, byte_size)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd, mapping
+
+
+class RawLane:
+    """Owns its socket and its segments."""
+
+    def __init__(self, sock: socket.socket, agree: bool = True) -> None:
+        """``agree``: begins with the version of the wire."""
+        self.sock = sock
+        self._channel = Channel(sock, decoder(ToSubmitter))
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self.segments: dict[int, mmap.mmap] = {}
+        #: Of the worker's response arena.
+        self.responses: dict[int, Segment] = {}
+        self.prepared: dict[int, PreparedAnswer] = {}
+        #: Everything that came, in its order.
+        self.received: list[Any] = []
+        self.last_id = 0
+        if agree:
+            self.send(WireVersion(WIRE_VERSION))
+
+    def send(self, *records: Record, fds: tuple[int, ...] = ()) -> None:
+        """Sends one datagram. Raises BlockingIOError: the worker takes nothing now."""
+        self.send_bytes(packed(*records), *fds)
+
+    def send_bytes(self, content: bytes, *fds: int) -> None:
+        self.sock.sendmsg([content], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
+
+    def open_segment(self, number: int, byte_size: int) -> mmap.mmap:
+        """Opens a segment of the client's own, and returns its memory."""
+        fd, self.segments[number] = memory(byte_size)
+        self.send(SegmentOpened(number, byte_size), fds=(fd,))
+        os.close(fd)
+        return self.segments[number]
+
+    def close_segment(self, number: int) -> None:
+        self.send(SegmentClosed(number))
+        self.segments.pop(number).close()
+
+    def ask(self, prepared: PreparedRequest | int, *contents: bytes, **own: Any) -> int:
+        """Sends a request; returns its id."""
+        self.last_id += 1
+        self.send(RequestRecord(self.last_id, prepared, contents, **own))
+        return self.last_id
+
+    def prepare(self, number: int, prepared: PreparedRequest) -> None:
+        self.send(Prepare(number, prepared))
+
+    def poll(self, timeout: float) -> bool:
+        """Returns whether something is there, or the other end has closed."""
+        return bool(self._readable.poll(timeout * 1000))
+
+    def receive(self) -> list[AnswerRecord] | None:
+        """Returns one datagram's answers, with what their numbers stand for in their places; None when nothing is there.
+
+        Raises ChannelClosed: the worker has ended the lane.
+        """
+        received = self._channel.receive()
+        if received is None:
+            return None
+        records, fds = received
+        self.received += records
+        answers: list[AnswerRecord] = []
+        for record in records:
+            if isinstance(record, SegmentOpened):
+                self.responses[record.segment] = Segment.attach(fds.pop(), record.byte_size)
+            elif isinstance(record, SegmentClosed):
+                self.responses.pop(record.segment).close()
+            elif isinstance(record, PrepareAnswer):
+                self.prepared[record.number] = record.prepared
+            elif isinstance(record, AnswerRecord):
+                answers.append(record)
+        assert not fds
+        return answers
+
+    def kind(self, answer: AnswerRecord) -> PreparedAnswer:
+        """What an answer has in common with others."""
+        return self.prepared[answer.prepared] if isinstance(answer.prepared, int) else answer.prepared
+
+    def outputs(self, answer: AnswerRecord) -> dict[str, bytes]:
+        """The bytes of an answer's outputs, wherever they are."""
+        assert not answer.code, answer.message
+        found: dict[str, bytes] = {}
+        contents = iter(answer.contents)
+        for tensor in self.kind(answer).outputs:
+            if tensor.region is not None:
+                memory = self.segments[int(tensor.region.region[1:])]
+                count = int(np.prod(tensor.shape)) * 4
+                found[tensor.name] = memory[tensor.region.offset : tensor.region.offset + count]
+                continue
+            content = next(contents)
+            if not isinstance(content, bytes):
+                view = self.responses[content.segment].view
+                content = bytes(view[content.offset : content.offset + content.byte_size])
+            found[tensor.name] = content
+        return found
+
+    def release(self, *leases: tuple[int, int, int]) -> None:
+        self.send(Release(leases))
+
+    def close(self) -> None:
+        self._channel.close()
+        for segment in self.responses.values():
+            segment.close()
+        for mapping in self.segments.values():
+            mapping.close()
+
+
+def tensor(name: str, value: Array, datatype: str = "FP32", place: RegionSlice | None = None) -> PreparedTensor:
+    return PreparedTensor(name, datatype, value.shape, place)
+
+
+def addsub(
+    rows: int = 1,
+    places: tuple[RegionSlice | None, ...] = (None, None),
+    outputs: tuple[RequestedOutput, ...] = (),
+    width: int = 16,
+    model: str = "addsub",
+) -> PreparedRequest:
+    """A request to bench/models/addsub, or one that takes the same."""
+    tensors = [
+        PreparedTensor(name, "FP32", (rows, width), place)
+        for name, place in zip(("INPUT0", "INPUT1"), places, strict=True)
+    ]
+    return PreparedRequest(model, 0, tuple(tensors), outputs)

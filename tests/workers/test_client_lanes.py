@@ -1,0 +1,581 @@
+"""Clients' own lanes in a worker: served as any, believed in nothing, and nobody else's affair."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tensord.shm.channel import MAX_DATAGRAM, ChannelClosed
+from tensord.shm.control_records import LaneClosed, LaneLimits
+from tensord.shm.messages import (
+    TIMING,
+    WIRE_VERSION,
+    AnswerRecord,
+    Cancel,
+    Prepare,
+    PreparedRequest,
+    PreparedTensor,
+    RegionSlice,
+    Release,
+    RequestedOutput,
+    RequestRecord,
+    SegmentClosed,
+    SegmentOpened,
+    SegmentRefused,
+    Slice,
+    Taken,
+    WireVersion,
+)
+from tensord.shm.record import Record, encoder
+from tests.daemon_process import ROOT
+from tests.raw_lane import SEALS, RawLane, addsub, memory, packed
+from tests.workers.worker_loop import LIMITS, WorkerLoop
+
+CLIENT = 1000
+MODELS = ("addsub", "identity", "repeat")
+FUTURE_WRITE = 0x10
+
+
+@pytest.fixture(scope="module")
+def loop(leaves_nothing: None) -> Iterator[WorkerLoop]:
+    made = WorkerLoop()
+    for name in MODELS:
+        made.load(ROOT / "bench" / "models" / name)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lane(loop: WorkerLoop) -> Iterator[RawLane]:
+    made = loop.open_client(CLIENT)
+    yield made
+    made.close()
+    for _ in range(3):
+        loop.worker.iterate()
+    assert loop.closed() == [CLIENT]
+    assert loop.worker._regions.private_byte_size == 0
+    assert loop.worker._regions.leaving == []
+    assert [each.peer for each in loop.worker._submitters.values()] == [7]
+
+
+def vector(value: float, rows: int = 1) -> bytes:
+    return np.full((rows, 16), value, np.float32).tobytes()
+
+
+def sums(lane: RawLane, answer: AnswerRecord) -> tuple[float, float]:
+    outputs = lane.outputs(answer)
+    return float(np.frombuffer(outputs["OUTPUT0"], np.float32)[0]), float(
+        np.frombuffer(outputs["OUTPUT1"], np.float32)[0]
+    )
+
+
+def add(loop: WorkerLoop, lane: RawLane, a: float = 3.0, b: float = 1.0) -> None:
+    """The lane is served."""
+    lane.ask(addsub(), vector(a), vector(b))
+    (answer,) = loop.client_answers(lane, 1)
+    assert sums(lane, answer) == (a + b, a - b)
+
+
+def ended(loop: WorkerLoop, lane: RawLane) -> bool:
+    """Whether the worker has closed its end by now."""
+    for _ in range(4):
+        loop.worker.iterate()
+    try:
+        while lane.receive() is not None:
+            pass
+    except ChannelClosed:
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------------ it serves
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_small_request_is_answered(loop: WorkerLoop, lane: RawLane, prepared: bool) -> None:
+    """Also where requests like it are answered outside of Python."""
+    if prepared:
+        lane.prepare(3, addsub())
+    for value in range(40):
+        lane.ask(3 if prepared else addsub(), vector(value), vector(1))
+        (answer,) = loop.client_answers(lane, 1)
+        assert sums(lane, answer) == (value + 1, value - 1)
+        assert answer.timing is None
+    assert loop.worker.lane_requests >= 40
+
+
+def test_inputs_and_outputs_in_segments_are_not_copied(loop: WorkerLoop, lane: RawLane) -> None:
+    """Fixed slots: one number for each, and nothing but it in a call."""
+    count = 1 << 20
+    a = lane.open_segment(3, 4 * count)
+    b = lane.open_segment(4, 4 * count)
+    source, target = RegionSlice("@3", 0, 4 * count), RegionSlice("@4", 0, 4 * count)
+    prepared = PreparedRequest(
+        "identity", 0, (PreparedTensor("INPUT0", "FP32", (count,), source),), (RequestedOutput("OUTPUT0", target),)
+    )
+    lane.prepare(0, prepared)
+    copied = []
+    for value in range(1, 8):
+        a[: 4 * count] = np.full(count, value, np.float32).tobytes()
+        lane.ask(0, trace=TIMING)
+        (answer,) = loop.client_answers(lane, 1)
+        assert lane.outputs(answer)["OUTPUT0"] == a[:]
+        assert np.frombuffer(b[:], np.float32).tolist()[:2] == [value, value]
+        assert answer.timing is not None
+        copied.append(answer.timing[2])
+    # The first run shows how XLA allocates its outputs.
+    assert copied[3:] == [0] * 4
+    assert lane.kind(answer).outputs[0].region == target
+
+
+def test_timing_says_what_a_request_waited_computed_and_copied(loop: WorkerLoop, lane: RawLane) -> None:
+    lane.prepare(3, addsub())
+    for _ in range(40):
+        lane.ask(3, vector(5), vector(1), trace=TIMING)
+        (answer,) = loop.client_answers(lane, 1)
+        assert sums(lane, answer) == (6, 4)
+        assert answer.timing is not None
+        queue_ns, compute_ns, copied = answer.timing
+        assert 0 <= queue_ns < 60_000_000_000
+        assert 0 < compute_ns < 60_000_000_000
+        assert copied == 4 * 64
+        assert answer.trace is None
+
+
+def test_large_outputs_without_a_place_come_in_leased_memory(loop: WorkerLoop, lane: RawLane) -> None:
+    rows = 1 << 15
+    source = lane.open_segment(0, rows * 64)
+    source[:] = vector(2, rows)
+    places = (RegionSlice("@0", 0, rows * 64),) * 2
+    for _ in range(5):
+        lane.ask(addsub(rows, places))
+        (answer,) = loop.client_answers(lane, 1)
+        assert lane.outputs(answer) == {"OUTPUT0": vector(4, rows), "OUTPUT1": vector(0, rows)}
+        assert answer.lease is not None
+        lane.release(answer.lease)
+
+
+def test_an_idle_lane_has_no_memory_for_answers(loop: WorkerLoop, lane: RawLane) -> None:
+    add(loop, lane)
+    submitter = next(each for each in loop.worker._submitters.values() if each.peer == CLIENT)
+    assert submitter.lane.arena.segments == {}
+
+
+def test_what_only_a_front_may_say_is_ignored(loop: WorkerLoop, lane: RawLane) -> None:
+    lane.ask(addsub(), vector(5), vector(1), received_ns=1, strikes=9, trace=3 | TIMING)
+    (answer,) = loop.client_answers(lane, 1)
+    assert sums(lane, answer) == (6, 4)
+    assert answer.trace is None
+    assert answer.timing is not None
+    assert answer.timing[0] < 60_000_000_000
+
+
+def test_the_supervisor_ends_a_lane(loop: WorkerLoop) -> None:
+    lane = loop.open_client(CLIENT + 1)
+    add(loop, lane)
+    loop.tell(LaneClosed(CLIENT + 1))
+    assert ended(loop, lane)
+    loop.tell(LaneClosed(CLIENT + 1))
+    loop.worker.iterate()
+    assert loop.closed() == [CLIENT + 1]
+    lane.close()
+
+
+# ------------------------------------------------------------------------------------------------------- segments are its own
+
+
+def test_nobody_names_anothers_segment(loop: WorkerLoop, lane: RawLane) -> None:
+    """Two lanes' segments of one number are two memories, also for requests that are answered outside of Python."""
+    other = loop.open_client(CLIENT + 1)
+    memories = {each: each.open_segment(3, 4096) for each in (lane, other)}
+    places = (RegionSlice("@3", 0, 64), RegionSlice("@3", 64, 64))
+    for each, value in ((lane, 1.0), (other, 100.0)):
+        memories[each][:128] = vector(value) + vector(value / 2)
+        each.prepare(0, addsub(places=places, outputs=(RequestedOutput("OUTPUT0", RegionSlice("@3", 128, 64)),)))
+    for _ in range(40):
+        for each, value in ((lane, 1.0), (other, 100.0)):
+            memories[each][128:192] = bytes(64)
+            each.ask(0)
+            (answer,) = loop.client_answers(each, 1)
+            assert each.outputs(answer) == {"OUTPUT0": vector(1.5 * value)}
+    other.close_segment(3)
+    other.ask(0)
+    (answer,) = loop.client_answers(other, 1)
+    assert (answer.code, answer.message) == ("INVALID_ARGUMENT", "segment '@3' is not open on this lane")
+    lane.ask(0)
+    (answer,) = loop.client_answers(lane, 1)
+    assert lane.outputs(answer) == {"OUTPUT0": vector(1.5)}
+    other.close()
+    assert ended(loop, other)
+    assert loop.closed() == [CLIENT + 1]
+
+
+def test_a_segment_is_there_for_requests_before_its_end(loop: WorkerLoop, lane: RawLane) -> None:
+    """Even if that is said in the same datagram; afterwards its memory is unmapped."""
+    lane.open_segment(3, 4096)[:128] = vector(5) + vector(1)
+    places = (RegionSlice("@3", 0, 64), RegionSlice("@3", 64, 64))
+    lane.send(RequestRecord(1, addsub(places=places)), SegmentClosed(3), RequestRecord(2, addsub(places=places)))
+    first, second = sorted(loop.client_answers(lane, 2), key=lambda answer: answer.request_id)
+    assert sums(lane, first) == (6, 4)
+    assert second.message == "segment '@3' is not open on this lane"
+    loop.worker.iterate()
+    assert loop.worker._regions.leaving == []
+    assert loop.worker._regions.private_byte_size == 0
+
+
+def test_too_many_segments_and_too_many_bytes_are_refused_with_both_numbers(loop: WorkerLoop, lane: RawLane) -> None:
+    for number in range(LIMITS.segments):
+        lane.open_segment(number, 4096)
+    lane.open_segment(9, 4096)
+    lane.ask(addsub(places=(RegionSlice("@9", 0, 64),) * 2))
+    (answer,) = loop.client_answers(lane, 1)
+    assert answer.code == "UNAVAILABLE"
+    assert answer.message == "segment 9 was refused: 4 are open on this lane, at most 4 may be"
+    lane.close_segment(0)
+    fd = os.memfd_create("large", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, LIMITS.segment_byte_size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    lane.send(SegmentOpened(10, LIMITS.segment_byte_size), fds=(fd,))
+    os.close(fd)
+    lane.ask(addsub(places=(RegionSlice("@10", 0, 64),) * 2))
+    (answer,) = loop.client_answers(lane, 1)
+    assert answer.message == (
+        "segment 10 was refused: with it this lane's segments have 67121152 bytes, at most 67108864 are allowed"
+    )
+    assert [each.segment for each in lane.received if isinstance(each, SegmentRefused)] == [9, 10]
+    add(loop, lane)
+
+
+def test_registered_regions_are_named_as_ever(loop: WorkerLoop, lane: RawLane) -> None:
+    lane.ask(addsub(places=(RegionSlice("frames", 0, 64),) * 2))
+    (answer,) = loop.client_answers(lane, 1)
+    assert (answer.code, answer.message) == ("NOT_FOUND", "Unable to find shared memory region: 'frames'")
+
+
+# ------------------------------------------------------------------------------------------------------------- its bounds
+
+
+def test_more_requests_than_may_be_in_flight_are_refused_with_both_numbers(loop: WorkerLoop, lane: RawLane) -> None:
+    lane.prepare(3, addsub())
+    for round in range(3):
+        first = lane.last_id + 1
+        lane.last_id += 20
+        lane.send(*[RequestRecord(first + n, 3, (vector(n), vector(1))) for n in range(20)])
+        answers = {answer.request_id - first: answer for answer in loop.client_answers(lane, 20)}
+        assert [sums(lane, answers[n]) for n in range(16)] == [(n + 1, n - 1) for n in range(16)], round
+        assert {(answers[n].code, answers[n].message) for n in range(16, 20)} == {
+            ("UNAVAILABLE", "16 requests are in flight on this lane, at most 16 may be")
+        }
+
+
+def test_who_reads_nothing_is_asked_nothing_more_and_costs_bounded_memory(loop: WorkerLoop, lane: RawLane) -> None:
+    """Until it reads: then it has every answer, in spite of what it did."""
+    lane.prepare(3, addsub(8))
+    asked = 0
+    for _ in range(10_000):
+        try:
+            lane.ask(3, vector(asked, 8), vector(1, 8))
+        except BlockingIOError:
+            break
+        asked += 1
+        loop.worker.iterate()
+    submitter = next(each for each in loop.worker._submitters.values() if each.peer == CLIENT)
+    assert 10 < asked < 10_000
+    waiting = submitter.lane.waiting
+    assert 0 < waiting <= 2 * LIMITS.in_flight
+    # Others are served as ever, outside of Python, too.
+    other = loop.open_client(CLIENT + 1)
+    for _ in range(40):
+        add(loop, other)
+    other.close()
+    assert submitter.lane.waiting == waiting
+    lane.last_id -= 1  # the one that was not sent
+    answers = loop.client_answers(lane, asked)
+    assert sorted(answer.request_id for answer in answers) == list(range(1, asked + 1))
+    assert {answer.code for answer in answers} <= {"", "UNAVAILABLE"}
+    add(loop, lane)
+    assert loop.closed() == [CLIENT + 1]
+
+
+def test_who_gives_no_lease_back_costs_its_own_requests(loop: WorkerLoop, lane: RawLane) -> None:
+    """Each waits for its time and is told both numbers; nobody else's do."""
+    rows = 1 << 17
+    lane.open_segment(0, rows * 64)
+    places = (RegionSlice("@0", 0, rows * 64),) * 2
+    leases = []
+    for _ in range(2):
+        lane.ask(addsub(rows, places))
+        (answer,) = loop.client_answers(lane, 1)
+        if answer.lease is not None:
+            leases.append(answer.lease)
+    assert answer.code == "UNAVAILABLE"
+    assert answer.message == (
+        f"no room for an answer of {2 * rows * 64} bytes in the response arena: {2 * rows * 64} of {LIMITS.response_byte_size} "
+        "are in use"
+    )
+    add(loop, lane)
+    lane.release(*leases)
+    lane.ask(addsub(rows, places))
+    assert loop.client_answers(lane, 1)[0].code == ""
+
+
+def test_lanes_that_come_and_go_leave_nothing(loop: WorkerLoop) -> None:
+    """Descriptors, mappings, submitters; and whoever else is served need not be learned anew."""
+
+    def count() -> tuple[int, int]:
+        with open("/proc/self/maps") as maps:
+            return len(os.listdir("/proc/self/fd")), sum("memfd:client" in line for line in maps)
+
+    known = loop.open_client(CLIENT)
+    known.prepare(0, addsub())
+    for _ in range(40):
+        known.ask(0, vector(1), vector(2))
+        loop.client_answers(known, 1)
+    queued = queued_in_python(loop)
+    before = count()
+    for number in range(100):
+        lane = loop.open_client(CLIENT + 1 + number)
+        lane.open_segment(1, 1 << 16)
+        if number % 2:
+            add(loop, lane)
+        lane.ask(addsub(places=(RegionSlice("@1", 0, 64),) * 2))
+        if number % 3:
+            loop.worker.iterate()
+        lane.close()
+        loop.worker.iterate()
+        loop.worker.iterate()
+    assert sorted(loop.closed()) == [CLIENT + 1 + number for number in range(100)]
+    assert count() == before
+    queued = queued_in_python(loop)
+    for _ in range(10):
+        known.ask(0, vector(1), vector(2))
+        assert sums(known, loop.client_answers(known, 1)[0]) == (3, -1)
+    if loop.worker._poller.lane_requests:
+        assert queued_in_python(loop) == queued
+    known.close()
+    assert ended(loop, known)
+    assert loop.closed() == [CLIENT]
+
+
+def queued_in_python(loop: WorkerLoop) -> int:
+    (version,) = [version for version in loop.worker._models if version.name == "addsub"]
+    return int(version.queue._sequence)
+
+
+# --------------------------------------------------------------------------------------------------------- what ends a lane
+
+
+def wrong_records() -> Iterator[tuple[str, list[Record | bytes]]]:
+    request = RequestRecord(1, 0, (vector(1), vector(1)))
+    yield "another edition", [packed(WireVersion(WIRE_VERSION + 1))]
+    yield "no edition", [packed(request)]
+    agreed = packed(WireVersion(WIRE_VERSION))
+    yield "junk", [agreed, b"\x01\xc1\xc1\xc1"]
+    yield "no kind", [agreed, b"\x07" + packed(request)[1:]]
+    yield "truncated", [agreed, packed(request)[:-9]]
+    yield "too long for a datagram", [agreed, packed(request) + bytes(MAX_DATAGRAM)]
+    yield "a record without an end", [agreed, *[b"\x02" + bytes(60_000)] * 18]
+    yield "something between the parts of a record", [agreed, b"\x02\x91", packed(request)]
+    yield "the other direction", [agreed, packed(AnswerRecord(1, 0))]
+    yield "a number that was never prepared", [agreed, packed(request)]
+    yield "a number beyond all", [agreed, packed(Prepare(1024, addsub()))]
+    yield "a negative id", [agreed, packed(RequestRecord(-1, addsub(), (vector(1), vector(1))))]
+    yield "a negative priority", [agreed, packed(RequestRecord(1, addsub(), (vector(1), vector(1)), priority=-1))]
+    yield "a lease that is not on loan", [agreed, packed(Release(((0, 0, 1),)))]
+    yield "an id twice", [agreed, packed(*[RequestRecord(1, addsub(), (vector(1), vector(1)))] * 2)]
+    yield "a segment without memory", [agreed, packed(SegmentOpened(1, 4096))]
+    many = Prepare(0, PreparedRequest("addsub", parameters={f"p{n}": "x" * 1000 for n in range(900)}))
+    yield (
+        "too much that is prepared",
+        [agreed, *parts(many, 0), *parts(many, 1), *parts(many, 2), *parts(many, 3), *parts(many, 4)],
+    )
+
+
+def parts(record: Prepare, number: int) -> list[bytes]:
+    """A record that is larger than a datagram."""
+    content = b"\x91" + encoder.encode(Prepare(number, record.prepared))
+    pieces = [content[at : at + 60_000] for at in range(0, len(content), 60_000)]
+    return [b"\x02" + piece for piece in pieces[:-1]] + [b"\x03" + pieces[-1]]
+
+
+WRONG = dict(wrong_records())
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_no_client_sends_ends_its_lane_and_no_other(
+    loop: WorkerLoop, lane: RawLane, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    enemy = loop.open_client(CLIENT + 1, agree=False)
+    for datagram in WRONG[what]:
+        assert isinstance(datagram, bytes)
+        try:
+            enemy.send_bytes(datagram)
+        except (BrokenPipeError, OSError):
+            break
+        loop.worker.iterate()
+    assert ended(loop, enemy)
+    assert loop.closed() == [CLIENT + 1]
+    assert len(caplog.records) == 1
+    assert not [record for record in caplog.records if record.exc_info]
+    add(loop, lane)
+    enemy.close()
+
+
+def wrong_memory() -> Iterator[tuple[str, int, int]]:
+    """What it is, a descriptor and the size that is said of it."""
+    yield "not sealed", memory(4096, 0)[0], 4096
+    yield "not sealed for good", memory(4096, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)[0], 4096
+    yield "sealed against writing", memory(4096, SEALS | FUTURE_WRITE)[0], 4096
+    yield "smaller than said", memory(4096)[0], 8192
+    yield "larger than said", memory(8192)[0], 4096
+    yield "of no size", memory(4096)[0], 0
+    yield "of a negative size", memory(4096)[0], -4096
+    yield "a socket", socket.socket(socket.AF_UNIX).detach(), 4096
+    reading, writing = os.pipe()
+    os.close(writing)
+    yield "a pipe", reading, 4096
+    yield "a folder", os.open("/", os.O_RDONLY), 4096
+    yield "a device", os.open("/dev/zero", os.O_RDWR), 4096
+
+
+WRONG_MEMORY = [(what, os.close(fd))[0] for what, fd, _ in wrong_memory()]
+
+
+@pytest.mark.parametrize("what", WRONG_MEMORY)
+def test_memory_of_the_wrong_kind_ends_its_lane_and_no_other(loop: WorkerLoop, lane: RawLane, what: str) -> None:
+    enemy = loop.open_client(CLIENT + 1)
+    for each, fd, byte_size in wrong_memory():
+        if each == what:
+            enemy.send(SegmentOpened(1, byte_size), fds=(fd,))
+        os.close(fd)
+    assert ended(loop, enemy)
+    assert loop.closed() == [CLIENT + 1]
+    add(loop, lane)
+    enemy.close()
+
+
+def test_descriptors_where_none_belong_are_closed(loop: WorkerLoop, lane: RawLane) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for content, count in (
+        (packed(RequestRecord(1, addsub(), (vector(1), vector(1)))), 1),
+        (packed(SegmentOpened(1, 4096)), 2),
+        (packed(SegmentOpened(1, 4096)), 4),
+        (packed(SegmentOpened(1, 4096)), 9),
+        (packed(SegmentOpened(1, 4096), SegmentOpened(2, 4096)), 1),
+        (b"\x02junk", 1),
+        (b"junk", 3),
+    ):
+        enemy = loop.open_client(CLIENT + 1)
+        fd, mapping = memory(4096)
+        enemy.send_bytes(content, *[fd] * count)
+        assert ended(loop, enemy)
+        enemy.close()
+        os.close(fd)
+        mapping.close()
+        assert loop.closed() == [CLIENT + 1]
+        assert len(os.listdir("/proc/self/fd")) == before
+    add(loop, lane)
+
+
+@pytest.mark.parametrize(
+    ("prepared", "contents", "sentence"),
+    [
+        (addsub(), (Slice(0, 0, 64), vector(1)), "64 bytes are said to lie in an arena"),
+        (addsub(), (vector(1),), "1 tensors came in a record that was prepared for 2"),
+        (addsub(), (vector(1)[:-1], vector(1)), "Expected 64, got 63"),
+        (addsub(places=(RegionSlice("@1", 0, 64), None)), (vector(1),), "segment '@1' is not open"),
+        (addsub(places=(RegionSlice("@", 0, 64), None)), (vector(1),), "segment '@' is not open"),
+        (addsub(places=(RegionSlice("@0", -64, 64), None)), (vector(1),), "Invalid offset"),
+        (addsub(places=(RegionSlice("@0", 4096, 64), None)), (vector(1),), "Invalid offset"),
+        (addsub(places=(RegionSlice("@0", 4064, 64), None)), (vector(1),), "Invalid offset + byte size"),
+        (addsub(places=(RegionSlice("@0", 0, 1 << 63), None)), (vector(1),), "Invalid offset"),
+        (
+            addsub(outputs=(RequestedOutput("OUTPUT0", RegionSlice("@0", 4064, 64)),)),
+            (vector(1), vector(1)),
+            "Invalid offset",
+        ),
+        (
+            addsub(outputs=(RequestedOutput("OUTPUT0", RegionSlice("@0", 0, 8)),)),
+            (vector(1), vector(1)),
+            "should be at least",
+        ),
+        (addsub(1 << 62), (vector(1), vector(1)), "at most"),
+        (PreparedRequest("addsub", 0, (PreparedTensor("INPUT0", "FP32", (1,) * 100),)), (vector(1),), "100 dimensions"),
+        (PreparedRequest("addsub", 0, (PreparedTensor("INPUT0", "NONE", (1, 16)),) * 2), (b"", b""), "already exists"),
+        (PreparedRequest("nothing"), (), "nothing"),
+        (PreparedRequest("addsub", 99), (), "99"),
+        (addsub(outputs=(RequestedOutput("OUTPUT0", None, 1 << 60),)), (vector(1), vector(1)), ""),
+    ],
+)
+@pytest.mark.parametrize("by_number", [False, True])
+def test_what_is_wrong_with_a_request_is_its_answer(
+    loop: WorkerLoop,
+    lane: RawLane,
+    prepared: PreparedRequest,
+    contents: tuple[bytes | Slice, ...],
+    sentence: str,
+    by_number: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lane.open_segment(0, 4096)
+    if by_number:
+        lane.prepare(0, prepared)
+    for request_id in (1, 2, 3):
+        lane.send(RequestRecord(request_id, 0 if by_number else prepared, contents))
+        (answer,) = loop.client_answers(lane, 1)
+        assert sentence in answer.message
+        assert bool(answer.code) is bool(sentence)
+    assert not [record for record in caplog.records if record.exc_info]
+    lane.last_id = 3
+    add(loop, lane)
+
+
+def test_what_nobody_asked_is_ignored(loop: WorkerLoop, lane: RawLane) -> None:
+    lane.send(Cancel(5), Cancel(-1), Taken(7, 100), SegmentClosed(9), SegmentRefused(3), Release(()))
+    add(loop, lane)
+
+
+def repeat(count: int) -> tuple[PreparedRequest, bytes, bytes]:
+    """That many responses of 64 bytes."""
+    tensors = PreparedTensor("base", "FP32", (16,)), PreparedTensor("count", "INT32", (1,))
+    return PreparedRequest("repeat", 0, tensors), vector(0), np.int32(count).tobytes()
+
+
+def test_responses_come_in_order_and_the_last_says_how_long_it_took(loop: WorkerLoop, lane: RawLane) -> None:
+    lane.ask(*repeat(50), trace=TIMING)
+    answers = loop.client_answers(lane, 51)
+    values = [float(np.frombuffer(answer.contents[0], np.float32)[0]) for answer in answers[:50]]  # type: ignore[arg-type]
+    assert values == list(range(50))
+    assert [lane.kind(answer).final for answer in answers] == [False] * 50 + [True]
+    assert [answer.timing is not None for answer in answers] == [False] * 50 + [True]
+
+
+def test_more_may_not_be_taken_than_was_sent(loop: WorkerLoop, lane: RawLane, caplog: pytest.LogCaptureFixture) -> None:
+    """Or its model would go on for ever, and all that waits for who does not read it would be kept here."""
+    enemy = loop.open_client(CLIENT + 1)
+    enemy.ask(*repeat(1_000_000))
+    loop.client_answers(enemy, 100)
+    enemy.send(Taken(1, 100 * 320))
+    loop.client_answers(enemy, 100)
+    enemy.send(Taken(1, 1 << 40))
+    assert ended(loop, enemy)
+    assert loop.closed() == [CLIENT + 1]
+    assert "bytes of responses are said to be taken" in caplog.text
+    add(loop, lane)
+    enemy.close()
+
+
+def test_limits_are_each_lanes_own(loop: WorkerLoop, lane: RawLane) -> None:
+    narrow = loop.open_client(CLIENT + 1, limits=LaneLimits(1, 1, 4096, 1 << 20))
+    narrow.send(*[RequestRecord(n, addsub(), (vector(n), vector(1))) for n in (1, 2)])
+    answers = {answer.request_id: answer for answer in loop.client_answers(narrow, 2)}
+    assert sums(narrow, answers[1]) == (2, 0)
+    assert answers[2].message == "1 requests are in flight on this lane, at most 1 may be"
+    narrow.close()
+    assert ended(loop, narrow)
+    assert loop.closed() == [CLIENT + 1]

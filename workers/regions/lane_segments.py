@@ -1,0 +1,128 @@
+"""The segments of a client's lane: regions of a worker that only this lane can name.
+
+    SegmentOpened 3 + memfd ──▶ region "@3" of this lane ──SegmentClosed 3, or the lane ends──▶ leaving ──last lease──▶ unmapped
+    RegionSlice("@3", ...)  ──▶ that region              RegionSlice("frames", ...) ──▶ a registered region, as for anybody
+
+Nothing is translated: what a record names is looked up here, so answers name segments as their requests did. Another lane's "@3"
+is another region, and what a client registers under such a name no lane finds.
+"""
+
+from __future__ import annotations
+
+import os
+
+from tensord.shm import descriptors, guard
+from tensord.shm.arena import ArenaMap
+from tensord.shm.control_records import LaneLimits
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
+from tensord.shm.messages import Slice
+from tensord.shm.regions import Region
+from tensord.workers.regions.region_table import AnyRegion, RegionTable, check_intact
+
+_MARK = "@"
+#: Segments whose refusal is remembered.
+_MAX_REFUSED = 256
+
+
+class LaneSegments(ArenaMap):
+    """The segments of one client's lane, in place of the request arena that a front has."""
+
+    def __init__(self, table: RegionTable, limits: LaneLimits) -> None:
+        super().__init__()
+        self.limits = limits
+        #: Bytes of all that are open.
+        self.byte_size = 0
+        self._table = table
+        self._regions: dict[str, Region] = {}
+        #: Why segments were refused.
+        self._reasons: dict[str, str] = {}
+
+    def open(self, segment: int, byte_size: int, fd: int) -> None:
+        """Maps a segment and takes the descriptor over.
+
+        Raises: InvalidArgument: no number, announced twice, or not the memory that it should be.  Unavailable: it is one too
+          many, or cannot be mapped now; requests that name it are told why.
+        """
+        name, limits = f"{_MARK}{segment}", self.limits
+        try:
+            if segment < 0 or byte_size <= 0 or name in self._regions:
+                raise InvalidArgument(f"segment {segment} of {byte_size} bytes is no segment, or is open already")
+            if len(self._regions) >= limits.segments:
+                raise Unavailable(
+                    f"segment {segment} was refused: {len(self._regions)} are open on this lane, at most {limits.segments} may be"
+                )
+            if self.byte_size + byte_size > limits.segment_byte_size:
+                raise Unavailable(
+                    f"segment {segment} was refused: with it this lane's segments have {self.byte_size + byte_size} bytes, at "
+                    f"most {limits.segment_byte_size} are allowed"
+                )
+        except ServingError as error:
+            os.close(fd)
+            if isinstance(error, Unavailable):
+                self._note(name, error.message)
+            raise
+        try:
+            self._regions[name] = self._table.open_private(name, fd, byte_size)
+        except Unavailable as error:
+            self._note(name, f"segment {segment} was refused: {error.message}")
+            raise
+        self._reasons.pop(name, None)
+        self.byte_size += byte_size
+
+    def refuse(self, segment: int) -> None:
+        """Notes that a segment could not be mapped. Raises InvalidArgument: too many of them."""
+        name = f"{_MARK}{segment}"
+        if name not in self._reasons:
+            self._note(
+                name,
+                f"segment {segment} was refused: a process of the server had as many files open as it may, {descriptors.limit()}",
+            )
+
+    def _note(self, name: str, reason: str) -> None:
+        if len(self._reasons) >= _MAX_REFUSED:
+            raise InvalidArgument(f"{len(self._reasons)} segments were refused, at most {_MAX_REFUSED} may be")
+        self._reasons[name] = reason
+
+    def close_segment(self, segment: int) -> None:
+        """Ends a segment; unknown numbers are ignored. Requests that lie there go on with it."""
+        name = f"{_MARK}{segment}"
+        self._reasons.pop(name, None)
+        region = self._regions.pop(name, None)
+        if region is not None:
+            self._leave(region)
+
+    def find(self, name: str) -> AnyRegion:
+        """Returns what a record of this lane names: a segment of it, or a registered region.
+
+        Raises: Unavailable: the segment was refused.  InvalidArgument: it is not open, or has lost its memory.  And as
+          ``RegionTable.find``.
+        """
+        if not name.startswith(_MARK):
+            return self._table.find(name)
+        region = self._regions.get(name)
+        if region is None:
+            if name in self._reasons:
+                raise Unavailable(self._reasons[name])
+            raise InvalidArgument(f"segment '{name[:32]}' is not open on this lane")
+        if guard.any_faults():
+            check_intact((region,))
+        return region
+
+    def view(self, place: Slice) -> memoryview:
+        """Raises InvalidArgument: a client has no arena."""
+        raise InvalidArgument(
+            f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
+        )
+
+    def close(self) -> None:
+        """Ends all segments."""
+        for region in self._regions.values():
+            self._leave(region)
+        self._regions.clear()
+
+    def _leave(self, region: Region) -> None:
+        self.byte_size -= region.byte_size
+        self._table.leave_private(region)
+
+    def __repr__(self) -> str:
+        return f"<LaneSegments {sorted(self._regions)}, {self.byte_size} bytes>"
