@@ -70,7 +70,14 @@ class Responses:
         """Whoever has it answers that request. Its model answers requests once, if it was not opened before."""
         senders = request.version.senders
         found = senders.get(request)
-        return found or senders.setdefault(request, ResponseSender(request, self, self._clock(), single=True))
+        return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
+
+    def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender[Request]:
+        """Makes a sender. What all requests of a client's lane have ahead is within that lane's bound."""
+        segments, max_ahead = request.submitter.segments, self.max_ahead
+        if segments is not None:
+            max_ahead = min(max_ahead, segments.limits.response_byte_size // segments.limits.in_flight)
+        return ResponseSender(request, self, now_ns, single, max_ahead)
 
     def alike(self, sender: ResponseSender[Request], result: dict[str, Array]) -> ResponsesAlike | None:
         """What encodes small responses like that one, none of them the last of its request. None: the loop places it."""
@@ -100,7 +107,7 @@ class Responses:
         for request in requests:
             # One that goes round again has one.
             if request not in request.version.senders:
-                request.version.senders[request] = ResponseSender(request, self, now_ns)
+                request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
         """The model has returned: takes out of the results what is answered by senders, and completes it where that is due."""

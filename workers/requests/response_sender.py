@@ -77,17 +77,25 @@ class ResponseSender(Generic[R]):
     """One request's. ``send`` and what asks are for any thread; the rest is the loop's."""
 
     __slots__ = (
-        *("_again", "_closed", "_encoded", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
+        *("_again", "_closed", "_encoded", "_holders", "_lock", "_max_ahead", "_on_room", "_posted", "_settled", "_taker"),
         *("alike", "began_ns", "begun", "count", "counted", "ended", "failed", "last_ns"),
         *("plain", "request", "returned", "single"),
         "thread",
     )
 
-    def __init__(self, request: R, taker: Taker, began_ns: int, single: bool = False) -> None:
-        """``single``: its model answers a request once, and that response is the last one, whatever is said."""
+    def __init__(
+        self, request: R, taker: Taker, began_ns: int, single: bool = False, max_ahead: int | None = None
+    ) -> None:
+        """Begins to answer a request.
+
+        Args:
+          single: its model answers a request once, and that response is the last one, whatever is said.
+          max_ahead: bytes that its client need not have taken; None: as many as the taker allows.
+        """
         self.request = request
         self.single = single
         self._taker = taker
+        self._max_ahead = taker.max_ahead if max_ahead is None else max_ahead
         self._lock = threading.Lock()
         self._closed = False
         #: How many have it to answer the request: one for each round of the model that asked for it.
@@ -133,7 +141,7 @@ class ResponseSender(Generic[R]):
     @property
     def is_full(self) -> bool:
         """Whether its client has not taken what was sent, as much as may be: ``send`` would wait."""
-        return self._posted - self._settled >= self._taker.max_ahead and not self.is_cancelled
+        return self._posted - self._settled >= self._max_ahead and not self.is_cancelled
 
     @property
     def is_waited_for(self) -> bool:
@@ -169,7 +177,7 @@ class ResponseSender(Generic[R]):
                     size = self.alike.byte_size
                 else:
                     size = _BYTE_SIZE + (0 if isinstance(result, ServingError) else _own(result))
-                if self._posted - self._settled >= self._taker.max_ahead:
+                if self._posted - self._settled >= self._max_ahead:
                     late = self._wait(wait)
                     if late is not None:
                         sent, final, record = late, True, None
@@ -235,7 +243,7 @@ class ResponseSender(Generic[R]):
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
         """Returns when there is room, or nobody is there. Not None: it may not wait, and too much is ahead."""
-        most = self._taker.max_ahead
+        most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
             while True:
                 room = threading.Event()
@@ -269,7 +277,7 @@ class ResponseSender(Generic[R]):
     @property
     def room(self) -> int:
         """Bytes that may follow until it is full; 0 or less: it is."""
-        return self._taker.max_ahead - (self._posted - self._settled)
+        return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
         """Notes a response that the loop itself makes, and that need not wait. Returns what it counts."""
@@ -294,7 +302,7 @@ class ResponseSender(Generic[R]):
     def settle(self, byte_size: int) -> None:
         """So much of what was sent was taken, or counts no more."""
         self._settled += byte_size
-        if self._on_room and 2 * (self._posted - self._settled) <= self._taker.max_ahead:
+        if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:
             self.wake()
 
     def wake(self) -> None:
