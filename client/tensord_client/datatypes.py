@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
 from tensord_client.errors import InvalidArgument
 
 DTYPES: dict[str, np.dtype] = {

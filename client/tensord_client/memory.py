@@ -14,13 +14,13 @@ import fcntl
 import math
 import mmap
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
 from tensord_client.datatypes import typestr
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.wire import Place
@@ -35,6 +35,13 @@ _KEPT = 64 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
+    """Maps a descriptor. Since Python 3.13 the mapping keeps no descriptor of its own. Raises OSError, ValueError."""
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, byte_size, prot=prot, trackfd=False)
+    return mmap.mmap(fd, byte_size, prot=prot)
+
+
 class Segment:
     """One sealed memfd, mapped here. It stays mapped as long as anything refers to it."""
 
@@ -42,16 +49,17 @@ class Segment:
         """Makes one, with all of its pages. Raises Unavailable: the host has no memory for it, or this process no descriptor."""
         self.number = number
         self.byte_size = byte_size
+        self.fd = -1
         try:
             self.fd = os.memfd_create("tensord-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise Unavailable(f"no descriptor is left for a segment of {byte_size} bytes: {error.strerror}") from error
         try:
             os.posix_fallocate(self.fd, 0, byte_size)
-            mapping = mmap.mmap(self.fd, byte_size)
+            mapping = mapped(self.fd, byte_size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
-            os.close(self.fd)
+            self.close()
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EMFILE):
                 raise Unavailable(f"the host has no {byte_size} bytes of memory for a segment") from error
             raise
@@ -97,6 +105,8 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    __del__ = close
 
 
 class Block:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
-
 from tensord_client import wire
 from tensord_client.call import Call
 from tensord_client.datatypes import datatype_of, encode_strings
@@ -76,7 +75,7 @@ class Placed:
 
 
 #: A tensor of a call: name, datatype, shape, and its place; None: inside the request.
-Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
+Tensor = tuple[str, str, tuple[int, ...], Place | None]
 
 
 class Placement:

@@ -24,10 +24,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-
 from tensord_client import wire
 from tensord_client.errors import Internal, InvalidArgument, ServingError, Unavailable
-from tensord_client.memory import Memory
+from tensord_client.memory import Memory, mapped
 from tensord_client.msgpack import Malformed, integer
 from tensord_client.wire import AnswerRecord, PreparedAnswer
 
@@ -125,7 +124,7 @@ class ResponseSegment:
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
         """Maps it. Raises OSError, ValueError: it cannot be mapped."""
-        self._bytes = np.frombuffer(mmap.mmap(fd, byte_size, prot=mmap.PROT_READ), np.uint8)
+        self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size
         self.address: int = self._bytes.__array_interface__["data"][0]

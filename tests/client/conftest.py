@@ -1,0 +1,114 @@
+"""A real daemon with small models, and connections to it that end with their test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tensord_client.lane import LaneConnection
+
+from tests.daemon_process import ROOT, DaemonProcess
+from tests.repositories import write_model
+
+
+def write_models(repository: Path) -> None:
+    """Writes models of every kind that a client meets."""
+    repository.mkdir()
+    for name in ("addsub", "identity", "repeat"):
+        (repository / name).symlink_to(ROOT / "bench/models" / name)
+    write_model(
+        repository,
+        "slow",
+        """
+        import time
+
+        inputs = {"x": "FP32[1]"}
+        outputs = {"y": "FP32[1]"}
+        host = True
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                time.sleep(float(inputs["x"][0]))
+                return {"y": inputs["x"] + 1}
+
+            return apply, {}
+        """,
+    )
+    write_model(
+        repository,
+        "strings",
+        """
+        inputs = {"x": "BYTES[n]"}
+        outputs = {"y": "BYTES[n]"}
+        host = True
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": inputs["x"][::-1]}), {}
+        """,
+    )
+    write_model(
+        repository,
+        "half",
+        """
+        inputs = {"x": "BF16[n]"}
+        outputs = {"y": "BF16[n]"}
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": inputs["x"] * 2}), {}
+        """,
+    )
+    write_model(
+        repository,
+        "total",
+        """
+        inputs = {"x": "FP32[1]"}
+        outputs = {"sum": "FP32[1]"}
+        state = {"sum": "FP32[1]"}
+
+        def create(path, config, device):
+            def apply(params, inputs, state):
+                sum = state["sum"] + inputs["x"]
+                return {"sum": sum}, {"sum": sum}
+
+            return apply, {}
+        """,
+        """
+        max_batch_size: 4
+        sequence_batching { oldest { max_candidate_sequences: 8 } }
+        """,
+    )
+
+
+def clients_socket(folder: Path) -> str:
+    """Returns where a daemon of that folder has its socket for clients."""
+    return str(folder / "clients.sock")
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("lanes")
+    write_models(folder / "models")
+    options = {"clients": {"socket": clients_socket(folder), "max_in_flight": 128}, "workers": {"cpu": 2}}
+    with DaemonProcess(folder, [folder / "models"], options) as started:
+        started.wait_ready()
+        yield started
+
+
+@pytest.fixture
+def connect(daemon: DaemonProcess) -> Iterator[Callable[..., LaneConnection]]:
+    """Connects; what was connected is closed when the test ends."""
+    opened: list[LaneConnection] = []
+
+    def begin(**arguments: int) -> LaneConnection:
+        opened.append(LaneConnection(clients_socket(daemon.folder), **arguments))
+        return opened[-1]
+
+    yield begin
+    for connection in opened:
+        connection.close()
+
+
+@pytest.fixture
+def connection(connect: Callable[..., LaneConnection]) -> LaneConnection:
+    return connect()

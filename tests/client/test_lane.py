@@ -1,0 +1,466 @@
+"""Requests over lanes of a real daemon: every way to ask, to wait and to hold what came."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tensord_client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResultsHeld,
+    ServingError,
+)
+from tensord_client.lane import Call, LaneConnection
+from tensord_client.pending import Pending
+
+from tensord.shm.messages import WIRE_VERSION
+from tests.daemon_process import DaemonProcess
+
+_PATIENCE = 120.0
+
+
+def addsub(number: float, **own: Any) -> Call:
+    """A call whose answer tells which one it was."""
+    inputs = {"INPUT0": np.full((1, 16), number, np.float32), "INPUT1": np.ones((1, 16), np.float32)}
+    return Call("addsub", inputs, **own)
+
+
+def check(answer: Any, number: float) -> None:
+    np.testing.assert_array_equal(answer["OUTPUT0"], np.full((1, 16), number + 1, np.float32))
+    np.testing.assert_array_equal(answer["OUTPUT1"], np.full((1, 16), number - 1, np.float32))
+
+
+def identity(values: Any, **own: Any) -> Call:
+    return Call("identity", {"INPUT0": values}, **own)
+
+
+def test_a_daemon_says_what_it_is_and_what_a_model_is(connection: LaneConnection) -> None:
+    assert connection.hello["wire"] == WIRE_VERSION
+    assert connection.lanes
+    description = connection.open("addsub")
+    assert (description.version, description.pure, description.streams) == (1, True, False)
+    assert [each["name"] for each in description.metadata["inputs"]] == ["INPUT0", "INPUT1"]
+    assert connection.open("repeat").streams
+    assert connection.open("total").sequences
+    with pytest.raises(NotFound, match="nowhere"):
+        connection.open("nowhere")
+
+
+def test_answers_are_the_requests_own(connection: LaneConnection) -> None:
+    """The first travels whole, the others by number; ids, priorities and parameters change nothing."""
+    for number in range(5):
+        answer = connection.ask(addsub(number, request_id=f"n{number}", priority=number % 2)).result(_PATIENCE)
+        check(answer, number)
+        assert answer.version == 1
+        assert answer.timing is not None
+        assert answer.timing.compute_ns > 0
+    # What travels in a record is the program's own, to write to.
+    answer["OUTPUT0"][0, 0] = 7
+
+
+def test_errors_are_the_servers(connection: LaneConnection) -> None:
+    with pytest.raises(InvalidArgument, match="INPUT1"):
+        connection.ask(Call("addsub", {"INPUT0": np.zeros((1, 16), np.float32)})).result(_PATIENCE)
+    with pytest.raises(InvalidArgument, match=r"complex128"):
+        connection.ask(Call("addsub", {"INPUT0": np.zeros((1, 16), np.complex128)}))
+    with pytest.raises(InvalidArgument, match="64 bits"):
+        connection.ask(addsub(1, parameters={"huge": 1 << 70}))
+    check(connection.ask(addsub(3)).result(_PATIENCE), 3)
+
+
+@pytest.mark.parametrize("count", [1, 1024, 1025, 70000, 1 << 20])
+def test_arrays_of_every_size(connection: LaneConnection, count: int) -> None:
+    """Inside the record, in a slot, or in memory of the connection; as they lie, backwards, and in another byte order."""
+    values = np.arange(count, dtype=np.float32)
+    lying = connection.empty(count, np.float32)
+    lying[:] = values
+    for given in (values, values[::-1].copy()[::-1], values.astype(">f4"), lying, lying[: count // 2 or 1]):
+        for _ in range(2):
+            answer = connection.ask(identity(given)).result(_PATIENCE)
+            np.testing.assert_array_equal(answer["OUTPUT0"], given.astype(np.float32))
+
+
+def test_strings_and_bfloat16(connection: LaneConnection) -> None:
+    words = np.array([b"one", "zwölf", b""], dtype=object)
+    answer = connection.ask(Call("strings", {"x": words})).result(_PATIENCE)
+    assert answer["y"].tolist() == [b"", "zwölf".encode(), b"one"]
+    many = np.array([b"x" * 5000, b"y" * 7000], dtype=object)
+    assert connection.ask(Call("strings", {"x": many})).result(_PATIENCE)["y"].tolist() == many.tolist()[::-1]
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    halves = np.array([1.5, -2], ml_dtypes.bfloat16)
+    for given in (halves, halves.view(np.uint16)):
+        answer = connection.ask(Call("half", {"x": given})).result(_PATIENCE)
+        assert answer["y"].tolist() == [3.0, -4.0]
+
+
+def test_nothing_is_copied_where_both_ends_look_at_the_same_memory(connection: LaneConnection) -> None:
+    count = 1 << 18
+    given, place = connection.empty(count, np.float32), connection.empty(count, np.float32)
+    given[:] = np.arange(count)
+    # The first answer shows the worker where the program writes its output.
+    for _ in range(5):
+        answer = connection.ask(identity(given, places={"OUTPUT0": place})).result(_PATIENCE)
+    assert answer["OUTPUT0"] is place
+    assert answer.copied_bytes == 0
+    np.testing.assert_array_equal(place, given)
+    viewed = connection.ask(identity(given)).result(_PATIENCE)["OUTPUT0"]
+    assert not viewed.flags.writeable
+    assert viewed.__array_interface__["data"][0] % 64 == 0
+    np.testing.assert_array_equal(viewed, given)
+
+
+def test_a_larger_place_is_written_as_far_as_the_output_goes(connection: LaneConnection) -> None:
+    place = connection.empty(5000, np.float32)
+    answer = connection.ask(identity(np.arange(3000, dtype=np.float32), places={"OUTPUT0": place})).result(_PATIENCE)
+    assert np.shares_memory(answer["OUTPUT0"], place)
+    np.testing.assert_array_equal(answer["OUTPUT0"], np.arange(3000))
+
+
+def test_places_are_memory_of_the_connection(connection: LaneConnection) -> None:
+    connection.open("identity")
+    for place in (np.empty(4, np.float32), connection.empty(8, np.float32)[::2]):
+        with pytest.raises(InvalidArgument, match="place of output 'OUTPUT0'"):
+            connection.ask(identity(np.zeros(4, np.float32), places={"OUTPUT0": place}))
+    with pytest.raises(InvalidArgument, match="'OTHER'"):
+        connection.ask(identity(np.zeros(4, np.float32), places={"OTHER": connection.empty(4, np.float32)}))
+
+
+# ------------------------------------------------------------------------------------------------ holding what came
+
+
+def test_held_results_are_bounded_and_given_back(connect: Callable[..., LaneConnection]) -> None:
+    connection = connect(max_results=3)
+    values = np.zeros(5000, np.float32)
+    held = [connection.ask(identity(values + n)).result(_PATIENCE) for n in range(3)]
+    with pytest.raises(ResultsHeld, match="3 results are held"):
+        connection.ask(identity(values))
+    held[0].release()
+    assert held[0] == {}
+    part = held[1]["OUTPUT0"][10:20]
+    del held[1]
+    fresh = connection.ask(identity(values)).result(_PATIENCE)
+    # A view of an output holds it as the output does.
+    with pytest.raises(ResultsHeld):
+        connection.ask(identity(values))
+    assert part.tolist() == [1.0] * 10
+    del part
+    gc.collect()
+    with fresh:
+        connection.ask(identity(values)).result(_PATIENCE).release()
+
+
+def test_more_results_than_the_servers_memory_holds_at_once_come_one_after_the_other(
+    connection: LaneConnection,
+) -> None:
+    """What is given back comes to the worker: 40 times 16 MiB are more than it lends at once."""
+    values = connection.empty(4 << 20, np.float32)
+    for number in range(40):
+        values[0] = number
+        assert connection.ask(identity(values)).result(_PATIENCE)["OUTPUT0"][0] == number
+
+
+# ------------------------------------------------------------------------------------------------- ways of waiting
+
+
+def test_threads_share_a_connection(connection: LaneConnection) -> None:
+    def ask(first: int) -> None:
+        try:
+            for number in range(first, first + 100):
+                check(connection.ask(addsub(number)).result(_PATIENCE), number)
+        except BaseException as error:
+            failed.append(error)
+
+    failed: list[BaseException] = []
+    threads = [threading.Thread(target=ask, args=(1000 * n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_answers_are_taken_in_any_order(connection: LaneConnection) -> None:
+    pending = [connection.ask(addsub(number)) for number in range(60)]
+    for number in reversed(range(60)):
+        check(pending[number].result(_PATIENCE), number)
+    assert pending[5].done()
+    check(pending[5].result(), 5)
+
+
+def test_no_thread_is_started_until_somebody_is_called_back(connection: LaneConnection) -> None:
+    before = threading.active_count()
+    check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+    assert threading.active_count() == before
+    done: queue.Queue[Pending] = queue.Queue()
+    asked = [connection.ask(addsub(number)) for number in range(60)]
+    for each in asked:
+        each.add_done_callback(done.put)
+    # Beside callbacks, a thread may wait for its own.
+    check(connection.ask(addsub(-1)).result(_PATIENCE), -1)
+    finished = [done.get(timeout=_PATIENCE) for _ in asked]
+    assert {id(each) for each in finished} == {id(each) for each in asked}
+    for number, each in enumerate(asked):
+        check(each.result(), number)
+    late: list[Pending] = []
+    asked[0].add_done_callback(late.append)
+    assert late == [asked[0]]
+
+
+def test_callbacks_may_ask(connection: LaneConnection) -> None:
+    done: queue.Queue[Any] = queue.Queue()
+
+    def again(pending: Pending) -> None:
+        done.put(connection.ask(addsub(pending.result()["OUTPUT0"][0, 0])).result(_PATIENCE))
+
+    connection.ask(addsub(1)).add_done_callback(again)
+    check(done.get(timeout=_PATIENCE), 2)
+
+
+async def test_coroutines_share_a_connection(connection: LaneConnection) -> None:
+    async def ask(first: int) -> None:
+        for number in range(first, first + 20):
+            check(await connection.ask(addsub(number)), number)
+
+    await asyncio.gather(*[ask(100 * n) for n in range(30)])
+
+
+async def test_a_coroutine_and_a_thread_share_a_connection(connection: LaneConnection) -> None:
+    def ask() -> None:
+        for number in range(100):
+            check(connection.ask(addsub(number)).result(_PATIENCE), number)
+
+    thread = asyncio.get_running_loop().run_in_executor(None, ask)
+    for number in range(100):
+        check(await connection.ask(addsub(-number)), -number)
+    await thread
+
+
+async def test_a_cancelled_coroutine_cancels_its_request(connection: LaneConnection) -> None:
+    connection.open("slow")
+    task = asyncio.ensure_future(_await(connection.ask(Call("slow", {"x": np.array([0.2], np.float32)}))))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await connection.ask(Call("slow", {"x": np.zeros(1, np.float32)})))["y"].tolist() == [1.0]
+
+
+async def _await(pending: Pending) -> Any:
+    return await pending
+
+
+def test_deadlines(connection: LaneConnection) -> None:
+    connection.open("slow")
+    sleeps = Call("slow", {"x": np.array([0.5], np.float32)})
+    with pytest.raises(DeadlineExceeded):
+        connection.ask(sleeps).result(0.05)
+    sleeps.deadline = time.monotonic() + 0.05
+    with pytest.raises(DeadlineExceeded):
+        connection.ask(sleeps).result()
+    done: queue.Queue[Pending] = queue.Queue()
+    sleeps.deadline = time.monotonic() + 0.05
+    connection.ask(sleeps).add_done_callback(done.put)
+    with pytest.raises(DeadlineExceeded):
+        done.get(timeout=_PATIENCE).result()
+
+
+def test_cancelling(connection: LaneConnection) -> None:
+    pending = connection.ask(Call("slow", {"x": np.array([0.2], np.float32)}))
+    pending.cancel()
+    with pytest.raises(Cancelled):
+        pending.result(_PATIENCE)
+    check(connection.ask(addsub(2)).result(_PATIENCE), 2)
+
+
+def test_more_requests_than_a_lane_takes_are_refused_with_both_numbers(connection: LaneConnection) -> None:
+    """128 on each of two lanes, behind one that takes long: the others are told so, and every other one is answered."""
+    connection.open("slow")
+    seconds = [0.5] * 2 + [0.0] * 298
+    asked = [connection.ask(Call("slow", {"x": np.full(1, each, np.float32)})) for each in seconds]
+    refused = []
+    for each in asked:
+        try:
+            assert each.result(_PATIENCE)["y"].shape == (1,)
+        except ServingError as error:
+            refused.append(error)
+    assert {error.code for error in refused} == {"UNAVAILABLE"}
+    assert "128" in refused[0].message
+
+
+# ------------------------------------------------------------------------------------------------ streams, sequences
+
+
+def repeat(count: int) -> Call:
+    return Call("repeat", {"base": np.zeros(16, np.float32), "count": np.array([count], np.int32)})
+
+
+def test_responses_come_in_their_order(connection: LaneConnection) -> None:
+    connection.open("repeat")
+    found = [answer["value"][0] for answer in connection.ask(repeat(3000)).responses(_PATIENCE)]
+    assert found == list(range(3000))
+    assert list(connection.ask(repeat(0)).responses(_PATIENCE)) == []
+
+
+async def test_responses_come_to_a_coroutine(connection: LaneConnection) -> None:
+    found = [answer["value"][0] async for answer in connection.ask(repeat(3000)).async_responses()]
+    assert found == list(range(3000))
+
+
+def test_a_stream_that_is_left_early_is_cancelled(connection: LaneConnection) -> None:
+    responses = connection.ask(repeat(1 << 30)).responses(_PATIENCE)
+    assert next(responses)["value"][0] == 0
+    responses.close()  # type: ignore[attr-defined]
+    assert [answer["value"][0] for answer in connection.ask(repeat(2)).responses(_PATIENCE)] == [0, 1]
+
+
+def test_sequences_stay_on_the_lane_where_they_began(connection: LaneConnection) -> None:
+    """Two workers, eight sequences, whose steps take turns."""
+    totals = dict.fromkeys(range(1, 9), 0.0)
+    for step in range(6):
+        for sequence in totals:
+            own = {"sequence_id": sequence, "sequence_start": step == 0, "sequence_end": step == 5}
+            call = Call("total", {"x": np.array([[sequence]], np.float32)}, **own)
+            totals[sequence] += sequence
+            assert connection.ask(call).result(_PATIENCE)["sum"][0, 0] == totals[sequence]
+    with pytest.raises(ServingError):
+        connection.ask(Call("total", {"x": np.zeros((1, 1), np.float32)}, sequence_id=1)).result(_PATIENCE)
+
+
+# ----------------------------------------------------------------------------------------------------- prepared calls
+
+
+def prepared(connection: LaneConnection, lies: bool) -> tuple[Any, Any, Any]:
+    given = connection.empty((1, 16), np.float32) if lies else np.empty((1, 16), np.float32)
+    places = {name: connection.empty((1, 16), np.float32) for name in ("OUTPUT0", "OUTPUT1")}
+    call = Call("addsub", {"INPUT0": given, "INPUT1": np.ones((1, 16), np.float32)}, places=places)
+    return given, places, connection.prepare(call)
+
+
+@pytest.mark.parametrize("lies", [True, False])
+def test_a_prepared_call_sends_what_its_arrays_hold(connection: LaneConnection, lies: bool) -> None:
+    given, places, call = prepared(connection, lies)
+    for number in range(20):
+        given[:] = number
+        outputs = call(_PATIENCE)
+        check(outputs, number)
+        assert outputs["OUTPUT0"] is places["OUTPUT0"]
+        assert call.timing.compute_ns > 0
+
+
+def test_a_prepared_call_may_leave_outputs_to_the_server(connection: LaneConnection) -> None:
+    values = np.zeros(5000, np.float32)
+    call = connection.prepare(identity(values))
+    for number in range(5):
+        values[:] = number
+        outputs = call(_PATIENCE)
+        assert outputs["OUTPUT0"].tolist() == [number] * 5000
+    words = connection.prepare(Call("strings", {"x": np.array([b"a", b"bc"], dtype=object)}))
+    assert words(_PATIENCE)["y"].tolist() == [b"bc", b"a"]
+
+
+def test_threads_share_a_prepared_call(connection: LaneConnection) -> None:
+    given, _, call = prepared(connection, True)
+    given[:] = 5
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(50):
+                check(call(_PATIENCE), 5)
+                check(connection.ask(addsub(6)).result(_PATIENCE), 6)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_a_prepared_call_that_was_late_ends_before_the_next(connection: LaneConnection) -> None:
+    seconds, place = connection.empty(1, np.float32), connection.empty(1, np.float32)
+    call = connection.prepare(Call("slow", {"x": seconds}, places={"y": place}))
+    seconds[:] = 0.3
+    with pytest.raises(DeadlineExceeded):
+        call(0.05)
+    with pytest.raises(DeadlineExceeded):
+        call(0.01)
+    seconds[:] = 0
+    assert call(_PATIENCE)["y"].tolist() == [1.0]
+
+
+def test_prepared_calls_outlive_their_numbers(connection: LaneConnection) -> None:
+    """More kinds than a lane has numbers: the first call's number has come to stand for something else."""
+    given, _, call = prepared(connection, True)
+    given[:] = 1
+    check(call(_PATIENCE), 1)
+    for kind in range(1100):
+        for _ in range(2):
+            connection.ask(addsub(kind, parameters={"kind": kind}))
+    given[:] = 2
+    check(call(_PATIENCE), 2)
+
+
+def test_what_is_wrong_with_a_prepared_call_is_said(connection: LaneConnection) -> None:
+    with pytest.raises(InvalidArgument, match="several responses"):
+        connection.prepare(repeat(3))
+    call = connection.prepare(Call("addsub", {"INPUT0": np.zeros((1, 16), np.float32)}))
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="INPUT1"):
+            call(_PATIENCE)
+
+
+# ---------------------------------------------------------------------------------------------------------------- end
+
+
+def test_what_is_in_flight_when_a_connection_is_closed_is_cancelled(connect: Callable[..., LaneConnection]) -> None:
+    connection = connect()
+    pending = connection.ask(Call("slow", {"x": np.array([5.0], np.float32)}))
+    done: queue.Queue[Pending] = queue.Queue()
+    connection.ask(Call("slow", {"x": np.array([5.0], np.float32)})).add_done_callback(done.put)
+    kept = connection.empty(4, np.float32)
+    threading.Timer(0.2, connection.close).start()
+    with pytest.raises(Cancelled):
+        pending.result(_PATIENCE)
+    with pytest.raises(Cancelled):
+        done.get(timeout=_PATIENCE).result()
+    kept[:] = 1
+    with pytest.raises(Cancelled):
+        connection.ask(addsub(1))
+    connection.close()
+
+
+def test_many_connections_leave_nothing(daemon: DaemonProcess, connect: Callable[..., LaneConnection]) -> None:
+    import psutil
+
+    workers = [psutil.Process(worker.pid) for worker in daemon.workers]
+    mine = psutil.Process()
+
+    def once() -> None:
+        connection = connect()
+        check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+        connection.ask(identity(connection.empty(5000, np.float32))).result(_PATIENCE)
+        connection.close()
+
+    once()
+    before = mine.num_fds()
+    for _ in range(20):
+        once()
+    assert mine.num_fds() == before
+    for worker in workers:
+        limit = time.monotonic() + _PATIENCE
+        while sum("memfd:tensord-client" in each.path for each in worker.memory_maps(grouped=False)):
+            assert time.monotonic() < limit
+            time.sleep(0.05)

@@ -1,0 +1,207 @@
+"""Workers and daemons that end, and processes that fork, under a client's connection."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensord_client.errors import Internal, ServingError, Unavailable
+from tensord_client.lane import Call, LaneConnection
+
+from tests.client.conftest import clients_socket, write_models
+from tests.client.test_lane import addsub, check, prepared
+from tests.daemon_process import ROOT, DaemonProcess
+
+_PATIENCE = 120.0
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
+    started: list[DaemonProcess] = []
+    write_models(tmp_path / "models")
+
+    def begin(workers: int = 1) -> DaemonProcess:
+        options = {"clients": {"socket": clients_socket(tmp_path)}, "workers": {"cpu": workers}}
+        started.append(DaemonProcess(tmp_path, [tmp_path / "models"], options))
+        started[-1].start()
+        started[-1].wait_ready()
+        return started[-1]
+
+    yield begin
+    for daemon in started:
+        daemon.stop()
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Iterator[Callable[[], LaneConnection]]:
+    opened: list[LaneConnection] = []
+
+    def begin() -> LaneConnection:
+        opened.append(LaneConnection(clients_socket(tmp_path)))
+        return opened[-1]
+
+    yield begin
+    for connection in opened:
+        connection.close()
+
+
+def kill(worker: Any) -> None:
+    worker.send_signal(signal.SIGKILL)
+    worker.wait(_PATIENCE)
+
+
+def test_pure_requests_outlive_their_worker(
+    start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]
+) -> None:
+    """Every way to wait: a worker is stopped with requests that it has, and killed; they are answered by the next one."""
+    daemon, connection = start(), connect()
+    given, _, call = prepared(connection, True)
+    given[:] = 4
+    check(call(_PATIENCE), 4)
+    (worker,) = daemon.workers
+    worker.suspend()
+    asked = [connection.ask(addsub(number)) for number in range(5)]
+    done: queue.Queue[Any] = queue.Queue()
+    called = connection.ask(addsub(9))
+    called.add_done_callback(done.put)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(dict(call(_PATIENCE))))
+    thread.start()
+    time.sleep(0.2)
+
+    async def ask() -> Any:
+        pending = connection.ask(addsub(11))
+        threading.Timer(0.1, kill, (worker,)).start()
+        return await pending
+
+    check(asyncio.run(ask()), 11)
+    for number, each in enumerate(asked):
+        check(each.result(_PATIENCE), number)
+    done.get(timeout=_PATIENCE)
+    check(called.result(), 9)
+    thread.join()
+    check(results[0], 4)
+
+
+def test_what_may_not_be_run_twice_is_not(
+    start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]
+) -> None:
+    daemon, connection = start(), connect()
+    own = {"sequence_id": 5, "sequence_start": True}
+    step = np.ones((1, 1), np.float32)
+    assert connection.ask(Call("total", {"x": step}, **own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
+    pending = connection.ask(Call("slow", {"x": np.array([60.0], np.float32)}))
+    prepared_one = connection.prepare(Call("slow", {"x": np.array([60.0], np.float32)}))
+    threading.Timer(0.3, kill, (daemon.workers[0],)).start()
+    with pytest.raises(Internal, match="may not be run twice"):
+        prepared_one(_PATIENCE)
+    with pytest.raises(Internal, match="may not be run twice"):
+        pending.result(_PATIENCE)
+    with pytest.raises(ServingError):
+        connection.ask(Call("total", {"x": step}, sequence_id=5)).result(_PATIENCE)
+    assert connection.ask(Call("total", {"x": step}, **own)).result(_PATIENCE)["sum"].tolist() == [[1.0]]
+
+
+def test_one_of_two_workers_ends(start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]) -> None:
+    """Requests go to the other one meanwhile, and to its replacement later."""
+    daemon, connection = start(2), connect()
+    check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+    assert len(connection.model_of(addsub(1)).lanes) == 2
+    kill(daemon.workers[0])
+    for number in range(20):
+        check(connection.ask(addsub(number)).result(_PATIENCE), number)
+    limit = time.monotonic() + _PATIENCE
+    while sum(lane.usable for lane in connection.model_of(addsub(1)).lanes) < 2:
+        assert time.monotonic() < limit
+        check(connection.ask(addsub(2)).result(_PATIENCE), 2)
+        time.sleep(0.1)
+
+
+def test_a_daemon_is_started_again(start: Callable[..., DaemonProcess], connect: Callable[[], LaneConnection]) -> None:
+    first, connection = start(), connect()
+    given, _, call = prepared(connection, True)
+    given[:] = 4
+    check(call(_PATIENCE), 4)
+    check(connection.ask(addsub(1)).result(_PATIENCE), 1)
+    first.stop()
+    with pytest.raises((ServingError, TimeoutError)):
+        connection.ask(addsub(1)).result(0.3)
+    with pytest.raises(Unavailable):
+        LaneConnection(connection.path)
+    start()
+    given[:] = 5
+    check(call(_PATIENCE), 5)
+    check(connection.ask(addsub(2)).result(_PATIENCE), 2)
+
+
+def test_a_forked_child_connects_anew(start: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """A process of its own forks: both go on, with memory of their own, and importing the client brings nothing large along."""
+    start()
+    program = """
+    import os, sys, numpy as np
+    from tensord_client.lane import Call, LaneConnection
+    assert not {"jax", "msgspec", "asyncio", "google.protobuf", "tensord"} & set(sys.modules)
+    connection = LaneConnection(sys.argv[1])
+    lying = connection.empty((1, 16), np.float32)
+    lying[:] = 3
+    ones = np.ones((1, 16), np.float32)
+    places = {name: connection.empty((1, 16), np.float32) for name in ("OUTPUT0", "OUTPUT1")}
+    calls = [connection.prepare(Call("addsub", {"INPUT0": given, "INPUT1": ones})) for given in (lying, ones * 3)]
+    placed = connection.prepare(Call("addsub", {"INPUT0": lying, "INPUT1": ones}, places=places))
+    def check():
+        for call in calls:
+            assert call(60)["OUTPUT0"].tolist() == [[4.0] * 16]
+        answer = connection.ask(Call("addsub", {"INPUT0": lying, "INPUT1": ones})).result(60)
+        assert answer["OUTPUT0"].tolist() == [[4.0] * 16]
+    check()
+    placed(60)
+    pending = connection.ask(Call("addsub", {"INPUT0": lying, "INPUT1": ones}))
+    child = os.fork()
+    if child == 0:
+        try:
+            check()
+            try:
+                placed(60)
+            except Exception as error:
+                assert "in this process" in str(error), error
+            else:
+                raise AssertionError("wrote to the parent's memory")
+            try:
+                pending.result(60)
+            except Exception as error:
+                assert "forked" in str(error), error
+            else:
+                raise AssertionError("read the parent's answer")
+            mine = connection.empty((1, 16), np.float32)
+            mine[:] = 8
+            assert connection.ask(Call("addsub", {"INPUT0": mine, "INPUT1": ones})).result(60)["OUTPUT0"][0, 0] == 9
+            os._exit(0)
+        except BaseException as error:
+            print("child:", repr(error), file=sys.stderr)
+            os._exit(1)
+    check()
+    assert pending.result(60)["OUTPUT0"].tolist() == [[4.0] * 16]
+    assert placed(60)["OUTPUT0"] is places["OUTPUT0"]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    check()
+    connection.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), clients_socket(tmp_path)],
+        cwd=ROOT / "client",
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
