@@ -139,7 +139,7 @@ def test_every_call_has_one_reply() -> None:
         (2, "", b"0"),
         (3, "", b""),
         (4, "UNSUPPORTED", b""),
-        (5, "", b'[[],{"system":0,"cuda":0},[]]'),
+        (5, "", b'[[],{"system":0,"cuda":0},[],0,0]'),
     ]
 
 

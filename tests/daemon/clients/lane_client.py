@@ -21,6 +21,9 @@ class LaneClient:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.disconnect()
         self.close_lanes()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import socket
@@ -18,12 +20,15 @@ import pytest
 
 from tensord.config.options import ClientsOptions, Http, Options, RegionsOptions, SupervisorOptions
 from tensord.daemon.clients.client_lanes import ClientLanes
+from tensord.daemon.clients.client_messages import OpenLanes
 from tensord.daemon.clients.client_socket import ClientSocket
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm import descriptors
-from tensord.shm.errors import InvalidArgument
+from tensord.shm.control_records import LaneClosed, LaneOpened, ModelState
+from tensord.shm.errors import InvalidArgument, Unavailable, Unsupported
 from tensord.shm.messages import WIRE_VERSION
-from tensord.shm.operations import Operation, RegionStatus, RegisterSystemRegion
+from tensord.shm.operations import Operation, Peer, RegionStatus, RegisterSystemRegion
+from tensord.shm.record import Record
 from tests.daemon.regions.test_region_registry import FakeHolder
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -52,12 +57,46 @@ class NoFronts:
         """There are none."""
 
 
-def listening(options: Options, registry: RegionRegistry, environment: dict[str, str] | None = None) -> ClientSocket:
-    """A socket that serves, of a daemon without workers."""
-    workers = SimpleNamespace(by_incarnation={}, devices=[], usable=[], slots={})
-    supervisor: Any = SimpleNamespace(workers=workers, next_incarnation=lambda: 1)
+class Worker:
+    """What lanes see of a worker: it is told of them."""
+
+    alive, stopping = True, False
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.name, self.device = f"worker-{incarnation}", f"cpu:{incarnation}"
+        self.told: list[Record] = []
+        #: Raised by the next record.
+        self.fails: OSError | None = None
+
+    def send(self, record: Record, *fds: int) -> None:
+        if self.fails is not None:
+            raise self.fails
+        assert len(fds) == isinstance(record, LaneOpened)
+        self.told.append(record)
+
+
+def lanes_of(options: Options, *workers: Worker) -> ClientLanes:
+    """Of a daemon with these workers, which have the model "m"."""
+    pool = SimpleNamespace(
+        by_incarnation={worker.incarnation: worker for worker in workers},
+        devices=[worker.device for worker in workers],
+        usable=[worker.device for worker in workers],
+        slots={worker.name: worker.device for worker in workers},
+    )
+    supervisor: Any = SimpleNamespace(workers=pool, next_incarnation=itertools.count(100).__next__)
+    lanes = ClientLanes(options, supervisor)
+    has = tuple(worker.incarnation for worker in workers)
+    lanes.model_changed(ModelState("m", 1, "READY", "", has, b'{"name": "m"}', b'{"max_batch_size": 4}'))
+    return lanes
+
+
+def listening(
+    options: Options, registry: RegionRegistry, environment: dict[str, str] | None = None, *workers: Worker
+) -> ClientSocket:
+    """A socket that serves, of a daemon with these workers."""
     fronts: Any = NoFronts()
-    served = ClientSocket(options, environment or {}, registry, fronts, ClientLanes(options, supervisor))
+    served = ClientSocket(options, environment or {}, registry, fronts, lanes_of(options, *workers))
     served.listen()
     served.serve()
     return served
@@ -193,7 +232,7 @@ async def test_memory_goes_with_the_connection_that_handed_it_over(tmp_path: Pat
 
 
 async def test_a_client_is_told_who_serves_and_where(registry: RegionRegistry, tmp_path: Path) -> None:
-    hello, unknown = await ask(tmp_path / "s", ({"hello": {}}, []), ({"open": {"model": "m"}}, []))
+    hello, unknown = await ask(tmp_path / "s", ({"hello": {}}, []), ({"open": {"model": "n"}}, []))
     assert hello == {
         "server": "tensord",
         "version": importlib.metadata.version("tensord"),
@@ -201,7 +240,7 @@ async def test_a_client_is_told_who_serves_and_where(registry: RegionRegistry, t
         "lanes": True,
         "http": ["127.0.0.1:8000", "unix:/x/http.sock"],
     }
-    assert unknown == {"error": "Request for unknown model: 'm' is not found", "code": "NOT_FOUND"}
+    assert unknown == {"error": "Request for unknown model: 'n' is not found", "code": "NOT_FOUND"}
 
 
 @pytest.mark.parametrize(
@@ -287,6 +326,65 @@ async def test_the_reserve_of_descriptors_is_left(
     answer = await asyncio.to_thread(told)
     assert "files are open in a process of the server" in answer["error"]
     assert answer["code"] == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("how", ["reserve", "send"])
+async def test_no_lane_is_opened_where_not_all_can_be(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor is left for the second of two: the first one's worker ends its lane again, and the client has none."""
+    first, second = Worker(1), Worker(2)
+    lanes = lanes_of(Options(), first, second)
+    connection = lanes.admit(Peer("unix", "", 7, 1000, 1000))
+    wanted = OpenLanes("m")
+    state = await lanes.find(connection, wanted)
+    if how == "send":
+        second.fails = OSError(errno.EMFILE, "too many")
+    else:
+        free = [os.dup(0) for _ in range(3)]
+        descriptors.close(free)
+        # The first pair takes the lowest two, and keeps one; the worker's of the second pair is beyond what may be used.
+        monkeypatch.setattr(descriptors, "_RESERVE", 0)
+        monkeypatch.setattr(descriptors, "limit", lambda: free[2])
+    with pytest.raises(Unavailable, match="a lane to model 'm'"):
+        lanes.open(connection, wanted, state)
+    opened, closed = first.told
+    assert isinstance(opened, LaneOpened)
+    assert closed == LaneClosed(opened.peer)
+    assert (second.told, connection.lanes) == ([], {})
+    lanes.leave(connection)
+    assert len(first.told) == 2
+
+
+async def test_a_description_that_is_too_large_for_the_socket() -> None:
+    lanes = lanes_of(Options(), Worker(1))
+    lanes.model_changed(ModelState("m", 1, "READY", "", (1,), b" " * 200_000, b"{}"))
+    connection, wanted = lanes.admit(Peer("unix", "", 7, 1000, 1000)), OpenLanes("m")
+    with pytest.raises(Unsupported, match="has 200000 bytes, at most 114688 can be sent here"):
+        lanes.open(connection, wanted, await lanes.find(connection, wanted))
+
+
+async def test_lanes_that_cannot_be_handed_over(
+    registry: RegionRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has too many descriptors on their way: the client is told, the worker ends the lane, the connection stays."""
+    worker = Worker(1)
+    served = listening(Options(clients=ClientsOptions(socket=str(tmp_path / "t"))), registry, None, worker)
+    send_fds = socket.send_fds
+
+    def sent(sock: socket.socket, buffers: Any, fds: Any, *more: Any) -> int:
+        if fds:
+            raise OSError(errno.ETOOMANYREFS, "too many references")
+        return send_fds(sock, buffers, fds, *more)
+
+    monkeypatch.setattr(socket, "send_fds", sent)
+    refused, hello = await ask(tmp_path / "t", ({"open": {"model": "m"}}, []), ({"hello": {}}, []))
+    assert refused == {
+        "error": "lanes to model 'm' cannot be handed over now: too many references",
+        "code": "UNAVAILABLE",
+    }
+    assert hello["lanes"]
+    assert [type(record) for record in worker.told] == [LaneOpened, LaneClosed]
+    served.close()
+    await asyncio.sleep(0)
 
 
 async def test_the_socket_stands_beside_the_control_socket(

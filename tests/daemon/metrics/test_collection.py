@@ -164,4 +164,4 @@ def test_models_come_and_go(start: Callable[..., Watched]) -> None:
 def test_without_metrics(start: Callable[..., Watched]) -> None:
     daemon = start(metrics={"enabled": False})
     assert daemon.status()["metrics"] is None
-    assert "metrics" not in daemon.log
+    assert "serving metrics" not in daemon.log

@@ -29,7 +29,7 @@ def test_workers() -> None:
     executing.page = StatusPage.create()
     executing.page.set_state(WorkerState.EXECUTING, 4 * SECOND)
     executing.page.outputs = Outputs.IN_PLACE
-    first, second = process_list.of_workers([starting, executing], slots(), MODELS, {}, 5 * SECOND)
+    first, second = process_list.of_workers([starting, executing], slots(), MODELS, {"worker-1": 3}, 5 * SECOND)
     assert first == {
         "name": "worker-0",
         "pid": 0,
@@ -37,13 +37,14 @@ def test_workers() -> None:
         "uptime_s": 5.0,
         "deaths": 0,
         "device": "cpu:0",
+        "lanes": 0,
         "state": "starting",
         "outputs": "unknown",
         "oldest_execution": None,
         "oldest_load": None,
         "missing": [],
     }
-    assert (second["state"], second["ready"], second["uptime_s"]) == ("executing", True, 2.0)
+    assert (second["state"], second["ready"], second["uptime_s"], second["lanes"]) == ("executing", True, 2.0, 3)
     # What the loader does beside the loop.
     executing.send(Load("digits", 1, "", "", b""))
     (entry,) = process_list.of_workers([executing], slots(), MODELS, {}, 5 * SECOND)
