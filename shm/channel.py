@@ -38,6 +38,8 @@ _WHOLE = b"\x01"
 _WHOLE_KIND = _WHOLE[0]
 _PART = b"\x02"
 _LAST_PART = b"\x03"
+#: Raised by the decoder for bytes that are no record: text that is not UTF-8 has an error of its own.
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
 #: Errors of a host that is short of something for a moment: what could not be sent may go later.
 _SHORTAGES = frozenset((errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
 #: The beginning of a datagram with one record.
@@ -221,7 +223,7 @@ class Channel:
         if size and received[0] == _WHOLE_KIND and not (ancillary or self._parts or flags & _INCOMPLETE):
             try:
                 return self._incoming.decode(received[1:size]), []
-            except msgspec.MsgspecError:
+            except _MALFORMED:
                 pass  # ``read`` says what is wrong
         fds = _descriptors(ancillary) if ancillary else []
         if not size:
@@ -248,7 +250,7 @@ class Channel:
             else:
                 raise InvalidArgument(f"malformed datagram: kind {content[0]}, {len(self._parts)} bytes into a record")
             records: list[Any] = self._incoming.decode(body)
-        except msgspec.MsgspecError as error:
+        except _MALFORMED as error:
             descriptors.close(fds)
             raise InvalidArgument(f"malformed record: {error}") from error
         except InvalidArgument:

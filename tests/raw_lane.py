@@ -55,10 +55,10 @@ def memory(byte_size: int, seals: int = SEALS) -> tuple[int, mmap.mmap]:
 class RawLane:
     """Owns its socket and its segments."""
 
-    def __init__(self, sock: socket.socket, agree: bool = True) -> None:
-        """``agree``: begins with the version of the wire."""
+    def __init__(self, sock: socket.socket, agree: bool = True, buffer: bytearray | None = None) -> None:
+        """``agree``: begins with the version of the wire. ``buffer``: that lanes of one thread share."""
         self.sock = sock
-        self._channel = Channel(sock, decoder(ToSubmitter))
+        self._channel = Channel(sock, decoder(ToSubmitter), buffer=buffer)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self.segments: dict[int, mmap.mmap] = {}

@@ -76,7 +76,7 @@ INSIDE = {
         *("scheduling", "threads", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests"),
     ),
     "workers.processor": (
-        *("threads", "jax_internals", "compiling", "native", "tensors", "devices", "requests", "programs"),
+        *("threads", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests", "programs"),
     ),
     "workers.gpu": ("jax_internals", "tensors", "devices", "requests", "programs"),
     "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "requests", "programs"),

@@ -141,9 +141,13 @@ def changed(content: bytes, chance: random.Random) -> bytes:
 
 def altered(content: bytes, chance: random.Random) -> bytes:
     """A datagram of whole records of which a value is another one: what passes the decoder and is meant badly."""
-    records = msgspec.msgpack.decode(content[1:])
+    try:
+        records = msgspec.msgpack.decode(content[1:])
+    except (msgspec.DecodeError, ValueError, TypeError):  # it was changed before
+        return content
     for _ in range(chance.choice([1, 1, 2, 5])):
-        _alter(records, chance)
+        if isinstance(records, list):
+            _alter(records, chance)
     return b"\x01" + msgspec.msgpack.encode(records)
 
 
@@ -181,9 +185,7 @@ def life(seed: int) -> list[Said]:
         if what < 0.4:
             said[at] = Said(changed(one.content, chance), one.memory)
         elif what < 0.75:
-            said[at] = (
-                Said(altered(one.content, chance), one.memory) if one.content[0] == 1 and one.content[1:] else one
-            )
+            said[at] = Said(altered(one.content, chance), one.memory) if one.content[:1] == b"\x01" else one
         elif what < 0.8:
             said[at] = Said(one.content, chance.choice([-1, 0, 4096, SEGMENT, 2 * SEGMENT]))
         elif what < 0.85:

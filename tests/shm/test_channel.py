@@ -203,10 +203,9 @@ def test_without_a_descriptor_nothing_is_queued_and_large_records_travel() -> No
     worker.close()
 
 
-def test_records_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensord.shm.channel.MAX_RECORD", 100_000)
+def test_records_without_end_are_refused() -> None:
     ours, theirs = pair()
-    worker = Channel(theirs, decoder(ToWorker))
+    worker = Channel(theirs, decoder(ToWorker), 100_000)
     ours.send(b"\x02" + bytes(60_000))
     assert worker.receive() == ([], [])
     ours.send(b"\x02" + bytes(60_000))

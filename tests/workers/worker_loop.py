@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tensord.config import model_config
 from tensord.config.options import ExecutablesOptions, Lanes, Options
 from tensord.shm.arena import Arena, Lease
-from tensord.shm.channel import Channel, pair
+from tensord.shm.channel import Channel, new_buffer, pair
 from tensord.shm.control_records import (
     FromWorker,
     LaneClient,
@@ -61,6 +61,7 @@ class WorkerLoop:
         self.front = self.open_lane(7)
         self.numbers: Numbers[PreparedRequest] = Numbers()
         self.number = 0
+        self._buffer = new_buffer()
 
     def open_lane(self, peer: int) -> SubmitterLane:
         ours, theirs = pair()
@@ -73,7 +74,7 @@ class WorkerLoop:
         ours, theirs = pair()
         self.tell(LaneOpened(peer, client=LaneClient(Peer("unix"), limits)), theirs.fileno())
         theirs.close()
-        return RawLane(ours, agree)
+        return RawLane(ours, agree, self._buffer)
 
     def client_answers(self, lane: RawLane, count: int) -> list[AnswerRecord]:
         """Turns until so many answers have come on a client's lane."""

@@ -47,6 +47,8 @@ from tensord.workers.tensors.buckets import Shapes
 if available:
     from tensord.workers.native import _native
 
+#: Bytes of inputs in regions from which on a request is run by itself, where they lie.
+_LARGE = 1 << 16
 AnyProgram = Executable | SeriesProgram | ChainProgram
 
 
@@ -213,7 +215,7 @@ class FastPath(Poller):
             version.sequences is None
             and jitted is not None
             and len(execution.requests) == 1
-            and (made is None or not execution.requests[0].small)
+            and (made is None or _is_large(execution.requests[0]))
         ):
             self._learn_alone(version, jitted, execution)
         if made is None:
@@ -291,12 +293,18 @@ class FastPath(Poller):
         self._numbers.setdefault(lane.fileno(), set()).add(preparation.number)
 
     def _learn_alone(self, version: ModelVersion, model: JaxModel, execution: Execution) -> None:
-        """Of a request that had a run to itself, with large tensors, none of them in a region."""
+        """Of a request that had a run to itself, with large tensors."""
         (request,) = execution.requests
         preparation, lane, executable = request.preparation, request.submitter.lane, execution.executable
-        if preparation is None or preparation.checked is None or not preparation.own or preparation.outputs is None:
+        if preparation is None or preparation.checked is None:
             return
-        sizes = preparation.checked.sizes
+        prepared = preparation.prepared
+        places = [tensor.region for tensor in prepared.inputs] + [output.region for output in prepared.outputs]
+        regions = self._found(
+            [place for place in places if place is not None], request.submitter.segments or self._regions
+        )
+        if regions is None:
+            return
         if request.submitter.closed or not isinstance(executable, Executable) or not preparation.checked.plain:
             return
         fd, number = lane.fileno(), preparation.number
@@ -307,7 +315,7 @@ class FastPath(Poller):
         ):
             return
         may_be = model.is_whole(execution) and not version.batcher.delays
-        run = executable.lone_run(execution, preparation) if may_be else None
+        run = executable.lone_run(execution, preparation, regions) if may_be else None
         if run is None or run.answer.numbered not in lane.published:
             return
         batch = self._alone.get((version, request.key))
@@ -319,7 +327,7 @@ class FastPath(Poller):
                 number,
                 batch.native(),
                 request.rows,
-                tuple(sizes),
+                run.sizes,
                 run.answer.outputs,
                 run.answer.numbered.number,
                 run,
@@ -365,6 +373,14 @@ class FastPath(Poller):
 
     def __repr__(self) -> str:
         return f"<FastPath {sum(map(len, self._numbers.values()))} numbers of {len(self._batches)} kinds>"
+
+
+def _is_large(request: Request) -> bool:
+    """Returns whether a request's inputs are better used where they lie than gathered, even if others could share its run."""
+    preparation = request.preparation
+    if preparation is None or preparation.own or preparation.checked is None:
+        return not request.small
+    return sum(preparation.checked.sizes) >= _LARGE
 
 
 def _take_back(submitter: Submitter[Request], datagram: bytes) -> bool:

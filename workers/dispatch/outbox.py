@@ -376,7 +376,9 @@ def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Num
     """Has a number stand for what a large answer has in common with others to such requests."""
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
     # Parameters are each answer's own.
-    if preparation is None or answer.lease is None or prepared.parameters:
+    if preparation is None or prepared.parameters:
+        return answer, None
+    if answer.lease is None and not any(tensor.region is not None for tensor in prepared.outputs):
         return answer, None
     if preparation.load is not request.version.checked:
         return answer, None

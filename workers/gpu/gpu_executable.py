@@ -29,6 +29,7 @@ from tensord.workers.tensors.ragged import flat
 from tensord.workers.tensors.signature import Signature
 
 if TYPE_CHECKING:
+    from tensord.shm.regions import Region
     from tensord.workers.models.execution import Execution
     from tensord.workers.requests.prepared import Preparation
 
@@ -130,7 +131,7 @@ class GpuExecutable(Executable):
     def settle(self, places: Places) -> None:
         """Does nothing: delivered outputs are copies."""
 
-    def lone_run(self, execution: Execution, preparation: Preparation) -> None:
+    def lone_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> None:
         """Returns None: C runs no request on a GPU."""
 
     def __repr__(self) -> str:

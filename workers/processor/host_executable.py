@@ -182,12 +182,13 @@ class HostExecutable(Executable):
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 
-    def lone_run(self, execution: Execution, preparation: Preparation) -> LoneRun | None:
+    def lone_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> LoneRun | None:
         answer, checked = plan_alone(execution, preparation), preparation.checked
         if answer is None or checked is None:
             return None
         lane, prepared = execution.requests[0].submitter.lane, preparation.prepared
-        return LoneRun(self, lane, prepared.inputs, checked.sizes, answer)
+        run = LoneRun(self, lane, prepared.inputs, checked.sizes, answer, regions)
+        return run if run.is_aligned else None
 
     def __repr__(self) -> str:
         return f"<HostExecutable {self.wanted}>"

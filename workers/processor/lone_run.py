@@ -3,6 +3,9 @@
     places of its tensors ─▶ arrays where they lie ─▶ a lease for its large outputs ─▶ the program, which writes them there
                                                                                      ╰─▶ the lease's key, and the small outputs
 
+Tensors in regions lie where the prepared request says, so their arrays are made once. It holds no lease on a region: nothing that
+is known of one outlives it (``FastPath``), and nothing else happens on the loop while a program runs.
+
 It does what the ordinary path does with such a request (``Places``, ``Executable``), once everything about it is known but
 the places of its tensors. A request that differs in anything else is left to that path.
 """
@@ -14,11 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import DTYPES, Array, address_of
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import PreparedAnswer, PreparedTensor, Slice
+from tensord.shm.messages import PreparedAnswer, PreparedTensor, RegionSlice, Slice
 from tensord.shm.prepared import Numbered
+from tensord.shm.regions import Region
+from tensord.workers.regions.region_table import check_intact
 
 if TYPE_CHECKING:
     from tensord.workers.models.execution import Execution
@@ -41,6 +46,8 @@ class LoneAnswer(NamedTuple):
     byte_size: int
     #: Large output -> its offset in the lease, and its bytes.
     leased: Mapping[str, tuple[int, int]]
+    #: Large output -> where it goes in a region, exactly.
+    placed: Mapping[str, RegionSlice]
     #: Outputs that travel in the record.
     inside: Sequence[str]
     #: For each output, in the answer's order: its number among those in the record or -1, its offset, and its bytes.
@@ -55,13 +62,19 @@ def plan_alone(execution: Execution, preparation: Preparation) -> LoneAnswer | N
         names = {content: name for name, _, content, *_ in made.layout.outputs}
         inside = [names[part.content] for part in plan.parts]
         cut = [(number, part.start, part.byte_size * request.rows) for number, part in enumerate(plan.parts)]
-        return LoneAnswer(plan.numbered, 0, {}, inside, tuple(cut))
-    if preparation.large is None or places is None or not places.written or places.in_regions:
+        return LoneAnswer(plan.numbered, 0, {}, {}, inside, tuple(cut)) if plan.inside else None
+    if preparation.large is None or places is None or not places.written:
         return None
-    byte_size, leased, inside, outputs = 0, dict[str, tuple[int, int]](), list[str](), list[tuple[int, int, int]]()
+    byte_size, leased, placed = 0, dict[str, tuple[int, int]](), dict[str, RegionSlice]()
+    inside, outputs = list[str](), list[tuple[int, int, int]]()
     for name, size in places.sizes.items():
         at = places.offsets.get(name)
-        if at is None:
+        if name in places.in_regions:
+            if name not in places.written:
+                return None
+            place, _ = places.in_regions[name]
+            placed[name] = RegionSlice(place.region, place.offset, size)
+        elif at is None:
             outputs.append((len(inside), 0, size))
             inside.append(name)
         elif name in places.written:
@@ -70,7 +83,7 @@ def plan_alone(execution: Execution, preparation: Preparation) -> LoneAnswer | N
             byte_size = at + size
         else:
             return None
-    return LoneAnswer(preparation.large, byte_size, leased, inside, tuple(outputs))
+    return LoneAnswer(preparation.large, byte_size, leased, placed, inside, tuple(outputs))
 
 
 class LoneRun:
@@ -83,15 +96,41 @@ class LoneRun:
         inputs: Sequence[PreparedTensor],
         sizes: Sequence[int],
         answer: LoneAnswer,
+        regions: Mapping[str, Region],
     ) -> None:
-        """``sizes``: the bytes of each input."""
+        """Finds what lies in regions.
+
+        Args:
+          sizes: the bytes of each input.
+          regions: those that the request names.
+        """
         self._executable = executable
         self._lane = lane
-        self._inputs = [
-            (tensor.name, DTYPES[tensor.datatype], tensor.shape, size)
-            for tensor, size in zip(inputs, sizes, strict=True)
-        ]
+        self._regions = tuple(regions.values())
+        #: Inputs that each request has of its own; and those that are always at the same place.
+        self._inputs: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
+        self._fixed: dict[str, Array] = {}
+        for tensor, size in zip(inputs, sizes, strict=True):
+            dtype, place = DTYPES[tensor.datatype], tensor.region
+            if place is None:
+                self._inputs.append((tensor.name, dtype, tensor.shape, size))
+            else:
+                view = regions[place.region].view(place.offset, size)
+                self._fixed[tensor.name] = np.frombuffer(view, dtype).reshape(tensor.shape)
+        self._placed = {
+            name: regions[place.region].view(place.offset, place.byte_size) for name, place in answer.placed.items()
+        }
         self.answer = answer
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Returns the bytes of each input that requests have of their own."""
+        return tuple([size for *_, size in self._inputs])
+
+    @property
+    def is_aligned(self) -> bool:
+        """Returns whether the program can use what lies in regions where it lies."""
+        return not [array for array in self._fixed.values() if array.ctypes.data % ALIGNMENT]
 
     def __call__(self, places: Sequence[Place]) -> Outcome | None:
         """Runs one request. Returns None if it must take the ordinary path; no lease is held then.
@@ -99,7 +138,7 @@ class LoneRun:
         Raises: InvalidArgument: a place outside the arena.  LookupError: its outputs cannot be made to lie elsewhere any more.
           Or whatever the program raises.
         """
-        arguments: dict[str, Array] = {}
+        arguments = dict(self._fixed)
         for (name, dtype, shape, byte_size), place in zip(self._inputs, places, strict=True):
             content: bytes | memoryview
             if type(place) is bytes:
@@ -110,39 +149,49 @@ class LoneRun:
                     return None
                 content = self._lane.view(Slice(segment, offset, byte_size))
             arguments[name] = np.frombuffer(content, dtype).reshape(shape)
-        if self.answer.byte_size:
-            return self._run_leased(arguments)
-        outputs = _waited_for(self._executable.computed(arguments, {}))
-        return -1, 0, 0, [outputs[name] for name in self.answer.inside]
+        made: Outcome | None
+        if self.answer.byte_size or self._placed:
+            made = self._run_placed(arguments)
+        else:
+            outputs = _waited_for(self._executable.computed(arguments, {}))
+            made = -1, 0, 0, [outputs[name] for name in self.answer.inside]
+        # After the last byte was read and written: a page that was missing meanwhile makes the answer void.
+        check_intact(self._regions)
+        return made
 
-    def _run_leased(self, arguments: dict[str, Array]) -> Outcome | None:
+    def _run_placed(self, arguments: dict[str, Array]) -> Outcome | None:
+        """Runs the program with memory for its large outputs. Returns as a call."""
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
             return None  # the ordinary path learns their allocation anew
-        if not memory.offerable >= self.answer.leased.keys():
+        if not memory.offerable >= self.answer.leased.keys() | self._placed.keys():
             raise LookupError("outputs are copied to their places")
+        if not self.answer.byte_size:
+            made = self._run_into(arguments, self._placed)
+            return None if made is None else (-1, 0, 0, made)
         lease = lane.loan(self.answer.byte_size)
         if lease is None:
             return None
         inside: list[Array] | None = None
         try:
             if lane.is_announced(lease):
-                inside = self._run_into(arguments, lease)
+                leased = {name: lease.view[at : at + size] for name, (at, size) in self.answer.leased.items()}
+                inside = self._run_into(arguments, leased | self._placed)
         finally:
             if inside is None:
                 lease.release()
         return None if inside is None else (*lease.key, inside)
 
-    def _run_into(self, arguments: dict[str, Array], lease: Lease) -> list[Array] | None:
-        """Returns the outputs that are not in the lease, or None where some output that should be is not."""
-        executable, start = self._executable, address_of(lease.view)
-        addresses = {name: start + at for name, (at, _) in self.answer.leased.items()}
+    def _run_into(self, arguments: dict[str, Array], memories: Mapping[str, memoryview]) -> list[Array] | None:
+        """Returns the outputs that have no memory given, or None where some output that should be there is not."""
+        executable = self._executable
+        addresses = {name: address_of(memory) for name, memory in memories.items()}
         outputs = _waited_for(executable.computed(arguments, addresses))
         written = executable.written(outputs, addresses)
         inside = [outputs[name] for name in self.answer.inside]
         del outputs
-        for name, (at, size) in self.answer.leased.items():
-            executable.give_up(addresses[name], lease.view[at : at + size])
+        for name, memory in memories.items():
+            executable.give_up(addresses[name], memory)
         return inside if len(written) == len(addresses) else None
 
     def __repr__(self) -> str:

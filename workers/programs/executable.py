@@ -30,6 +30,7 @@ from tensord.workers.tensors.ragged import batch_input
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
 if TYPE_CHECKING:
+    from tensord.shm.regions import Region
     from tensord.workers.models.execution import Execution
     from tensord.workers.processor.lone_run import LoneRun
     from tensord.workers.requests.prepared import Preparation
@@ -193,8 +194,11 @@ class Executable(ABC):
         """Ends ``offer``: the answer is announced, or there is none, and no code here has the outputs any more."""
 
     @abstractmethod
-    def lone_run(self, execution: Execution, preparation: Preparation) -> LoneRun | None:
-        """Returns an object that runs further single requests of a prepared one's kind directly, or None."""
+    def lone_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> LoneRun | None:
+        """Returns an object that runs further single requests of a prepared one's kind directly, or None.
+
+        ``regions``: those that it names.
+        """
 
     @property
     def output_sizes(self) -> dict[str, int]:

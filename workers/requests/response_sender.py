@@ -77,7 +77,18 @@ class ResponseSender(Generic[R]):
     """One request's. ``send`` and what asks are for any thread; the rest is the loop's."""
 
     __slots__ = (
-        *("_again", "_closed", "_encoded", "_holders", "_lock", "_max_ahead", "_on_room", "_posted", "_settled", "_taker"),
+        *(
+            "_again",
+            "_closed",
+            "_encoded",
+            "_holders",
+            "_lock",
+            "_max_ahead",
+            "_on_room",
+            "_posted",
+            "_settled",
+            "_taker",
+        ),
         *("alike", "began_ns", "begun", "count", "counted", "ended", "failed", "last_ns"),
         *("plain", "request", "returned", "single"),
         "thread",

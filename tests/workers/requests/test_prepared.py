@@ -68,7 +68,7 @@ def submitter() -> Iterator[Submitter]:
     arena, mapped = Arena(1 << 16, 1 << 16, 0), ArenaMap()
     segment = arena.segment(0)
     mapped.open(0, segment.byte_size, os.dup(segment.fd))
-    yield cast(Submitter, SimpleNamespace(lane=mapped, peer=9))
+    yield cast(Submitter, SimpleNamespace(lane=mapped, peer=9, segments=None))
     mapped.close()
     arena.close()
 
