@@ -183,7 +183,7 @@ class AcceptLimit:
                 self._alone = 0
 
     def __repr__(self) -> str:
-        return f"<Crowd, {self.room} are taken>"
+        return f"<AcceptLimit {self.room}>"
 
 
 class ListeningSocket:

@@ -46,12 +46,12 @@ CALLS: Mapping[str, str] = {
 
 
 class Restricted(Unavailable):
-    """The call needs a key that the client did not send. Over HTTP it has a status of its own, 403."""
+    """Says that a call needs a key that the client did not send. Over HTTP it has a status of its own, 403."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The header that a call needs."""
+    """Checks the header that a call needs."""
 
     #: The header's name in lower case.
     header: bytes
@@ -70,7 +70,7 @@ class Rule:
 
 
 class Access:
-    """The access rules of one protocol."""
+    """Holds the access rules of one protocol."""
 
     def __init__(self, restrictions: Mapping[str, Restriction], sentence: str, prefix: str = "") -> None:
         """Takes the rules by group. ``sentence`` ends in the quoted name of the header; ``prefix`` begins that name."""

@@ -22,7 +22,7 @@ DIRECT_BYTE_SIZE = 64 << 10
 
 
 class BodyConnection(Protocol):
-    """A connection that sends large bodies."""
+    """Is what a reader asks of a connection."""
 
     def data_received(self, data: bytes) -> None: ...
     def direct_body_complete(self) -> None: ...
@@ -32,33 +32,24 @@ class BodyConnection(Protocol):
     def resume_writing(self) -> None: ...
 
 
-class Body(Protocol):
-    """The destination of a body."""
-
-    def rest(self) -> memoryview:
-        """Returns the memory for what is still to come; empty: the body is complete."""
-
-    def advance(self, byte_size: int) -> None:
-        """Notes that so many bytes were written into ``rest``."""
-
-
 class BodyReader(asyncio.BufferedProtocol):
     """Reads in place of a connection's protocol while the connection sends large bodies."""
 
     def __init__(self, connection: BodyConnection, transport: asyncio.Transport) -> None:
         self._connection = connection
         self._transport = transport
-        #: The body that is arriving; None: the connection's protocol gets what arrives.
-        self._body: Body | None = None
         self._first = memoryview(bytearray(_FIRST_BYTE_SIZE))
         #: Memory for the next bytes.
         self._room = self._first
+        #: True while that is a body's; else the connection gets what arrives.
+        self.reads_body = False
+        #: Bytes of the body that were read since ``receive``; the connection counts them once it is complete, or stopped.
+        self.byte_size = 0
         self._started = False
 
-    def receive(self, body: Body) -> None:
-        """Reads what arrives next into ``body``; reading is resumed if it was paused."""
-        self._body = body
-        self._room = body.rest()
+    def receive(self, room: memoryview) -> None:
+        """Reads what arrives next into ``room``, until that is full; reading is resumed if it was paused."""
+        self._room, self.reads_body, self.byte_size = room, True, 0
         if self._started:
             self._transport.resume_reading()
         else:
@@ -66,8 +57,8 @@ class BodyReader(asyncio.BufferedProtocol):
             self._exchange(self)
 
     def stop(self) -> None:
-        """Stops reading a body that will not be complete."""
-        self._body, self._room = None, self._first
+        """Stops reading a body, as it is complete or not wanted."""
+        self._room, self.reads_body = self._first, False
 
     def leave(self) -> None:
         """Returns the transport to the connection's protocol."""
@@ -77,14 +68,13 @@ class BodyReader(asyncio.BufferedProtocol):
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
-        body = self._body
-        if body is None:
+        if not self.reads_body:
             self._connection.data_received(bytes(self._first[:nbytes]))
             return
-        body.advance(nbytes)
-        self._room = body.rest()
+        self.byte_size += nbytes
+        self._room = self._room[nbytes:]
         if not self._room:
-            self._body, self._room = None, self._first
+            self._room, self.reads_body = self._first, False
             self._connection.direct_body_complete()
 
     def _exchange(self, protocol: object) -> None:

@@ -48,4 +48,4 @@ class BoundedCache(dict[K, V | None]):
         self[key] = value
 
     def __repr__(self) -> str:
-        return f"<Memo of {len(self)} and {len(self._old)}, {self.forgotten} forgotten>"
+        return f"<{type(self).__name__} of {len(self)} and {len(self._old)}, {self.forgotten} forgotten>"

@@ -19,7 +19,7 @@ _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 
 
 class ChunkRefused(Exception):
-    """The body is not accepted."""
+    """Says that a body is not accepted."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class ChunkRefused(Exception):
 
 
 class _Phase(enum.Enum):
-    """The next element of the framing."""
+    """Says what the next element of the framing is."""
 
     #: A line with a size.
     SIZE = "size"

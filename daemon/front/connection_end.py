@@ -16,7 +16,7 @@ from tensord.shm.errors import Unavailable
 
 
 class ConnectionEnd:
-    """The end of one connection; it costs descriptors only once somebody asks."""
+    """Tells the end of one connection; it costs descriptors only once somebody asks."""
 
     __slots__ = ("_closed", "_reader", "_writer")
 

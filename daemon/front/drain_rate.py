@@ -9,7 +9,7 @@ SILENCE_SECONDS = 2.0
 
 
 class DrainRate:
-    """The rate at which one client takes what waits for it; measured anew whenever it took enough."""
+    """Measures the rate at which one client takes what waits for it, and that anew whenever it took enough."""
 
     __slots__ = ("_left", "_since")
 

@@ -31,7 +31,7 @@ MOST_DROPPED = 256 << 20
 
 
 class LingeringClose:
-    """The lingering connections of one front.
+    """Keeps the lingering connections of one front.
 
     Args:
       min_rate: bytes a second that a client takes at least.
@@ -84,7 +84,7 @@ class LingeringClose:
 
 
 class Lingering(asyncio.Protocol):
-    """The protocol of a connection that lingers: it discards what arrives."""
+    """Discards what arrives on a connection that lingers."""
 
     __slots__ = ("_dropped", "_lingering_close", "_pace", "_since", "_transport")
 

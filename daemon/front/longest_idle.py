@@ -19,7 +19,7 @@ _LOG_SECONDS = 60.0
 
 
 class IdleConnection(Protocol):
-    """A connection that may have to make room."""
+    """Is what is asked of a connection that may have to make room."""
 
     @property
     def used_at(self) -> float:

@@ -60,7 +60,7 @@ _KEPT_BYTE_SIZE = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The listening sockets of a front, and its row among the fronts that share them."""
+    """Holds the listening sockets of a front, and its row among the fronts that share them."""
 
     listeners: tuple[socket.socket, ...]
     counters: SharedCounters
@@ -68,7 +68,7 @@ class Place:
 
 
 class Front(ABC):
-    """A front; ``run`` is its whole life."""
+    """Runs a front; ``run`` is its whole life."""
 
     #: Exists from Start on.
     tracer: Tracer

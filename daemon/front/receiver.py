@@ -4,7 +4,7 @@
      ╰ none now: it waits ─▶ place, or refused
 
 What the bytes mean is the protocol's business: where in the lease they go, and what is kept beside it
-(``tensord.daemon.http.reception``, ``tensord.daemon.grpc.reception``).
+(``tensord.daemon.http.reception``, ``tensord.daemon.grpc.arriving_message``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """The base of both protocols' receivers. It owns the lease until ``take_lease`` or ``drop``.
+    """Is the base of both protocols' receivers. It owns the lease until ``take_lease`` or ``drop``.
 
     Args:
       model: the one that is asked for, as far as it is known.
@@ -38,20 +38,19 @@ class Receiver:
         self.waits_for_room = False
         self._dropped = False
 
-    def _ask_for_room(self, byte_size: int) -> None:
-        """Calls ``_place`` now, or when there is room; then ``_progressed``, also after a refusal. Raises as ``loan``."""
-        if not self._borrow(byte_size):
+    def _ask_for_room(self, byte_size: int, waits: bool = True) -> bool:
+        """Calls ``_place`` and returns True if there is room now. Raises as ``loan``.
+
+        Otherwise, if it ``waits``, calls ``_place`` when there is room, and then ``_progressed``, also after a refusal.
+        """
+        lease = self._submitter.loan(byte_size, self._account, True)
+        if lease is not None:
+            self._lease = lease
+            self._place(lease)
+        elif waits:
             self.waits_for_room = True
             self._submitter.wait_for_room(byte_size, self._granted, self._model, self._account, True)
-
-    def _borrow(self, byte_size: int) -> bool:
-        """Calls ``_place`` if there is room now, or else returns False. Raises InvalidArgument: there never will be."""
-        lease = self._submitter.loan(byte_size, self._account, True)
-        if lease is None:
-            return False
-        self._lease = lease
-        self._place(lease)
-        return True
+        return lease is not None
 
     def _granted(self, lease: Lease | ServingError) -> None:
         self.waits_for_room = False

@@ -47,7 +47,7 @@ class Watch(Protocol):
 
 
 class SocketTransport(asyncio.Transport):
-    """The transport of one connection. ``watch`` calls ``begin``, and ``ready`` with events."""
+    """Carries one connection. ``watch`` calls ``begin``, and ``ready`` with events."""
 
     __slots__ = (
         "_closing",

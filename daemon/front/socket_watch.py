@@ -22,7 +22,7 @@ _MOST = 256
 
 
 class SocketWatch:
-    """The epoll of a front. It is created and used in a running loop; ``close`` ends it.
+    """Owns the epoll of a front. It is created and used in a running loop; ``close`` ends it.
 
     Args:
       heeds_end: whether a client that has ended its side is gone, although something that it sent before is not read.

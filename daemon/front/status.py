@@ -23,7 +23,7 @@ _TABLE: dict[str, tuple[int, str]] = {
 
 
 class BodyTooLarge(InvalidArgument):
-    """An HTTP request body is beyond its limit, for which the family of errors has no code."""
+    """Says that an HTTP request body is beyond its limit, for which the family of errors has no code."""
 
     status = 413
 

@@ -1,9 +1,17 @@
-"""One message of a client: while it arrives in pieces, where its bytes go, and what it was before it was compressed.
+"""One message of a client while it arrives in pieces: where its bytes go, and what it was before it was compressed.
 
     | compressed 8 | length 32 | message: length bytes |
 
-Its length is known from its first five bytes. A large one may be taken by a ``Reception``, which puts most of it where a worker
-reads it; any other is collected in memory of its own, whose pages take nothing until they are written.
+    pieces ─▶ memory of its own, whose pages take nothing until they are written
+
+    pieces ─▶ head ─ a raw tensor begins ─▶ room? ─▶ placed ─ everything came ─▶ fields, take_lease
+     of a large ModelInferRequest           ╰ none ─▶ waits ─ room came ──┘       (or refused: passed over)
+
+    lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
+
+A message's length is known from its first five bytes. Each tensor says how long it is just before it comes, and the head may go
+on behind the tensors. Until a message is placed its pieces are kept as well: what has no tensor, or too much before the first,
+goes on without a place.
 Source: gRPC's PROTOCOL-HTTP2.md.
 """
 
@@ -12,111 +20,226 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
+from tensord.daemon.front.receiver import Receiver
 from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
-from tensord.daemon.grpc.reception import Phase, Reception
-from tensord.shm.messages import Buffer
+from tensord.daemon.grpc.request_fields import ArrivingFields, RefusedRequest
+from tensord.daemon.grpc.walk import walk_beginning
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.errors import ServingError
+from tensord.shm.messages import Buffer, Slice
 
 #: Before each message, either way: whether it is compressed, and its length.
 PREFIX = struct.Struct(">BI")
 read_prefix = PREFIX.unpack_from
+#: For every so many bytes of a message with several tensors the lease has room for one pad; smaller tensors may go without.
+_PADDED_BYTE_SIZE = 64 << 10
+#: Longer heads hold data.
+_MAX_HEAD = 64 << 10
+_NOWHERE = memoryview(b"")
 
 
-class ArrivingMessage:
-    """Collects one message, or gives it to a reception. Owned by its stream.
+class ArrivingMessage(Receiver):
+    """Takes one message. Owned by its stream, then by its call: until ``take_lease`` or ``drop``.
 
     Args:
       flag: whether it is compressed.
-      on_room: the reception has waited for room, and waits no more.
+      submitter: in whose arena a large request's tensors are placed; None: all of it is kept.
+      account: whose memory they take.
+      on_room: called once if it waits for room, when it does no longer.
     """
 
-    __slots__ = ("_content", "_on_room", "_received", "byte_size", "flag", "is_granted", "reception")
+    __slots__ = (
+        *("_at", "_content", "_error", "_fields", "_on_room", "_padding", "_raws", "_taken"),
+        *("byte_size", "flag", "is_declined", "is_granted", "is_placed", "left"),
+    )
 
-    def __init__(self, flag: int, byte_size: int, reception: Reception | None, on_room: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        flag: int,
+        byte_size: int,
+        submitter: Submitter | None = None,
+        account: Account | None = None,
+        on_room: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(cast(Submitter, submitter), "", account)
         self.flag = flag
         self.byte_size = byte_size
-        self.reception = reception
-        #: Whether the client was told that all of it may come.
+        #: How many bytes are still to come.
+        self.left = byte_size
+        #: The client was told that all of it may come.
         self.is_granted = False
-        self._on_room = on_room
-        self._received = 0
+        #: What still comes needs no ordinary memory: it goes into the lease, or is passed over.
+        self.is_placed = False
+        #: Nothing of it will be placed.
+        self.is_declined = submitter is None
         self._content: memoryview | None = None
-
-    @property
-    def left(self) -> int:
-        """Returns how many bytes are still to come."""
-        return self.byte_size - self._received
-
-    @property
-    def received_byte_size(self) -> int:
-        """Returns how many bytes have come."""
-        return self._received
+        self._fields = ArrivingFields(byte_size)
+        self._on_room = on_room
+        #: Bytes of the message before the first raw tensor's.
+        self._taken = 0
+        #: Where in the lease the next byte goes, and how much of it may still be pads.
+        self._at = self._padding = 0
+        #: Begin and size of each raw tensor in the lease.
+        self._raws: list[tuple[int, int]] = []
+        self._error: RefusedRequest | None = None
 
     @property
     def kept_byte_size(self) -> int:
         """Returns how many bytes it has in ordinary memory."""
-        kept = 0 if self._content is None else self._received
-        return kept if self.reception is None else kept + self.reception.kept_byte_size
+        kept = 0 if self._content is None else self.byte_size - self.left
+        return kept if self.is_declined else kept + len(self._fields.head) + len(self._fields.client_id)
 
     @property
-    def is_placed(self) -> bool:
-        """Says whether what still comes needs no ordinary memory."""
-        return self.reception is not None and self.reception.phase in (Phase.PLACED, Phase.REFUSED)
+    def head(self) -> bytearray:
+        """Returns what came of the message beside its id and its raw tensors."""
+        return self._fields.head
 
-    @property
-    def received(self) -> Reception | None:
-        """Returns what the call gets, once everything came. None: ``content``."""
-        return self.reception if self.is_placed else None
-
-    @property
-    def waits(self) -> bool:
-        """Says whether there is no room for it now."""
-        return self.reception is not None and self.reception.phase is Phase.WAITING
+    # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview) -> None:
         """Takes the next piece, nothing beyond the message."""
-        reception = self.reception
-        if reception is not None:
-            reception.feed(piece, self._caught_up)
-            if self.is_placed:
-                self._content = None
-                self._received += len(piece)
-                return
-            if reception.phase is Phase.DECLINED:
-                self.reception = None
-        if self._content is None:
-            self._content = np.empty(self.byte_size, np.uint8).data
-        self._content[self._received : self._received + len(piece)] = piece
-        self._received += len(piece)
+        if self.is_placed:
+            self._fill(piece, 0)
+        else:
+            if not (self.is_declined or self.waits_for_room):
+                self._read_head(piece)
+            if not self.is_placed:
+                if self._content is None:
+                    self._content = np.empty(self.byte_size, np.uint8).data
+                came = self.byte_size - self.left
+                self._content[came : came + len(piece)] = piece
+        self.left -= len(piece)
 
     def rest(self) -> memoryview:
-        """Returns where its next bytes may be written; empty: they have to be fed."""
-        return memoryview(b"") if self.reception is None else self.reception.rest()
+        """Returns where the next bytes of the raw tensor under way may be written. Empty: they have to be fed."""
+        if self._lease is None:
+            return _NOWHERE
+        return self._lease.view[self._at : self._at + self._fields.raw_left]
 
     def advance(self, byte_size: int) -> None:
-        """Takes note that so many bytes were written into ``rest``."""
-        assert self.reception is not None
-        self.reception.advance(byte_size)
-        self._received += byte_size
+        """Notes that so many bytes were written into ``rest``."""
+        self._at += byte_size
+        self._fields.raw_left -= byte_size
+        self._fields.unread -= byte_size
+        self.left -= byte_size
 
-    def _caught_up(self) -> None:
-        assert self.reception is not None
-        if self._content is not None:
-            self.reception.catch_up(self._content[: self._received])
+    def _read_head(self, piece: memoryview) -> None:
+        """Looks for the first raw tensor, and asks for room once it begins."""
+        fields = self._fields
+        begun = None if self._taken else walk_beginning(piece, 0, len(piece))
+        try:
+            if begun is None:
+                at, begins = fields.take(piece, 0)
+            else:
+                fields.begin(*begun)
+                at, begins = begun[2], True
+        except RefusedRequest:
+            # Nothing is gained from refusing it early, and whoever reads it whole says why.
+            self.is_declined = True
+            return
+        self._taken += at
+        if not begins:
+            self.is_declined = len(fields.head) > _MAX_HEAD or not fields.unread
+            return
+        size = fields.unread
+        if fields.raw_left < size:
+            self._padding = ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
+            size += self._padding
+        try:
+            self._ask_for_room(size)
+        except ServingError as error:
+            self._refuse(error)
+        if self.is_placed:
             self._content = None
-        self._on_room()
+            self._fill(piece, at)
 
-    def content(self) -> Buffer:
-        """Returns all of it, where no reception took it."""
-        return b"" if self._content is None else self._content
+    def _place(self, lease: Lease) -> None:
+        self.is_placed = True
+        self._begin_tensor()
+
+    def _begin_tensor(self) -> None:
+        pad = min(-self._at % ALIGNMENT, self._padding)
+        self._padding -= pad
+        self._at += pad
+        self._raws.append((self._at, self._fields.raw_left))
+
+    def _fill(self, piece: memoryview, at: int) -> None:
+        """Puts a piece into the lease, from ``at`` on; of a refused message nothing."""
+        fields, lease, end = self._fields, self._lease, len(piece)
+        while at < end and lease is not None:
+            if size := min(fields.raw_left, end - at):
+                lease.view[self._at : self._at + size] = piece[at : at + size]
+                self._at += size
+                fields.raw_left -= size
+                fields.unread -= size
+                at += size
+                continue
+            try:
+                at, begins = fields.take(piece, at)
+            except RefusedRequest as refused:
+                self._end(refused)
+                return
+            if begins:
+                self._begin_tensor()
+
+    def _progressed(self) -> None:
+        content, self._content = self._content, None
+        if content is not None:
+            self._fill(content[: self.byte_size - self.left], self._taken)
+        if self._on_room is not None:
+            self._on_room()
+
+    def _refuse(self, error: ServingError) -> None:
+        self._end(RefusedRequest(error, self.client_id))
+
+    def _end(self, refused: RefusedRequest) -> None:
+        """Ends a message that is no request, or that there is no room for: what comes of it is passed over."""
+        self.is_placed = True
+        self._error = refused
+        self._give_back()
+
+    @property
+    def client_id(self) -> str:
+        """Returns the id as far as it came, for whoever refuses it."""
+        return self._fields.client_id.decode("utf-8", "replace")
+
+    # ----------------------------------------------------------------------------------------------------------- leave
+
+    def take_content(self) -> Buffer:
+        """Hands over all of it, where it is not placed."""
+        content, self._content = self._content, None
+        return b"" if content is None else content
+
+    def fields(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...]]:
+        """Returns the head, the id and the raw tensors of one that is placed; a tiny one as it travels in its record.
+
+        Raises RefusedRequest: it is no request, or there was no room for it.
+        """
+        if self._error is not None:
+            raise self._error
+        lease = self._lease
+        assert lease is not None
+        segment, offset, inline = lease.place.segment, lease.place.offset, self._submitter.inline_byte_size
+        raws = tuple(
+            [
+                bytes(lease.view[begin : begin + size]) if size <= inline else Slice(segment, offset + begin, size)
+                for begin, size in self._raws
+            ]
+        )
+        return bytes(self._fields.head), bytes(self._fields.client_id), raws
 
     def drop(self) -> None:
-        """Gives up what it holds: nobody wants it any more."""
-        self._content = None
-        if self.reception is not None:
-            self.reception.drop()
+        self._content = self._on_room = None
+        super().drop()
+
+    def __repr__(self) -> str:
+        return f"<ArrivingMessage of {self.byte_size} bytes, {self.left} to come, {len(self._raws)} raw tensors>"
 
 
 class Refused(Exception):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
-from tensord.daemon.grpc.reception import Reception
+from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.shm.messages import Buffer
 
 
@@ -13,17 +14,17 @@ class Call(ABC):
 
     __slots__ = ()
 
-    def reception(self, byte_size: int) -> Reception | None:
-        """Returns who takes a large message of that size. None: it is wanted in one piece."""
+    def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
+        """Returns what places a large message of that size while it arrives. None: it is wanted in one piece."""
         return None
 
     @abstractmethod
     def message(self, content: Buffer, start: int, end: int) -> None:
         """Takes a whole message from the client: those bytes of ``content``. Whoever keeps it takes ``kept``."""
 
-    def received(self, message: Reception) -> None:
-        """Takes a whole message that lies in its place; the call drops it, or takes its lease."""
-        raise NotImplementedError("a call that has receptions takes them")
+    def placed_message(self, message: ArrivingMessage) -> None:
+        """Takes a whole message that was placed; the call drops it, or takes its lease."""
+        raise NotImplementedError("a call whose messages are placed takes them")
 
     @abstractmethod
     def half_closed(self) -> None:

@@ -33,5 +33,5 @@ _BY_NAME: dict[str, int] = {
 
 
 def number(error: str | ServingError) -> int:
-    """The status of an error or of its code."""
+    """Returns the gRPC status of an error or of its code."""
     return _BY_NAME[grpc_status(error)]

@@ -20,7 +20,7 @@ from tensord.daemon.front.drain_rate import DrainRate
 from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.frames import Violation
-from tensord.daemon.grpc.http2 import CLOSED, ENDING, WRITE_BUFFER, Http2, Phase
+from tensord.daemon.grpc.http2 import CLOSED, ENDING, WRITE_BUFFER, ConnectionPhase, Http2
 from tensord.daemon.grpc.serving import Serving
 from tensord.daemon.grpc.step_order import StepOrder
 from tensord.daemon.grpc.stream import Stream
@@ -64,8 +64,6 @@ class Connection(asyncio.Protocol):
         #: Reads what is large in our place; there while the connection sends such. What came since it last had something to do.
         self._reader: BodyReader | None = None
         self._reads_since = 0
-        #: The part of a payload that the direct reader still has to read; None: it reads nothing.
-        self._place: memoryview | None = None
         self._opened_at = self._checked_at = self.http2.heard_at = self.loop.time()
         #: When it was last of use to its client, as it was noticed, and what had been answered then; when it last had streams.
         self._used_at = self._occupied_at = self._opened_at
@@ -82,14 +80,14 @@ class Connection(asyncio.Protocol):
         self.is_plain = transport.get_extra_info("sslcontext") is None
         transport.set_write_buffer_limits(high=0 if self.is_plain else _TLS_BUFFER)
         serving = self.serving
-        full = serving.seat.total() >= serving.options.max_connections
+        full = serving.counters.total() >= serving.options.max_connections
         if (full and not serving.longest_idle.make_room(self._opened_at)) or serving.stopping:
-            self.http2.phase = Phase.CLOSED
+            self.http2.phase = ConnectionPhase.CLOSED
             transport.close()
             return
         serving.connections.add(self)
         self.account = serving.accounts.open(self._owner)
-        serving.seat.count(len(serving.connections))
+        serving.counters.count(len(serving.connections))
         transport.write(self.http2.hello())
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -97,13 +95,13 @@ class Connection(asyncio.Protocol):
         if self.account is not None:
             self.serving.accounts.close(self.account)
         self.serving.connections.discard(self)
-        self.serving.seat.count(len(self.serving.connections))
+        self.serving.counters.count(len(self.serving.connections))
         self.http2.connection_lost()
         self._lost = True
         self._written()
 
     def eof_received(self) -> bool:
-        """In gRPC the end of what a client sends is its end: what it left unanswered could wait for its windows for ever."""
+        """Cuts the connection: a client that sends nothing more is gone, and answers could wait for its windows for ever."""
         self.abort()
         return False
 
@@ -159,45 +157,37 @@ class Connection(asyncio.Protocol):
             if reader is None:
                 reader = self._reader = BodyReader(self, self._transport)
             self._reads_since = 0
-            self._place = place
-            reader.receive(self)
+            reader.receive(place)
         elif reader is not None:
             self._reads_since += 1
             if self._reads_since > _MAX_READS_SINCE:
                 self._reader = None
                 reader.leave()
 
-    def rest(self) -> memoryview:
-        """Returns where the reader writes what comes next."""
-        assert self._place is not None
-        return self._place
-
-    def advance(self, byte_size: int) -> None:
-        """Notes that the reader has written that many bytes."""
-        assert self._place is not None
-        self._place = self._place[byte_size:]
-        self.http2.data_read += byte_size
-        self.http2.heard_at = self.loop.time()
-
     def direct_body_complete(self) -> None:
         """Goes on behind what the reader has read: what comes next comes here again."""
+        assert self._reader is not None
         http2 = self.http2
         http2.is_flushing = True
-        self._place = None
-        http2.data_was_read()
+        http2.heard_at = self.loop.time()
+        http2.data_was_read(self._reader.byte_size)
         http2.is_flushing = False
         if http2.out or http2.phase is ENDING:
             self._flush()
 
     def stop_direct(self, stream: Stream) -> None:
         """Reads nothing more of that stream to its place: it is not wanted."""
-        http2 = self.http2
-        if self._place is not None and http2.data_stream is stream:
-            assert self._reader is not None
-            self._reader.stop()
-            self._place = None
-            http2.data_left -= http2.data_read
+        http2, reader = self.http2, self._reader
+        if reader is not None and reader.reads_body and http2.data_stream is stream:
+            reader.stop()
+            http2.data_left -= reader.byte_size
             http2.data_read = 0
+
+    def _note_direct(self, now: float) -> None:
+        """Counts what the reader has read so far of a payload."""
+        reader, http2 = self._reader, self.http2
+        if reader is not None and reader.reads_body and reader.byte_size != http2.data_read:
+            http2.data_read, http2.heard_at = reader.byte_size, now
 
     # ---------------------------------------------------------------------------------------------------------- writing
 
@@ -232,7 +222,7 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def pause_writing(self) -> None:
-        """The client takes its answers too slowly: it may not ask for more meanwhile."""
+        """Stops reading a client that takes its answers too slowly: it may not ask for more meanwhile."""
         assert self._transport is not None
         self._paused_since = self.loop.time()
         self.http2.room = 0
@@ -280,7 +270,7 @@ class Connection(asyncio.Protocol):
     def _close(self) -> None:
         """Ends the connection; what was written leaves first."""
         if self.http2.phase is not CLOSED:
-            self.http2.phase = Phase.CLOSED
+            self.http2.phase = ConnectionPhase.CLOSED
             if not self._paused_since:
                 self._see_out()
 
@@ -290,21 +280,23 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Cuts the connection."""
-        self.http2.phase = Phase.CLOSED
+        self.http2.phase = ConnectionPhase.CLOSED
         if self._transport is not None:
             self._transport.abort()
 
     def announce_end(self) -> None:
         """Takes no new streams, once the client can know of it."""
-        if self.http2.phase is Phase.OPENING:
+        if self.http2.phase is ConnectionPhase.OPENING:
             self.abort()
-        elif self.http2.phase is Phase.OPEN:
+        elif self.http2.phase is ConnectionPhase.OPEN:
             self._ending_at = self.loop.time()
             self.http2.announce_end()
 
     def stop(self) -> None:
         """Ends for the server's stop: no new streams, and those there are end with the answers they are owed."""
-        self.http2.stop(self.loop.time())
+        now = self.loop.time()
+        self._note_direct(now)
+        self.http2.stop(now)
 
     def make_room(self) -> None:
         """Ends, because others need its place."""
@@ -314,14 +306,14 @@ class Connection(asyncio.Protocol):
 
     @property
     def asks_nothing(self) -> bool:
-        """Whether it waits for no answer, nor for all of one to leave."""
+        """Returns whether it waits for no answer, nor for all of one to leave."""
         if self.http2.phase is CLOSED or self._paused_since:
             return False
         return all(stream.idle for stream in self.http2.streams.values())
 
     @property
     def used_at(self) -> float:
-        """When it was last of use to its client."""
+        """Returns when it was last of use to its client."""
         if self.http2.answered != self._answered_before:
             self._answered_before = self.http2.answered
             self._used_at = max(self._used_at, self.http2.heard_at)
@@ -331,12 +323,13 @@ class Connection(asyncio.Protocol):
         """Looks at every deadline of the connection; called about once a second."""
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
+        self._note_direct(now)
         left = self._transport.get_write_buffer_size()
         if self._pace.is_slow(self._paused_since, left, now, options.write_timeout, options.min_rate):
             return self.abort()
         if http2.phase is CLOSED:
             return None
-        if http2.phase is Phase.OPENING and now - self._opened_at > options.head_timeout:
+        if http2.phase is ConnectionPhase.OPENING and now - self._opened_at > options.head_timeout:
             return self._close()
         try:
             http2.check(now, now - self._checked_at, bool(self._paused_since or self._resting))
@@ -369,7 +362,7 @@ class Connection(asyncio.Protocol):
         idle = now - max(self.used_at, self._occupied_at)
         if options.max_connection_idle and idle > options.max_connection_idle:
             self.announce_end()
-        if self.http2.phase is Phase.ANNOUNCED and now - self._ending_at > options.keepalive_timeout:
+        if self.http2.phase is ConnectionPhase.ANNOUNCED and now - self._ending_at > options.keepalive_timeout:
             # Whoever has not answered that PING by now will not.
             self.http2.end()
         if options.max_connection_age and now - self._opened_at > options.max_connection_age:

@@ -1,4 +1,4 @@
-"""How many entries a request message has, counted on the wire before it is parsed and read entry by entry. Sans-I/O.
+"""Counts the entries of a request message on the wire, before it is parsed and read entry by entry. Sans-I/O.
 
     message ─▶ check ─▶ protobuf ─▶ a step in Python for each entry      none of these is repeated more often than is said here
 
@@ -40,7 +40,7 @@ _VARINT, _FIXED64, _DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 @dataclass(slots=True)
 class _Field:
-    """A message field as it is counted: its name, the most occurrences that are taken, and what it holds."""
+    """Says how a message field is counted: its name, the most occurrences that are taken, and what it holds."""
 
     name: str
     most: int
@@ -54,7 +54,7 @@ class _Field:
 
 @dataclass(slots=True)
 class _Kind:
-    """A kind of message: its name, what it may have besides what is known, and its fields by their numbers."""
+    """Describes a kind of message: its name, what it may have besides what is known, and its fields by their numbers."""
 
     name: str
     most: int
@@ -62,7 +62,7 @@ class _Kind:
 
 
 class _Malformed(Exception):
-    """No message: protobuf says so as well."""
+    """Says that bytes are no message, as protobuf will."""
 
 
 def check(message: Buffer, descriptor: Any) -> None:
@@ -93,7 +93,7 @@ class _Counting:
         self._uncounted = 0
 
     def walk(self, at: int, end: int, kind: _Kind) -> None:
-        """Raises: InvalidArgument.  IndexError, _Malformed: protobuf will say what is wrong."""
+        """Counts the fields of a message. Raises: InvalidArgument.  IndexError, _Malformed: protobuf will say what is wrong."""
         message, counts = self._message, self._counts
         while at < end:
             tag, at = _varint(message, at)

@@ -12,7 +12,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_SIZE = 9
 #: Length (its upper byte, its lower two), type, flags, stream id.
 read_head = struct.Struct(">BHBBI").unpack_from
-_write_head = struct.Struct(">BHBBI").pack
+write_head = struct.Struct(">BHBBI").pack
 #: Stream id and increment of a WINDOW_UPDATE.
 read_update = struct.Struct(">5xII").unpack_from
 number = struct.Struct(">I").pack
@@ -60,12 +60,13 @@ class Violation(Exception):
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """Builds a whole frame."""
-    return head(kind, flags, stream, len(payload)) + payload
+    size = len(payload)
+    return write_head(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
 
 def head(kind: int, flags: int, stream: int, size: int) -> bytes:
     """Builds a frame's first nine bytes."""
-    return _write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
+    return write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 
 def window_update(stream: int, increment: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Header blocks: a call's headers understood, and the blocks that answers need.
+"""Reads the header blocks of calls, and has those of answers.
 
 Clients say the same of each call, but for its deadline and its metadata. What that means is looked up, whatever bytes it came in
 (``hpack_decoder``).
@@ -23,7 +23,7 @@ _LONGEST_NS = 1 << 62
 
 
 class CallHead(NamedTuple):
-    """What the headers of a call say."""
+    """Holds what the headers of a call say."""
 
     path: str
     #: 0: the caller waits for ever.
@@ -40,13 +40,13 @@ class CallHead(NamedTuple):
 
 
 class HeaderBlocks:
-    """The decoding end of one connection."""
+    """Decodes the header blocks of one connection."""
 
     def __init__(self, max_byte_size: int) -> None:
         self._decode = decoder(max_byte_size).decode
 
     def decode(self, block: bytes) -> CallHead:
-        """What the block of a request means.
+        """Decodes the block of a request.
 
         Raises: Violation: it is no header block, or larger than allowed.  Malformed: it is one that no request may have.
         """
@@ -109,7 +109,7 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
 
 
 def _timeout_ns(text: str) -> int:
-    """At most eight digits and a unit; anything else is no timeout."""
+    """Reads at most eight digits and a unit; anything else is no timeout."""
     unit = _UNITS_NS.get(text[-1:])
     digits = text[:-1]
     if unit is None or not (digits.isascii() and digits.isdigit()) or len(digits) > 8:
@@ -126,7 +126,7 @@ def _literal(name: bytes, value: bytes) -> bytes:
 
 
 def _length(size: int) -> bytes:
-    """A seven-bit prefix integer without the Huffman flag."""
+    """Writes a seven-bit prefix integer without the Huffman flag."""
     if size < 127:
         return bytes((size,))
     size -= 127
@@ -149,7 +149,7 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 
 def trailers(status: int, message: str) -> bytes:
-    """After the last message; the text is percent-encoded and cut to what clients take."""
+    """Writes what comes after the last message; the text is percent-encoded and cut to what clients take."""
     text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:
@@ -159,10 +159,10 @@ def trailers(status: int, message: str) -> bytes:
 
 
 def trailers_only(status: int, message: str) -> bytes:
-    """An answer without any message: headers and trailers in one block."""
+    """Writes an answer without any message: headers and trailers in one block."""
     return RESPONSE + _ACCEPT + trailers(status, message)
 
 
 def http_error(status: int) -> bytes:
-    """The answer to what is no gRPC call."""
+    """Writes the answer to what is no gRPC call."""
     return _literal(b":status", str(status).encode())

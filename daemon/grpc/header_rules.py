@@ -1,4 +1,4 @@
-"""Which header fields a request, and its trailers, may have over HTTP/2. What breaks a rule is malformed: its stream is reset.
+"""Checks the header fields of requests and trailers over HTTP/2. What breaks a rule is malformed: its stream is reset.
 
 Source: RFC 9113, sections 8.1 to 8.3; names and values are the bytes that HPACK gave. As in every gRPC library, metadata may be
 what programs write there: blanks around a value, ``host``, and names that are about a connection of HTTP/1.1 break no rule
@@ -22,7 +22,7 @@ _IGNORED = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"trans
 
 
 class Malformed(Exception):
-    """The request is none; its stream ends with PROTOCOL_ERROR, others go on."""
+    """Says that a request is none; its stream ends with PROTOCOL_ERROR, others go on."""
 
 
 def check_common(fields: Iterable[Field]) -> None:
@@ -58,7 +58,7 @@ def check_own(fields: Iterable[Field]) -> int | None:
 
 
 def check_trailers(fields: Iterable[Field]) -> None:
-    """Raises: Malformed."""
+    """Checks trailers. Raises: Malformed."""
     for name, value in fields:
         _check_name(name)
         if _bad_value(value):

@@ -31,10 +31,10 @@ _SIZES = struct.Struct("=II")
 
 
 class HpackDecoder(Protocol):
-    """The decoder of one connection, whose dynamic table has HTTP/2's default size."""
+    """Decodes for one connection; its dynamic table has HTTP/2's default size."""
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """The fields of the connection's next block that calls have in common, for ``fields``, and the others.
+        """Returns the fields of the connection's next block that calls have in common, for ``fields``, and the others.
 
         A pseudo-header behind one of the others is among them: it is not allowed there, and has to be seen.
         Raises: ValueError: it is no header block.  OverflowError: its fields are larger than allowed.
@@ -65,7 +65,7 @@ def fields(common: bytes) -> Fields:
 
 
 class LibraryDecoder:
-    """The hpack library's."""
+    """Decodes by the hpack library."""
 
     def __init__(self, max_list_size: int) -> None:
         # Imported where it is needed: mostly it is not.
@@ -75,7 +75,7 @@ class LibraryDecoder:
         self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
 
     def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
-        """See ``HpackDecoder``."""
+        """Decodes as ``HpackDecoder`` says."""
         try:
             return parted([(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)])
         except self._too_large as error:

@@ -1,4 +1,4 @@
-"""HTTP/2 from the server's side, without I/O: a client's bytes in, calls of its streams, bytes to send in ``out``.
+"""Speaks HTTP/2 from the server's side, without I/O: a client's bytes in, calls of its streams, bytes to send in ``out``.
 
     receive ─▶ preface ─▶ | frame | frame | ... | rest |       rest: looked at in the next iteration of the loop
                           ╰─ so many at a time ─╯
@@ -70,8 +70,8 @@ _MAX_PIECES = 64
 _LAST_CALL = b"tensord!"
 
 
-class Phase(enum.Enum):
-    """Where a connection is in its life."""
+class ConnectionPhase(enum.Enum):
+    """Says where a connection is in its life."""
 
     #: The client's preface is not whole.
     OPENING = "opening"
@@ -86,7 +86,7 @@ class Phase(enum.Enum):
 
 
 # Looked at for every chunk: a member of an enum is found slowly.
-OPENING, ENDING, CLOSED = Phase.OPENING, Phase.ENDING, Phase.CLOSED
+OPENING, ENDING, CLOSED = ConnectionPhase.OPENING, ConnectionPhase.ENDING, ConnectionPhase.CLOSED
 
 
 class Http2:
@@ -98,7 +98,7 @@ class Http2:
     def __init__(self, serving: Serving, connection: Connection) -> None:
         self.serving = serving
         self.connection = connection
-        self.phase = Phase.OPENING
+        self.phase = ConnectionPhase.OPENING
         self.streams: dict[int, Stream] = {}
         self.numbers = StreamNumbers()
         # --- receiving
@@ -233,7 +233,7 @@ class Http2:
             return 0
         if data[size + 3] != frames.SETTINGS or data[size + 4] & frames.ACK:
             raise Violation(frames.PROTOCOL_ERROR, "the preface ends with SETTINGS")
-        self.phase = Phase.OPEN
+        self.phase = ConnectionPhase.OPEN
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
@@ -311,17 +311,17 @@ class Http2:
     def data_room(self) -> memoryview:
         """Returns where the rest of the payload may be written straight from the socket; empty: ``receive`` takes it.
 
-        Bytes written there are counted in ``data_read``, until ``data_was_read``.
+        ``data_was_read`` takes note of it once that is full, ``data_read`` of what was written there so far.
         """
         stream = self.data_stream
         return memoryview(b"") if stream is None or stream.ended else stream.room()[: self.data_left]
 
-    def data_was_read(self) -> None:
-        """The ``data_read`` bytes are complete or unwanted: what comes next is for ``receive`` again."""
-        size, self.data_read = self.data_read, 0
-        self.data_left -= size
+    def data_was_read(self, byte_size: int) -> None:
+        """Takes note that so many bytes were written to where they belong: what comes next is for ``receive`` again."""
+        self.data_read = 0
+        self.data_left -= byte_size
         if self.data_stream is not None:
-            self.data_stream.advance(size)
+            self.data_stream.advance(byte_size)
         if not self.data_left:
             self._data_ends()
 
@@ -517,8 +517,8 @@ class Http2:
             raise Violation(frames.PROTOCOL_ERROR, "GOAWAY on a stream")
         if len(payload) < 8:
             raise Violation(frames.FRAME_SIZE_ERROR, f"GOAWAY of {len(payload)} bytes")
-        if self.phase is Phase.OPEN:
-            self.phase = Phase.ENDING
+        if self.phase is ConnectionPhase.OPEN:
+            self.phase = ConnectionPhase.ENDING
 
     # ------------------------------------------------------------------------------- 5.2 and 6.9: flow control, both ways
 
@@ -600,7 +600,7 @@ class Http2:
     def stream_ended(self, stream: Stream) -> None:
         """Forgets a stream; called by it, once."""
         self.streams.pop(stream.id, None)
-        if self.phase is Phase.ENDING and not self.streams and not self.is_flushing:
+        if self.phase is ConnectionPhase.ENDING and not self.streams and not self.is_flushing:
             self.connection.flush_soon()
 
     # -------------------------------------------------------------------------------------------------------- 6.8: the end
@@ -612,13 +612,13 @@ class Http2:
 
     def announce_end(self) -> None:
         """Takes no new streams, once the client can know of it: a PING tells when what was on its way has come."""
-        self.phase = Phase.ANNOUNCED
+        self.phase = ConnectionPhase.ANNOUNCED
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
     def end(self) -> None:
         """Takes no new streams from now on; the connection is over with the last one."""
-        if self.phase is Phase.ANNOUNCED:
-            self.phase = Phase.ENDING
+        if self.phase is ConnectionPhase.ANNOUNCED:
+            self.phase = ConnectionPhase.ENDING
             self._last_told = self.numbers.last
             self.write(frames.goaway(self._last_told, frames.NO_ERROR))
 

@@ -1,30 +1,30 @@
 """Inference over gRPC: messages become requests, sent by their number where they are known, and answers become messages.
 
-    message ─▶ ask ─▶ known: walk ─▶ PreparedMessage ─▶ KnownRequest ─┐
-                 ╰──▶ read exactly ──────────────────▶ ReadRequest ───┴▶ Submitter ─▶ InferCall.completed ─▶ written
+    message ─▶ ask ─▶ walk ─▶ known: PreparedMessage ─┐
+                          ╰─▶ read exactly ───────────┴▶ Asked ─▶ Submitter ─▶ InferCall.completed ─▶ written
 
 What a call does with its requests and answers is its own affair (``unary_infer``, ``stream_infer``). Nothing here waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
-from typing import ClassVar
 
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.grpc import response_codec
+from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.prepared import PreparedMessage, PreparedMessages, Understood
-from tensord.daemon.grpc.reception import Reception
 from tensord.daemon.grpc.request_codec import DecodedHead
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.stream import Stream
-from tensord.daemon.grpc.walk import walk
+from tensord.daemon.grpc.walk import Walked, walk
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_table import ModelTable
@@ -40,14 +40,14 @@ from tensord.shm.messages import AnswerRecord, Buffer, Content, PreparedAnswer, 
 from tensord.shm.prepared import MAX_NUMBERS
 
 _log = logging.getLogger(__name__)
-#: Whole; one that is no buffer has a lease.
-Message = Buffer | Reception
+#: Whole; one that is no buffer was placed while it arrived.
+Message = Buffer | ArrivingMessage
 #: Tells who asks such a model with ModelInfer: Triton's words.
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy; ask ModelStreamInfer"
 
 
 class InferCall(Call):
-    """A call whose messages are inference requests."""
+    """Answers messages that are inference requests."""
 
     __slots__ = ()
 
@@ -65,90 +65,37 @@ class InferCall(Call):
 # ----------------------------------------------------------------------------------------------------- requests of a call
 
 
-class ReadRequest(InFlight):
-    """A request that was read exactly."""
+class Asked(InFlight):
+    """Is a request of a call, sent by a number where its message was known."""
 
     call: InferCall
-    _decoded: DecodedHead
-    _request: InferenceRequest
+    #: What its message says beside its id and its tensors.
+    head: DecodedHead
+    #: The client's, or one that was made here.
+    client_id: str
+    #: A last, empty response is to be told from others.
     decoupled: bool
+    #: What messages of its kind have in common; None: it was read exactly. Then its id as it came.
+    message: PreparedMessage | None = None
+    id: bytes = b""
     #: Its model is not there yet, so whether it is ``decoupled`` is seen by its answers.
-    _loading: bool
+    loading: bool = False
+    scheduling: Scheduling = UNSCHEDULED
+    trace: Trace | None = None
 
     @property
     def account(self) -> Account | None:
         return self.call.stream.connection.account
-
-    @property
-    def model(self) -> str:
-        return self._decoded.model
-
-    @property
-    def client_id(self) -> str:
-        return self._request.id
-
-    @property
-    def sequence_of(self) -> tuple[str, int | str] | None:
-        """Its model and sequence, if it is of one."""
-        sequence_id = self._request.scheduling.sequence_id
-        return (self._request.model, sequence_id) if sequence_id else None
-
-    @property
-    def trace(self) -> Trace | None:
-        return self._request.trace
-
-    @property
-    def empty_final(self) -> bool:
-        """Whether a last, empty response is wanted where the model's last one does not say that it is."""
-        return self._decoded.empty_final
 
     def left_line(self) -> None:
         self.call.placed()
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        if self._loading and (not prepared.final or is_mark(prepared, own)):
+        if self.loading and (not prepared.final or is_mark(prepared, own)):
             self.decoupled = True
-        trace = self._request.trace
-        if prepared.final and trace is not None and not self.waits_for_room:
-            trace.completed(prepared.version, own.trace)
+        if self.trace is not None and prepared.final and not self.waits_for_room:
+            self.trace.completed(prepared.version, own.trace)
         self.call.completed(self, prepared, own, lane)
-
-
-class KnownRequest(InFlight):
-    """A request by its number."""
-
-    call: InferCall
-    message: PreparedMessage
-    #: The client's, as it came.
-    id: bytes
-    #: What is traced is read exactly.
-    trace: ClassVar[Trace | None] = None
-
-    @property
-    def model(self) -> str:
-        return self.message.decoded.model
-
-    @property
-    def client_id(self) -> str:
-        return self.record.client_id
-
-    @property
-    def account(self) -> Account | None:
-        return self.call.stream.connection.account
-
-    @property
-    def decoupled(self) -> bool:
-        return self.message.decoupled
-
-    @property
-    def empty_final(self) -> bool:
-        return self.message.decoded.empty_final
-
-    def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        self.call.completed(self, prepared, own, lane)
-
-
-Asked = ReadRequest | KnownRequest
 
 
 # ------------------------------------------------------------------------------------------------------------- both calls
@@ -176,10 +123,6 @@ class Infer:
         #: Adds something to each request, so that none is sent by a number.
         self._forwarding = forwarding
 
-    def reception(self, byte_size: int, account: Account | None) -> Reception:
-        """Returns who takes a large message of that size. ``account``: whose memory it takes."""
-        return Reception(self.submitter, byte_size, account)
-
     def ask(
         self,
         call: InferCall,
@@ -198,26 +141,24 @@ class Infer:
         Raises: RefusedRequest: it is no request, or cannot be begun.  Unavailable: too many requests are in flight.
           Nothing stays on loan.
         """
-        asked = None
         by_number = not waited_ns and self._forwarding is None
-        if not isinstance(message, Reception):
-            if by_number:
-                asked = self._ask_known(call, message, start, end, streamed)
-            return asked or self._ask_read(call, self._prepared.read(message[start:end]), streamed, waited_ns, read_ns)
-        try:
-            if by_number:
-                asked = self._ask_received(call, message, streamed)
-            return asked or self._ask_read(call, self._prepared.read_received(message), streamed, waited_ns, read_ns)
-        except BaseException:
-            message.drop()
-            raise
+        if isinstance(message, ArrivingMessage):
+            try:
+                return self._ask_placed(call, message, streamed, by_number, waited_ns, read_ns)
+            except BaseException:
+                message.drop()
+                raise
+        walked = walk(message, start, end, self._inline)
+        if walked is not None and by_number:
+            asked = self._ask_known(call, walked, streamed)
+            if asked is not None:
+                return asked
+        understood = self._prepared.read(message, start, end, walked)
+        return self._ask_read(call, understood, streamed, waited_ns, read_ns)
 
-    def _ask_known(self, call: InferCall, content: Buffer, start: int, end: int, streamed: bool) -> KnownRequest | None:
+    def _ask_known(self, call: InferCall, walked: Walked, streamed: bool) -> Asked | None:
         """Sends a message that came whole, if it is known. None: it is to be read."""
-        walked = walk(content, start, end, self._inline)
-        if walked is None:
-            return None
-        rest, client_id, parameters, raws, lent = walked
+        rest, client_id, parameters, raws, room = walked
         known = self._prepared.find(rest, len(raws))
         if known is None or (known.decoupled and not streamed):
             return None
@@ -226,7 +167,7 @@ class Infer:
             return None
         try:
             text = client_id.decode()
-            lease = self.submitter.loan(lent, call.stream.connection.account) if lent else None
+            lease = self.submitter.loan(room, call.stream.connection.account) if room else None
         except (UnicodeDecodeError, ServingError):
             # Whoever reads it says what is wrong.
             return None
@@ -237,29 +178,30 @@ class Infer:
                 self.submitter.give_back(lease)
                 raise
             return self._send(call, known, client_id, text, scheduling, contents, (lease,))
-        if lent:
+        if room:
             # Whoever reads it waits for room.
             return None
         return self._send(call, known, client_id, text, scheduling, raws, ())  # type: ignore[arg-type]
 
-    def _ask_received(self, call: InferCall, message: Reception, streamed: bool) -> KnownRequest | None:
-        """Sends a message that was placed while it arrived, if it is known. Its lease is the request's then."""
-        try:
-            head, client_id, contents = message.fields()
-            text = client_id.decode()
-        except (RefusedRequest, UnicodeDecodeError):
-            return None
+    def _ask_placed(
+        self, call: InferCall, message: ArrivingMessage, streamed: bool, by_number: bool, waited_ns: int, read_ns: int
+    ) -> Asked:
+        """Sends a message that was placed while it arrived. Its lease is the request's then."""
+        head, client_id, contents = message.fields()
         walked = walk(head, 0, len(head), 0)
-        if walked is None:
-            return None
-        rest, _, parameters, _, _ = walked
-        known, scheduling = self._prepared.find(rest, len(contents)), self._prepared.scheduling(parameters)
-        if known is None or scheduling is None or (known.decoupled and not streamed):
-            return None
-        lease = message.take_lease()
-        assert lease is not None
-        self.submitter.arrived(lease)
-        return self._send(call, known, client_id, text, scheduling, tuple(contents), (lease,))
+        if walked is not None and by_number:
+            rest, _, parameters, _, _ = walked
+            known, scheduling = self._prepared.find(rest, len(contents)), self._prepared.scheduling(parameters)
+            if known is not None and scheduling is not None and (streamed or not known.decoupled):
+                with contextlib.suppress(UnicodeDecodeError):  # whoever reads it says what is wrong
+                    text = client_id.decode()
+                    lease = message.take_lease()
+                    assert lease is not None
+                    self.submitter.arrived(lease)
+                    return self._send(call, known, client_id, text, scheduling, contents, (lease,))
+        understood = self._prepared.understand(head, client_id, contents, walked)
+        understood[1].lease = message.take_lease()
+        return self._ask_read(call, understood, streamed, waited_ns, read_ns)
 
     def _send(
         self,
@@ -270,7 +212,7 @@ class Infer:
         scheduling: Scheduling,
         contents: tuple[Content, ...],
         leases: tuple[Lease, ...],
-    ) -> KnownRequest:
+    ) -> Asked:
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         assert numbered is not None
         if not client_id and self._makes_ids:
@@ -283,13 +225,21 @@ class Infer:
             if scheduling is UNSCHEDULED
             else RequestRecord(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns(), *scheduling)
         )
-        asked = KnownRequest(call=call, message=known, id=client_id, record=record, numbered=numbered, leases=leases)
+        asked = Asked(
+            call,
+            known.decoded,
+            text,
+            known.decoupled,
+            known,
+            client_id,
+            record=record,
+            numbered=numbered,
+            leases=leases,
+        )
         submitter.send(asked)
         return asked
 
-    def _ask_read(
-        self, call: InferCall, understood: Understood, streamed: bool, waited_ns: int, read_ns: int
-    ) -> ReadRequest:
+    def _ask_read(self, call: InferCall, understood: Understood, streamed: bool, waited_ns: int, read_ns: int) -> Asked:
         """Sends a request that was read exactly, with the caller's headers that are parameters."""
         decoded, request, state = understood
         stream = call.stream
@@ -305,9 +255,17 @@ class Infer:
                 request.parameters = {**request.parameters, **self._forwarding.parameters(headers)}
             if state.streams and not streamed:
                 raise Unsupported(DECOUPLED)
-            asked = ReadRequest(call, decoded, request, state.streams, streamed and not state.metadata)
             if waited_ns:
                 self._sample(request, waited_ns, read_ns)
+            asked = Asked(
+                call,
+                decoded,
+                request.id,
+                state.streams,
+                loading=streamed and not state.metadata,
+                scheduling=request.scheduling,
+                trace=request.trace,
+            )
             begin(self.submitter, asked, request)
             return asked
         except BaseException as error:
@@ -334,11 +292,11 @@ class Infer:
         self, asked: Asked, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane, streamed: bool
     ) -> list[Buffer]:
         """Returns a good answer as the pieces of a ModelInferResponse; what lies in the response arena as it lies."""
-        if type(own.prepared) is int and type(asked) is KnownRequest:
+        if asked.message is not None and type(own.prepared) is int:
             layout = asked.message.answer_layout(prepared, streamed)
             return layout.pieces(asked.id, own.contents, lane.view)
         final = prepared.final if streamed else None
-        return response_codec.encode(prepared, own.contents, asked.model, asked.client_id, lane.view, final)
+        return response_codec.encode(prepared, own.contents, asked.head.model, asked.client_id, lane.view, final)
 
     def releaser(
         self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None, trace: Trace | None

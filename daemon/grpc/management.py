@@ -1,4 +1,4 @@
-"""The rest of inference.GRPCInferenceService: health, metadata, configuration, statistics, repository, regions.
+"""Answers the rest of inference.GRPCInferenceService: health, metadata, configuration, statistics, repository, regions.
 
 What they answer is the business of ``tensord.daemon.front.endpoints``; here stand messages. Source: grpc_service.proto.
 """
@@ -41,13 +41,13 @@ _FOR_PEER = frozenset(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda")
 
 
 class Management:
-    """The answers, one coroutine an RPC and named as it."""
+    """Answers each RPC with a coroutine that is named as it."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """The path of each RPC, and what makes its calls."""
+        """Yields the path of each RPC, and what makes its calls."""
         for method in grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             answer = getattr(self, method.name, None)
             if answer is not None:
@@ -182,7 +182,7 @@ def _maker_for_peer(request: type[Message], answer: Any) -> Callable[[Stream], C
 
 
 def _filled(message: Message, fields: dict[str, Any]) -> Any:
-    """A message from JSON values; what a newer or older message does not have is left out."""
+    """Fills a message from JSON values; what a newer or older message does not have is left out."""
     return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
 
 

@@ -21,7 +21,7 @@ _MAX_VARINT = 10
 
 
 def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
-    """The numbers of InferTensorContents in which one field of numbers is filled."""
+    """Returns the numbers of InferTensorContents in which one field of numbers is filled."""
     contents.DiscardUnknownFields()
     written: bytes = contents.SerializeToString()
     at = 1

@@ -13,22 +13,20 @@ or unusual, and what carries its values beside its raw tensors.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.grpc import response_codec
-from tensord.daemon.grpc.reception import Reception
 from tensord.daemon.grpc.request_codec import DecodedHead, decode_head, decode_scheduling
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
-from tensord.daemon.grpc.walk import walk
+from tensord.daemon.grpc.walk import Walked
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.placement import InferenceRequest, InputContent
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument, NotFound, ServingError
-from tensord.shm.messages import Buffer, Content, PreparedAnswer, PreparedRequest, Slice, own_count
+from tensord.shm.messages import Buffer, Content, PreparedAnswer, PreparedRequest, Slice
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
 #: What a request's head says, the request, and what its model is.
@@ -36,7 +34,7 @@ Understood = tuple[DecodedHead, InferenceRequest, ModelState]
 
 
 class PreparedMessage:
-    """What messages mean that differ in their id, scheduling and raw tensors alone. Owned by ``PreparedMessages``."""
+    """Holds what messages mean that differ in their id, scheduling and raw tensors alone. Owned by ``PreparedMessages``."""
 
     __slots__ = ("decoded", "decoupled", "edition", "numbered", "streamed", "unary")
 
@@ -71,7 +69,7 @@ class PreparedMessage:
 
 
 class AnswerLayout:
-    """How answers of one kind are written to messages of one kind: what they have in common once, their own between it."""
+    """Writes answers of one kind to messages of one kind: what they have in common once, their own between it."""
 
     __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 
@@ -82,10 +80,8 @@ class AnswerLayout:
           final: what ``triton_final_response`` says; None: not there, as in unary answers.
         """
         self._prepared = prepared
-        empty = (b"",) * own_count(prepared.outputs)
-        pieces = response_codec.encode(prepared, empty, model, "", _no_view, final)
-        self._begin = bytes(pieces[0])
-        self._rest = b"".join(pieces[1 : len(pieces) - 2 * len(prepared.outputs)])
+        self._begin = response_codec.names(model, prepared.version)
+        self._rest = response_codec.description(prepared, final)
         #: Without an id.
         self._whole = self._begin + self._rest
         #: Which outputs are in the answer; those that are not went to regions. None: all of them.
@@ -108,7 +104,7 @@ class AnswerLayout:
             pieces = [self._whole]
         for content in contents if self._owns is None else self._with_regions(self._owns, contents):
             tensor: Buffer = view(content) if type(content) is Slice else content  # type: ignore[assignment]
-            pieces += (response_codec.raw(len(tensor)), tensor)
+            pieces += (response_codec.field_start(0x32, len(tensor)), tensor)
         return pieces
 
     @staticmethod
@@ -118,35 +114,25 @@ class AnswerLayout:
         return [next(own) if each else b"" for each in owns]
 
 
-def _no_view(place: Slice) -> memoryview:
-    raise AssertionError(f"{place} in an answer whose contents are not known")
+class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
+    """Remembers those of a front, by their rest: of all that came, the last ones and those that came again since."""
 
-
-class PreparedMessages:
-    """Remembers those of a front: of all that came, the last ones and those that came again since."""
+    __slots__ = ("_schedulings", "_submitter", "_table")
 
     def __init__(self, table: ModelTable, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
-        """``count``: so many are remembered at least; 0: none."""
+        """Begins with nothing. ``count``: so many are remembered at least; 0: none."""
+        super().__init__(count)
         self._table = table
         self._submitter = submitter
-        #: By their rest.
-        self._known: BoundedCache[bytes, PreparedMessage] = BoundedCache(count)
         #: What parameters say that schedule, by their bytes.
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
-    # ----------------------------------------------------------------------------------------------------------- known
-
     def find(self, rest: bytes, raws: int) -> PreparedMessage | None:
         """Returns what messages with that rest and so many raw tensors mean, whose model serves. None: read the message."""
-        known = self._known[rest]
-        if known is None or (known.edition != self._table.edition and not self._serves(known)):
+        known = self[rest]
+        if known is None or known.decoded.raw_count != raws:
             return None
-        return known if known.decoded.raw_count == raws else None
-
-    def decoded(self, rest: bytes, raws: int) -> DecodedHead | None:
-        """Returns what the rest of such messages says, whether its model serves or not."""
-        known = self._known[rest]
-        return None if known is None or known.decoded.raw_count != raws else known.decoded
+        return known if known.edition == self._table.edition or self._serves(known) else None
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
         """Returns what parameters say that a message had of its own. None: read the message."""
@@ -158,13 +144,6 @@ class PreparedMessages:
             if found is not None:
                 self._schedulings.put(parameters, found)
         return found
-
-    def learn(self, rest: bytes, decoded: DecodedHead) -> None:
-        """Remembers that a message with that rest became a request."""
-        # Parameters that schedule are in the rest only where clients do not write them like that. Whatever they say, one in
-        # front of them that is no part of the rest may say otherwise, and protobuf takes the last.
-        if decoded.is_raw and not decoded.schedules and self._known[rest] is None:
-            self._known.put(rest, PreparedMessage(decoded))
 
     def _serves(self, known: PreparedMessage) -> bool:
         """Returns whether the model is still there, since the table has changed, and notes as what."""
@@ -181,42 +160,56 @@ class PreparedMessages:
 
     # ---------------------------------------------------------------------------------------------------- read exactly
 
-    def read(self, message: Buffer) -> Understood:
-        """Reads a whole message. Raises RefusedRequest."""
-        head, client_id, raws = split(message)
-        return self._understood(head, client_id, [message[begin:end] for begin, end in raws])
+    def read(self, content: Buffer, start: int, end: int, walked: Walked | None) -> Understood:
+        """Reads a whole message, those bytes of ``content``. ``walked``: what was found in it. Raises RefusedRequest."""
+        if walked is None or walked[2]:
+            message = content[start:end]
+            head, client_id, places = split(message)
+            return self.understand(head, client_id, [message[begin:stop] for begin, stop in places], walked)
+        rest, client_id, _, raws, _ = walked
+        if end - start < len(content):
+            # Views would keep everything that came with the message.
+            raws = tuple(map(bytes, raws))
+        return self.understand(rest, client_id, raws, walked)
 
-    def read_received(self, message: Reception) -> Understood:
-        """Reads one that was placed while it arrived. Its lease is the request's, or given back. Raises RefusedRequest."""
-        try:
-            understood = self._understood(*message.fields())
-        except BaseException:
-            message.drop()
-            raise
-        understood[1].lease = message.take_lease()
-        return understood
+    def understand(
+        self, head: bytes, client_id: bytes, raws: Sequence[InputContent], walked: Walked | None
+    ) -> Understood:
+        """Reads a message in parts: all but its id and raw tensors, the id, the tensors. Raises RefusedRequest.
 
-    def _understood(self, head: bytes, client_id: bytes, raws: Sequence[InputContent]) -> Understood:
+        ``walked``: what was found in the head, or in all of it; None: it is unusual.
+        """
         try:
             text = client_id.decode()
         except UnicodeDecodeError:
             raise RefusedRequest(InvalidArgument("the request id is not UTF-8 text")) from None
-        parted = walk(head, 0, len(head), 0)
-        rest, parameters = (head, b"") if parted is None else (parted[0], parted[2])
-        decoded = None if parted is None else self.decoded(rest, len(raws))
-        scheduling = None if decoded is None else self.scheduling(parameters)
+        known = None if walked is None else self[walked[0]]
+        decoded = scheduling = None
+        if known is not None and known.decoded.raw_count == len(raws):
+            # Its model does not serve, or it is traced, or given to others with headers.
+            decoded, scheduling = known.decoded, self.scheduling(walked[2])  # type: ignore[index]
         try:
             if decoded is None or scheduling is None:
-                decoded = decode_head(head, bool(raws), self._table)
+                decoded, state = decode_head(head, bool(raws), self._table)
                 scheduling = decoded.scheduling
-            state = self._table.expect(decoded.model, decoded.version)
+            else:
+                state = self._table.expect(decoded.model, decoded.version)
             request = decoded.request(text, raws, scheduling)
         except ServingError as error:
             raise RefusedRequest(error, text) from None
-        if parted is not None and state.metadata:
-            with contextlib.suppress(ServingError):  # what comes twice, in two spellings, may be right only together
-                self.learn(rest, decode_head(rest, bool(raws), self._table) if parameters else decoded)
+        if known is None and walked is not None and state.metadata:
+            self._learn(walked, decoded, bool(raws))
         return decoded, request, state
 
-    def __repr__(self) -> str:
-        return f"<PreparedMessages {self._known!r}>"
+    def _learn(self, walked: Walked, decoded: DecodedHead, has_raw: bool) -> None:
+        """Remembers that a message became a request."""
+        rest, _, parameters, _, _ = walked
+        if parameters:
+            try:
+                decoded, _ = decode_head(rest, has_raw, self._table)
+            except ServingError:
+                return  # what comes twice, in two spellings, may be right only together
+        # Parameters that schedule are in the rest only where clients do not write them like that. Whatever they say, one in
+        # front of them that is no part of the rest may say otherwise, and protobuf takes the last.
+        if decoded.is_raw and not decoded.schedules:
+            self.put(rest, PreparedMessage(decoded))

@@ -54,7 +54,7 @@ class Reflection:
 
 
 def _file_of(symbol: str) -> FileDescriptor:
-    """The file that defines a symbol, which may be a method. Raises KeyError."""
+    """Returns the file that defines a symbol, which may be a method. Raises KeyError."""
     try:
         return POOL.FindFileContainingSymbol(symbol)
     except KeyError:

@@ -1,4 +1,4 @@
-"""The head of a ModelInferRequest as values: everything but its id and its raw tensors, read by protobuf and checked. Sans-I/O.
+"""Reads the head of a ModelInferRequest, all but its id and its raw tensors, by protobuf, and checks it. Sans-I/O.
 
 What belongs to the protocol is refused here; what only the model's configuration can tell is left to the worker.
 Source: grpc_service.proto; texts as recorded against a real Triton.
@@ -10,24 +10,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
-from tensord.daemon.grpc import counts
-from tensord.daemon.grpc.request_tensors import content, requested
+from tensord.daemon.grpc import counts, packed_numbers
 from tensord.daemon.submit.model_table import ModelTable, parse_version
 from tensord.daemon.submit.placement import InferenceRequest, InputContent
 from tensord.daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
 from tensord.protocol import grpc_service_pb2
-from tensord.shm.datatypes import wire_name
+from tensord.shm.arrays import DTYPES, byte_content
+from tensord.shm.control_records import ModelState
+from tensord.shm.datatypes import ELEMENT_SIZES, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
 
 _INT64 = (1 << 63) - 1
+#: Datatype of a contents field, and the datatypes that may come in it.
+_CONTENTS = {
+    "bool_contents": ("BOOL", ("BOOL",)),
+    "int_contents": ("INT32", ("INT8", "INT16", "INT32")),
+    "int64_contents": ("INT64", ("INT64",)),
+    "uint_contents": ("UINT32", ("UINT8", "UINT16", "UINT32")),
+    "uint64_contents": ("UINT64", ("UINT64",)),
+    "fp32_contents": ("FP32", ("FP32",)),
+    "fp64_contents": ("FP64", ("FP64",)),
+    "bytes_contents": ("BYTES", ("BYTES",)),
+}
 
 
 @dataclass(slots=True)
 class DecodedHead:
-    """What a request says beside its raw tensors and its id. Shared between requests: nothing of it changes any more."""
+    """Holds what a request says beside its raw tensors and its id. Requests share it: nothing of it changes any more."""
 
     model: str
     version: int
@@ -42,14 +55,11 @@ class DecodedHead:
     schedules: bool = False
     #: The client wants a last, empty response where the model's last one does not say that it is.
     empty_final: bool = False
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether all tensors are raw, or in regions: then it says nothing that belongs to one request alone."""
-        return all(content is None or type(content) is RegionSlice for _, _, _, content in self.inputs)
+    #: All tensors are raw, or in regions: then it says nothing that belongs to one request alone.
+    is_raw: bool = True
 
     def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> InferenceRequest:
-        """With the raw tensors where they belong. Raises InvalidArgument: too many, or too few."""
+        """Makes a request with these raw tensors where they belong. Raises InvalidArgument: too many, or too few."""
         if len(raws) > self.raw_count:
             raise InvalidArgument(
                 f"{len(raws)} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"
@@ -68,38 +78,43 @@ class DecodedHead:
         return InferenceRequest(self.model, self.version, inputs, self.outputs, self.parameters, client_id, scheduling)
 
 
-def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:
-    """Everything but the raw tensors. ``has_raw``: tensors came as raw_input_contents, so none may come typed.
+def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> tuple[DecodedHead, ModelState]:
+    """Reads everything but the raw tensors. Returns what it says, and the state of its model.
 
-    Raises: NotFound, InvalidArgument: no such model or version.  InvalidArgument: not of the protocol's form.
+    ``has_raw``: tensors came as raw_input_contents, so none may come typed.
+    Raises: NotFound, InvalidArgument: no such model or version.  InvalidArgument: not as the protocol says.
     """
     counts.check(head, grpc_service_pb2.ModelInferRequest.DESCRIPTOR)
     try:
         request = grpc_service_pb2.ModelInferRequest.FromString(head)
     except DecodeError:
         raise InvalidArgument("failed to parse the request message") from None
-    model = request.model_name
-    decoded = DecodedHead(model, read_version(model, request.model_version))
-    table.expect(model, decoded.version)
+    model, version = request.model_name, request.model_version
+    decoded = DecodedHead(model, read_version(model, version) if version else 0)
+    state = table.expect(model, decoded.version)
     for key, value in request.parameters.items():
         _read_parameter(key, value, decoded)
     for entry in request.inputs:
-        shape = tuple(entry.shape)
-        entry.datatype = wire_name(entry.datatype)
-        if any(size < 0 for size in shape):
+        name, datatype, shape = entry.name, entry.datatype, tuple(entry.shape)
+        if datatype not in ELEMENT_SIZES:
+            datatype = wire_name(datatype)
+        if shape and min(shape) < 0:
             shown = ",".join(map(str, shape))
             raise InvalidArgument(
-                f"All input dimensions should be specified for input '{entry.name}' for model '{model}', got [{shown}]"
+                f"All input dimensions should be specified for input '{name}' for model '{model}', got [{shown}]"
             )
-        source = content(entry, shape, has_raw, model)
-        decoded.raw_count += source is None
-        decoded.inputs.append((entry.name, entry.datatype, shape, source))
-    decoded.outputs = tuple([requested(entry) for entry in request.outputs])
-    return decoded
+        source = _content(entry, datatype, shape, has_raw, model)
+        if source is None:
+            decoded.raw_count += 1
+        elif type(source) is not RegionSlice:
+            decoded.is_raw = False
+        decoded.inputs.append((name, datatype, shape, source))
+    decoded.outputs = tuple([_requested(entry) for entry in request.outputs])
+    return decoded, state
 
 
 def read_version(model: str, text: str) -> int:
-    """A version as text; "" is the newest. Raises InvalidArgument: not a positive number.  NotFound: 0."""
+    """Reads a version; "" is the newest. Raises InvalidArgument: not a positive number.  NotFound: 0."""
     if not text:
         return 0
     digits = text[1:] if text[0] == "-" else text
@@ -115,11 +130,112 @@ def read_version(model: str, text: str) -> int:
     return parse_version(model, text)
 
 
+# ------------------------------------------------------------------------------------------------- inputs and outputs
+
+
+def _content(entry: Any, datatype: str, shape: tuple[int, ...], has_raw: bool, model: str) -> InputContent | None:
+    """Returns the content of an input that is no raw tensor; None: it is one. Raises InvalidArgument."""
+    name = entry.name
+    element_count(shape, f"input '{name}' shape")
+    if "shared_memory_region" in entry.parameters:
+        if entry.HasField("contents"):
+            raise InvalidArgument(
+                f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model '{model}'"
+            )
+        return _region(name, entry.parameters)
+    if datatype not in ELEMENT_SIZES:
+        raise InvalidArgument(f"invalid datatype for input {name}")
+    if not entry.HasField("contents"):
+        return None
+    if has_raw:
+        raise InvalidArgument(
+            f"contents field must not be specified when using raw_input_contents for '{name}' for model '{model}'"
+        )
+    filled = [column.name for column, _ in entry.contents.ListFields()]
+    if not filled:
+        return None
+    what = f"unexpected explicit tensor data for input tensor '{name}' for model '{model}'"
+    if len(filled) > 1:
+        raise InvalidArgument(f"{what}, binary data was already supplied.")
+    kind, takes = _CONTENTS[filled[0]]
+    if datatype not in takes:
+        raise InvalidArgument(f"{what} of type '{kind}', expected datatype '{datatype}'")
+    return _typed_bytes(name, datatype, kind, entry.contents)
+
+
+def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
+    """Converts typed contents to wire bytes. Raises InvalidArgument: a value does not fit its datatype.
+
+    Args:
+      kind: the datatype of the one field that is filled.
+    """
+    if datatype == "BYTES":
+        values = contents.bytes_contents
+        elements = np.empty(len(values), np.object_)
+        elements[:] = list(values)
+        return byte_content(elements)
+    numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]
+    if numbers.dtype != dtype:
+        limits = np.iinfo(dtype)
+        if len(numbers) and not (limits.min <= numbers.min() and numbers.max() <= limits.max):
+            raise InvalidArgument(f"a value of input '{name}' is out of the range of {datatype}")
+        numbers = numbers.astype(dtype)
+    return numbers.tobytes()
+
+
+def _region(name: str, parameters: Any) -> RegionSlice:
+    """Returns the slice that the parameters of an input or output name. Raises InvalidArgument."""
+    numbers = []
+    region = parameters["shared_memory_region"]
+    if region.WhichOneof("parameter_choice") != "string_param":
+        raise InvalidArgument(
+            f"invalid value type for 'shared_memory_region' parameter for tensor '{name}', expected string_param."
+        )
+    for key in ("shared_memory_offset", "shared_memory_byte_size"):
+        if key not in parameters:
+            numbers.append(0)
+            continue
+        value = parameters[key]
+        if value.WhichOneof("parameter_choice") != "int64_param":
+            raise InvalidArgument(
+                f"invalid value type for '{key}' parameter for tensor '{name}', expected int64_param."
+            )
+        numbers.append(value.int64_param)
+    if "shared_memory_byte_size" not in parameters:
+        raise InvalidArgument(
+            "'shared_memory_byte_size' must be specified along with 'shared_memory_region' parameter "
+            f"for tensor '{name}'"
+        )
+    if numbers[0] < 0:
+        raise InvalidArgument(f"Invalid offset for shared memory region: '{region.string_param}'")
+    if numbers[1] < 0:
+        raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region.string_param}'")
+    return RegionSlice(region.string_param, *numbers)
+
+
+def _requested(entry: Any) -> RequestedOutput:
+    """Reads an entry of ``outputs``. Raises InvalidArgument."""
+    parameters = entry.parameters
+    classification = 0
+    if "classification" in parameters:
+        value = parameters["classification"]
+        if value.WhichOneof("parameter_choice") != "int64_param":
+            raise InvalidArgument("invalid value type for 'classification' parameter, expected int64_param")
+        classification = value.int64_param
+        if classification <= 0:
+            raise InvalidArgument("invalid value for 'classification' parameter, expected >= 0")
+    if "shared_memory_region" not in parameters:
+        return RequestedOutput(entry.name, None, classification)
+    if classification:
+        raise InvalidArgument("output can't set both 'shared_memory_region' and 'classification'")
+    return RequestedOutput(entry.name, _region(entry.name, parameters))
+
+
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """What the fields of a message say that hold such parameters alone. None: ``decode_head`` is to read them."""
+    """Reads those fields of a message that hold parameters that schedule. None: ``decode_head`` is to read them."""
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if KEYS.issuperset(given):

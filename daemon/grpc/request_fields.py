@@ -1,4 +1,4 @@
-"""A ModelInferRequest's fields on the wire: the head without its id, the id, and the raw tensors. Sans-I/O.
+"""Cuts a ModelInferRequest on the wire: the head without its id, the id, and the raw tensors. Sans-I/O.
 
     | model_name, id, inputs, outputs, ... (fields 1 to 6) | raw_input_contents (field 7) | raw_input_contents | ...
 
@@ -37,7 +37,7 @@ class RefusedRequest(Exception):
 
 
 def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
-    """The head without the id, the id, and where the raw tensors lie: (begin, end) each.
+    """Returns the head without the id, the id, and where the raw tensors lie: (begin, end) each.
 
     Raises RefusedRequest: malformed.
     """
@@ -87,12 +87,12 @@ def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
 
 
 def client_id_of(message: Buffer) -> str:
-    """The id of a message that was refused for another reason."""
+    """Returns the id of a message that was refused for another reason."""
     return split(message)[1].decode("utf-8", "replace")
 
 
 class ArrivingFields:
-    """The fields of a message of known size that comes in pieces. Its owner takes the raw tensors' bytes itself.
+    """Cuts a message of known size that comes in pieces. Its owner takes the raw tensors' bytes itself.
 
     Everything is there once ``unread`` is 0.
     """
@@ -100,11 +100,11 @@ class ArrivingFields:
     __slots__ = ("_count", "_field", "_left", "_start", "client_id", "head", "raw_count", "raw_left", "unread")
 
     def __init__(self, byte_size: int) -> None:
-        #: Bytes of the message that were neither taken here nor by the owner.
+        #: Bytes of the message that were taken neither here nor by the owner.
         self.unread = byte_size
         self.head = bytearray()
         self.client_id = bytearray()
-        #: Of a raw tensor that has begun: how much of it is to come. The owner counts it down, with ``take_raw``.
+        #: Bytes to come of a raw tensor that has begun. The owner counts these and ``unread`` down.
         self.raw_left = 0
         self.raw_count = 0
         #: The first bytes of a field whose size is not known yet.
@@ -116,7 +116,7 @@ class ArrivingFields:
         self._count = 0
 
     def begin(self, head: bytes, client_id: bytes, at: int, size: int) -> None:
-        """All before the first raw tensor has come in one piece: that begins there, and has that size. Raises as ``take``."""
+        """Takes all before the first raw tensor, which begins at ``at`` and has that size. Raises as ``take``."""
         if size > self.unread - at:
             raise _cut_short()
         self.head += head
@@ -169,11 +169,6 @@ class ArrivingFields:
             self._left = size
         return at, False
 
-    def take_raw(self, byte_size: int) -> None:
-        """The owner has taken so many bytes of the raw tensor."""
-        self.raw_left -= byte_size
-        self.unread -= byte_size
-
 
 def _too_many_raws() -> RefusedRequest:
     return RefusedRequest(InvalidArgument(f"more than {MAX_RAWS} raw_input_contents are given"))
@@ -190,7 +185,7 @@ def _cut_short() -> RefusedRequest:
 
 
 def _field_start(start: Buffer | bytearray) -> tuple[int, int, int]:
-    """A field's tag (0: none we know), how many bytes stand before its content, and the content's size.
+    """Returns a field's tag (0: none we know), how many bytes stand before its content, and the content's size.
 
     Raises: IndexError: more bytes are needed, or it is malformed.
     """

@@ -1,25 +1,25 @@
 """An inference answer as protobuf bytes: ModelInferResponse and ModelStreamInferResponse. Sans-I/O.
 
-Written by hand, because an answer is the same few fields each time: what does not change between answers is built once, and the
-tensors' bytes are not copied into a message object first.
+    1 model_name | 2 model_version | 3 id | 4 parameters, 5 outputs | 6 raw_output_contents | raw_output_contents | ...
+                names                        description                   as they lie
 
-    1 model_name | 2 model_version | 3 id | 4 parameters | 5 outputs, ... | 6 raw_output_contents, ...
-
-Every output has an entry in raw_output_contents, also one that went to a region: an empty one, so that the indices agree.
+An answer is written in parts, so that the tensors' bytes are copied into no message object first, and what answers have in common
+is written once. Every output has an entry in raw_output_contents, also one that went to a region: an empty one, so that the
+indices agree.
 Source: grpc_service.proto; protobuf's encoding specification.
 """
 
 from __future__ import annotations
 
 import functools
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from tensord.protocol.grpc_service_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
 from tensord.shm.messages import Buffer, Content, Parameter, PreparedAnswer, Slice, placed
 
-_double = struct.Struct("<d").pack
-_UINT64 = (1 << 64) - 1
 _FINAL = "triton_final_response"
+_ID, _RAW, _INFER_RESPONSE = 0x1A, 0x32, 0x12
+_INT64 = 1 << 63
 
 
 def encode(
@@ -30,114 +30,92 @@ def encode(
     view: Callable[[Slice], memoryview],
     final: bool | None = None,
 ) -> list[Buffer]:
-    """A good answer as the pieces of a ModelInferResponse; slices of the response arena as they lie.
+    """Writes a good answer as the pieces of a ModelInferResponse; slices of the response arena as they lie.
 
     Args:
       view: the bytes of a slice of the response arena.
       final: what ``triton_final_response`` says; None: not there, as in unary answers.
     """
-    pieces: list[Buffer] = [_names(model, prepared.version)]
-    raws: list[Buffer] = []
+    pieces: list[Buffer] = [names(model, prepared.version)]
     if client_id:
-        pieces.append(field(0x1A, client_id.encode()))
-    if prepared.parameters:
-        parameters = dict(prepared.parameters)
-        if final is not None:
-            parameters[_FINAL] = final
-        pieces += [_parameter(key, value) for key, value in parameters.items()]
-    elif final is not None:
-        pieces.append(_IS_FINAL if final else _IS_NOT_FINAL)
-    for tensor, place in placed(prepared.outputs, contents):
-        pieces.append(_output(tensor.name, tensor.datatype, tensor.shape))
+        own = client_id.encode()
+        pieces += (field_start(_ID, len(own)), own)
+    pieces.append(description(prepared, final))
+    for _, place in placed(prepared.outputs, contents):
         content: Buffer = b""
         if type(place) is bytes:
             content = place
         elif type(place) is Slice:
             content = view(place)
-        raws.append(raw(len(content)))
-        raws.append(content)
-    return pieces + raws
+        pieces += (field_start(_RAW, len(content)), content)
+    return pieces
+
+
+@functools.lru_cache(1024)
+def names(model: str, version: int) -> bytes:
+    """Writes the beginning of an answer."""
+    return ModelInferResponse(model_name=model, model_version=str(version)).SerializeToString()
+
+
+def description(prepared: PreparedAnswer, final: bool | None) -> bytes:
+    """Writes the parameters and outputs of an answer. ``final``: as of ``encode``."""
+    parameters = prepared.parameters if final is None else {**prepared.parameters, _FINAL: final}
+    message = ModelInferResponse(parameters=_parameters(parameters)) if parameters else ModelInferResponse()
+    for tensor in prepared.outputs:
+        message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+    return message.SerializeToString()
+
+
+def _parameters(given: Mapping[str, Parameter]) -> dict[str, InferParameter]:
+    """Makes protobuf's messages of parameters. Integers beyond 64 bits with a sign are their lower 64 bits."""
+    found: dict[str, InferParameter] = {}
+    for key, value in given.items():
+        if isinstance(value, bool):
+            found[key] = InferParameter(bool_param=value)
+        elif isinstance(value, int):
+            found[key] = InferParameter(int64_param=(value + _INT64) % (2 * _INT64) - _INT64)
+        elif isinstance(value, float):
+            found[key] = InferParameter(double_param=value)
+        else:
+            found[key] = InferParameter(string_param=value)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ streams
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:
-    """A ModelStreamInferResponse around the pieces of a ModelInferResponse."""
-    return [b"\x12" + varint(sum(map(len, parts))), *parts]
+    """Puts the pieces of a ModelInferResponse into a ModelStreamInferResponse."""
+    return [field_start(_INFER_RESPONSE, sum(map(len, parts))), *parts]
 
 
 def streamed_error(message: str, client_id: str, model: str = "", final: bool | None = None) -> bytes:
-    """A ModelStreamInferResponse with ``error_message``; ``model``: the one that raised it, "" when none was asked."""
-    inner = field(0x0A, model.encode()) if model else b""
-    if client_id:
-        inner += field(0x1A, client_id.encode())
-    if final is not None:
-        inner += _parameter(_FINAL, final)
-    return field(0x0A, message.encode()) + field(0x12, inner)
+    """Writes a ModelStreamInferResponse with an error; ``model``: the one that raised it, "" when none was asked."""
+    parameters = {} if final is None else _parameters({_FINAL: final})
+    inner = ModelInferResponse(model_name=model, id=client_id, parameters=parameters)
+    return ModelStreamInferResponse(error_message=message, infer_response=inner).SerializeToString()
 
 
 def empty_final(model: str, client_id: str) -> bytes:
-    """No response, but that none comes any more: for clients that want to know when a decoupled model is done."""
-    inner = field(0x0A, model.encode())
-    if client_id:
-        inner += field(0x1A, client_id.encode())
-    return field(0x12, inner + _parameter(_FINAL, True))
+    """Writes that no response comes any more: for clients that want to know when a decoupled model is done."""
+    inner = ModelInferResponse(model_name=model, id=client_id, parameters=_parameters({_FINAL: True}))
+    return ModelStreamInferResponse(infer_response=inner).SerializeToString()
+
+
+# ------------------------------------------------------------------------------------------------------ length-delimited
+
+
+@functools.lru_cache(8192)
+def field_start(tag: int, byte_size: int) -> bytes:
+    """Writes what stands before the content of a length-delimited field: its tag, of one byte, and its size."""
+    return bytes((tag,)) + varint(byte_size)
 
 
 def varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first."""
-    if value < 128:
-        return _BYTES[value]
+    """Writes seven bits a byte, the lowest first."""
     pieces = bytearray()
     while value >= 128:
         pieces.append(value & 127 | 128)
         value >>= 7
     pieces.append(value)
     return bytes(pieces)
-
-
-_BYTES = [bytes((value,)) for value in range(128)]
-
-
-def field(tag: int, content: bytes) -> bytes:
-    """A length-delimited field."""
-    return field_start(tag, len(content)) + content
-
-
-@functools.lru_cache(4096)
-def field_start(tag: int, byte_size: int) -> bytes:
-    """What stands before the content of such a field."""
-    return _BYTES[tag] + varint(byte_size)
-
-
-@functools.lru_cache(4096)
-def raw(byte_size: int) -> bytes:
-    """What stands before a raw tensor."""
-    return b"\x32" + varint(byte_size)
-
-
-@functools.lru_cache(1024)
-def _names(model: str, version: int) -> bytes:
-    return field(0x0A, model.encode()) + field(0x12, str(version).encode())
-
-
-@functools.lru_cache(4096)
-def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
-    dims = b"".join(varint(size) for size in shape)
-    inner = field(0x0A, name.encode()) + field(0x12, datatype.encode())
-    return field(0x2A, inner + field(0x1A, dims) if dims else inner)
-
-
-def _parameter(key: str, value: Parameter) -> bytes:
-    """An entry of the parameters map: key 1, InferParameter 2."""
-    if isinstance(value, bool):
-        choice = b"\x08" + _BYTES[value]
-    elif isinstance(value, int):
-        choice = b"\x10" + varint(value & _UINT64)
-    elif isinstance(value, float):
-        choice = b"\x21" + _double(value)
-    else:
-        choice = field(0x1A, value.encode())
-    return field(0x22, field(0x0A, key.encode()) + field(0x12, choice))
-
-
-_IS_FINAL = _parameter(_FINAL, True)
-_IS_NOT_FINAL = _parameter(_FINAL, False)

@@ -1,4 +1,4 @@
-"""The gRPC front: HTTP/2 connections from given sockets, and what answers each RPC."""
+"""Runs the gRPC front: HTTP/2 connections from given sockets, and what answers each RPC."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class GrpcFront(Front):
             options.grpc, methods, self.place.counters.front(self.place.row), self.submitter.accounts, rules
         )
         opening = Opening(lambda owner: Connection(serving, owner), tls_context(options.grpc))
-        self._acceptor = Acceptor(self.place.listeners, serving.seat, opening.open, opening.pending)
+        self._acceptor = Acceptor(self.place.listeners, serving.counters, opening.open, opening.pending)
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Serving:
-    """Everything that the connections of a front have in common."""
+    """Holds what the connections of a front have in common."""
 
     options: Grpc
     #: What answers a path.
     methods: dict[str, Callable[[Stream], Call]]
     #: Where this front's connections are counted, and the others' stand.
-    seat: FrontCounters
+    counters: FrontCounters
     #: What its clients hold.
     accounts: Accounts
     #: What a path needs to be let in; those that are not here need nothing.

@@ -1,4 +1,4 @@
-"""grpc.health.v1 and server reflection: what tools that know nothing of inference ask a gRPC server."""
+"""Answers grpc.health.v1 and server reflection: what tools that know nothing of inference ask a gRPC server."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _MAX_QUESTIONS = 64
 
 
 class StandardServices:
-    """Both services."""
+    """Answers both services."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
-        """The path of each RPC, and what makes its calls."""
+        """Yields the path of each RPC, and what makes its calls."""
         yield f"/{_HEALTH}/Check", lambda stream: Unary(stream, health_pb2.HealthCheckRequest, self._check)
         yield f"/{_HEALTH}/Watch", lambda stream: _Conversation(stream, health_pb2.HealthCheckRequest, self._watch)
         for service, messages in _REFLECTIONS.items():
@@ -45,7 +45,7 @@ class StandardServices:
             yield f"/{service}/ServerReflectionInfo", functools.partial(_reflecting, reflection, messages)
 
     async def _check(self, request: Any) -> Any:
-        """Of any service: Triton answers so whatever the name is."""
+        """Answers for any service, as Triton does whatever the name is."""
         return await self._status()
 
     async def _status(self) -> Any:
@@ -76,7 +76,7 @@ def _reflecting(reflection: Reflection, messages: Any, stream: Stream) -> Call:
 
 
 class _Conversation(Call):
-    """A call whose answers an asynchronous generator gives, from an iterator over its requests."""
+    """Is a call whose answers an asynchronous generator gives, from an iterator over its requests."""
 
     def __init__(
         self, stream: Stream, request: type[Message], answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]

@@ -27,7 +27,6 @@ from tensord.daemon.grpc.arriving_message import PREFIX, ArrivingMessage, Refuse
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, OK, RESOURCE_EXHAUSTED, UNAVAILABLE
 from tensord.daemon.grpc.header_blocks import CallHead
-from tensord.daemon.grpc.reception import Reception
 from tensord.shm.errors import DEFECT
 from tensord.shm.messages import Buffer
 
@@ -43,7 +42,6 @@ _NEVER_NS = (1 << 63) - 1
 _SMALL = 16384
 #: Less is not worth compressing.
 _MIN_COMPRESSED = 512
-_TRAILERS_OK_SIZE = len(header_blocks.TRAILERS_OK)
 
 
 class Stream:
@@ -116,23 +114,19 @@ class Stream:
         if self._finished:
             return
         try:
-            self._receive(data, start, end)
+            content = start + PREFIX.size
+            if content <= end and not self.partial_since:
+                flag, length = read_prefix(data, start)
+                if not flag and length == end - content and length <= self.http2.serving.max_message:
+                    # Common case: one whole message, not compressed.
+                    self.call.message(data, content, end)  # type: ignore[union-attr]
+                    return
+            self._take(memoryview(data)[start:end])
+            self._note()
+        except Refused as refused:
+            self.refuse(refused.code, refused.message)
         except Exception:
             self._defect()
-
-    def _receive(self, data: bytes, start: int, end: int) -> None:
-        content = start + PREFIX.size
-        if content <= end and not self.partial_since:
-            flag, length = read_prefix(data, start)
-            if length == end - content and length <= self.http2.serving.max_message:
-                self._deliver(flag, data, content, end)
-                return
-            if end - content < length <= self.http2.serving.max_message:
-                self._begin(flag, length, memoryview(data)[content:end])
-                self._note()
-                return
-        self._take(memoryview(data)[start:end])
-        self._note()
 
     def _take(self, piece: memoryview) -> None:
         """Takes messages that come in several pieces, or several in one."""
@@ -166,12 +160,12 @@ class Stream:
 
     def _begin(self, flag: int, byte_size: int, piece: memoryview) -> None:
         """Begins a message of which a part is there."""
-        reception: Reception | None = None
+        arriving: ArrivingMessage | None = None
         if not flag and byte_size > _RECEIVED_BYTE_SIZE:
             assert self.call is not None
-            reception = self.call.reception(byte_size)
-        arriving = self._arriving = ArrivingMessage(flag, byte_size, reception, self._room_came)
-        arriving.feed(piece)
+            arriving = self.call.arriving(byte_size, self._room_came)
+        self._arriving = arriving or ArrivingMessage(flag, byte_size)
+        self._arriving.feed(piece)
 
     def room(self) -> memoryview:
         """Returns where the next bytes of its DATA may be written; empty: ``receive`` takes them."""
@@ -185,14 +179,17 @@ class Stream:
         assert arriving is not None
         arriving.advance(byte_size)
         if not arriving.left:
-            self._arrived(arriving)
-            if self._kept:
-                self._note()
+            try:
+                self._arrived(arriving)
+                if self._kept:
+                    self._note()
+            except Exception:
+                self._defect()
 
     @property
     def waits_for_room(self) -> bool:
         """Says whether a message under way has no place to go yet."""
-        return self._arriving is not None and self._arriving.waits
+        return self._arriving is not None and self._arriving.waits_for_room
 
     def _room_came(self) -> None:
         """Goes on with a message that waited for room and is placed, or refused: the client's time runs again."""
@@ -235,32 +232,27 @@ class Stream:
         """Gives the call the message under way, which is whole."""
         self._arriving = None
         self.partial_since = 0.0
-        received = arriving.received
-        if received is None:
-            content = arriving.content()
+        if not arriving.is_placed:
+            content = arriving.take_content()
             arriving.drop()
             self._deliver(arriving.flag, content, 0, len(content))
             return
         assert self.call is not None
         try:
-            self.call.received(received)
-        except Exception:
+            self.call.placed_message(arriving)
+        except BaseException:
             arriving.drop()
-            self._defect()
+            raise
 
     def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
+        """Gives the call a whole message. Raises Refused: it is compressed, and not as it says."""
         assert self.call is not None
-        try:
-            if flag:
-                content = inflated(
-                    content[start:end], self.head.encoding if flag == 1 else "", self.http2.serving.max_message
-                )
-                start, end = 0, len(content)
-            self.call.message(content, start, end)
-        except Refused as refused:
-            self.refuse(refused.code, refused.message)
-        except Exception:
-            self._defect()
+        if flag:
+            content = inflated(
+                content[start:end], self.head.encoding if flag == 1 else "", self.http2.serving.max_message
+            )
+            start, end = 0, len(content)
+        self.call.message(content, start, end)
 
     def _counts(self, byte_size: int) -> bool:
         """Returns whether so much may still come by the request's content-length; else the stream is reset."""
@@ -303,27 +295,24 @@ class Stream:
             or framed > http2.max_frame_size
             or framed > http2.send_window
             or framed > self.send_window
-            or self._compresses(size)
+            or (http2.serving.compression and self._compresses(size))
             or self._head_sent
         ):
             self.send(parts, on_sent)
             self.finish(OK)
             return
         http2.send_window -= framed
-        number = self.id
-        http2.write(
-            b"".join(
-                (
-                    frames.head(frames.HEADERS, frames.END_HEADERS, number, len(header_blocks.RESPONSE)),
-                    header_blocks.RESPONSE,
-                    frames.head(frames.DATA, 0, number, framed),
-                    PREFIX.pack(0, size),
-                    *parts,
-                    frames.head(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number, _TRAILERS_OK_SIZE),
-                    header_blocks.TRAILERS_OK,
-                )
-            )
+        head, number = frames.write_head, self.id
+        pieces = (
+            head(0, len(header_blocks.RESPONSE), frames.HEADERS, frames.END_HEADERS, number),
+            header_blocks.RESPONSE,
+            head(0, framed, frames.DATA, 0, number),
+            PREFIX.pack(0, size),
+            *parts,
+            head(0, len(header_blocks.TRAILERS_OK), frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number),
+            header_blocks.TRAILERS_OK,
         )
+        http2.write(b"".join(pieces))
         self._finished = True
         if on_sent is not None:
             on_sent()
@@ -336,11 +325,11 @@ class Stream:
                 on_sent()
             return
         size = sum(map(len, parts))
-        compressed = self._compresses(size)
+        http2 = self.http2
+        compressed = bool(http2.serving.compression) and self._compresses(size)
         if not self._head_sent:
             self._send_head()
         framed = size + PREFIX.size
-        http2 = self.http2
         if (
             not self._unsent
             and not compressed
@@ -397,7 +386,8 @@ class Stream:
         if self._finished:
             return
         self._finished = True
-        self._drop()
+        if self._arriving is not None or self.partial_since or self._kept:
+            self._drop()
         self._trailers = header_blocks.trailers(code, message) if code or message else header_blocks.TRAILERS_OK
         if not self._head_sent:
             self._head_sent = True
@@ -451,18 +441,18 @@ class Stream:
             self.blocked = False
             self._blocked_since = 0.0
             http2.blocked.pop(self.id, None)
-        self._sent()
+        if self._on_sent is not None:
+            self._sent()
         if self._trailers:
             flags = frames.END_HEADERS | frames.END_STREAM
             http2.write(frames.frame(frames.HEADERS, flags, self.id, self._trailers))
             self._close()
 
     def _sent(self) -> None:
-        """Hands on who waits: everything is with the connection now, and they are told when it has left that."""
-        if self._on_sent:
-            waiting, self._on_sent = self._on_sent, None
-            when_written = self.connection.when_written
-            call_each((partial(when_written, on_sent) for on_sent in waiting), "what follows an answer")
+        """Hands on who waits: everything is with the connection now, and they are called when it has left that."""
+        waiting, self._on_sent = self._on_sent or (), None
+        when_written = self.connection.when_written
+        call_each((partial(when_written, on_sent) for on_sent in waiting), "what follows an answer")
 
     def _send_head(self) -> None:
         self._head_sent = True
@@ -471,7 +461,8 @@ class Stream:
         self.http2.write(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
 
     def _compresses(self, size: int) -> bool:
-        return bool(self.http2.serving.compression) and size >= _MIN_COMPRESSED and "gzip" in self.head.accepts
+        """Returns whether an answer of that size is compressed, where the operator wants that."""
+        return size >= _MIN_COMPRESSED and "gzip" in self.head.accepts
 
     # -------------------------------------------------------------------------------------------------- bounds
 
@@ -529,7 +520,8 @@ class Stream:
 
     def _received_byte_size(self) -> int:
         """Returns how many bytes of the message under way have come."""
-        return len(self._begun) + (0 if self._arriving is None else self._arriving.received_byte_size)
+        arriving = self._arriving
+        return len(self._begun) + (0 if arriving is None else arriving.byte_size - arriving.left)
 
     def stopped(self) -> None:
         """Ends the call when it has nothing more to answer: its client may ask another server."""

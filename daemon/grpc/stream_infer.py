@@ -14,10 +14,10 @@ from functools import partial
 
 from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import response_codec
+from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import kept
 from tensord.daemon.grpc.codes import INTERNAL, OK, number
 from tensord.daemon.grpc.infer import Asked, Infer, InferCall, Message, Sent
-from tensord.daemon.grpc.reception import Reception
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.tracing.tracer import Trace
@@ -48,8 +48,8 @@ class StreamInfer(InferCall):
         self._waits_since = time.monotonic_ns() if infer.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
-    def reception(self, byte_size: int) -> Reception:
-        return self._infer.reception(byte_size, self.stream.connection.account)
+    def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage:
+        return ArrivingMessage(0, byte_size, self._infer.submitter, self.stream.connection.account, on_room)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         if self.stream.held or len(self._in_flight) >= self._infer.max_stream_requests:
@@ -57,7 +57,7 @@ class StreamInfer(InferCall):
         else:
             self._ask(content, start, end)
 
-    def received(self, message: Reception) -> None:
+    def placed_message(self, message: ArrivingMessage) -> None:
         if self.stream.held or not self._has_room():
             self._wait(message)
         else:
@@ -79,7 +79,7 @@ class StreamInfer(InferCall):
     def abandoned(self) -> None:
         waiting, self._waiting = self._waiting, deque()
         in_flight, self._in_flight = self._in_flight, set()
-        placed = [message for message in waiting if isinstance(message, Reception)]
+        placed = [message for message in waiting if isinstance(message, ArrivingMessage)]
         call_each([message.drop for message in placed], "leaving a message")
         call_each([partial(self._infer.submitter.cancel, asked) for asked in in_flight], "leaving a request")
 
@@ -92,7 +92,7 @@ class StreamInfer(InferCall):
 
     def _wait(self, message: Message) -> None:
         if self._stopping:
-            if isinstance(message, Reception):
+            if isinstance(message, ArrivingMessage):
                 message.drop()
             return
         self.stream.held = True
@@ -109,7 +109,7 @@ class StreamInfer(InferCall):
             self._not_sent(refused.error, refused.client_id, refused.trace)
             return
         except Exception as error:
-            known = message.client_id if isinstance(message, Reception) else client_id_of(message[start:end])
+            known = message.client_id if isinstance(message, ArrivingMessage) else client_id_of(message[start:end])
             self._not_sent(error, known)
             return
         self._in_flight.add(asked)
@@ -117,7 +117,7 @@ class StreamInfer(InferCall):
             self._placing = self.stream.held = True
 
     def _not_sent(self, error: Exception, client_id: str, trace: Trace | None = None) -> None:
-        """One of the stream's requests could not be begun; the others go on."""
+        """Answers one of the stream's requests that could not be begun; the others go on."""
         sent = None if trace is None else Sent(trace, None)
         if isinstance(error, ServingError):
             self._refused(number(error), error.message, client_id, sent=sent)
@@ -133,7 +133,7 @@ class StreamInfer(InferCall):
         """Takes what waited, now that there may be room, and lets the client send more."""
         while self._waiting and self._has_room():
             message = self._waiting.popleft()
-            self._ask(message, 0, 0 if isinstance(message, Reception) else len(message))
+            self._ask(message, 0, 0 if isinstance(message, ArrivingMessage) else len(message))
         if self.stream.held and not self._stopping and not self._waiting and self._has_room():
             self.stream.held = False
             self.stream.http2.grant(self.stream)
@@ -158,7 +158,7 @@ class StreamInfer(InferCall):
                 own.message,
                 asked.client_id,
                 # Only what a version has answered is an error of the model.
-                asked.model if prepared.version else "",
+                asked.head.model if prepared.version else "",
                 (not asked.decoupled or prepared.final) if prepared.version else None,
                 sent,
             )
@@ -177,15 +177,15 @@ class StreamInfer(InferCall):
         sent: Callable[[], None] | None,
     ) -> None:
         if asked.decoupled and is_mark(prepared, own):
-            if asked.empty_final:
-                self._send([response_codec.empty_final(asked.model, asked.client_id)], sent)
+            if asked.head.empty_final:
+                self._send([response_codec.empty_final(asked.head.model, asked.client_id)], sent)
             elif sent is not None:
                 sent()
             return
         try:
             parts = self._infer.written(asked, prepared, own, lane, True)
         except Exception:
-            _log.exception("an answer of model '%s' could not be written", asked.model)
+            _log.exception("an answer of model '%s' could not be written", asked.head.model)
             self._refused(INTERNAL, DEFECT, asked.client_id, sent=sent)
             return
         self._send(response_codec.streamed(parts), sent)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
+from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import kept
 from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, number
-from tensord.daemon.grpc.infer import DECOUPLED, Asked, Infer, InferCall, Message, ReadRequest, Sent
-from tensord.daemon.grpc.reception import Reception
+from tensord.daemon.grpc.infer import DECOUPLED, Asked, Infer, InferCall, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.step_order import Sequence, sequence_of
 from tensord.daemon.grpc.stream import Stream
@@ -29,18 +30,18 @@ class UnaryInfer(InferCall):
         self._infer = infer
         self.stream = stream
         self._message: Message | None = None
-        #: Who takes it, where it is large.
-        self._arriving: Reception | None = None
+        #: While it arrives, where it is large.
+        self._arriving: ArrivingMessage | None = None
         #: Of how much of it the sequence was looked for, and what was found.
         self._sequence: tuple[int, Sequence | None] = 0, None
         self._asked: Asked | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.
         self._waits_since = time.monotonic_ns() if infer.tracer.on else 0
 
-    def reception(self, byte_size: int) -> Reception:
+    def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage:
         connection = self.stream.connection
         connection.steps.enter(self)
-        self._arriving = self._infer.reception(byte_size, connection.account)
+        self._arriving = ArrivingMessage(0, byte_size, self._infer.submitter, connection.account, on_room)
         return self._arriving
 
     def message(self, content: Buffer, start: int, end: int) -> None:
@@ -49,7 +50,7 @@ class UnaryInfer(InferCall):
         else:
             self._message = kept(content, start, end)
 
-    def received(self, message: Reception) -> None:
+    def placed_message(self, message: ArrivingMessage) -> None:
         if self._message is not None:
             message.drop()
             self.stream.refuse(INTERNAL, "a unary call has one request message")
@@ -68,9 +69,9 @@ class UnaryInfer(InferCall):
 
     @property
     def sequence(self) -> Sequence | None:
-        """The sequence that it is a step of. None: of none, or that is not known yet."""
+        """Returns the sequence that it is a step of. None: of none, or that is not known yet."""
         message = self._arriving if self._message is None else self._message
-        said = message.head if isinstance(message, Reception) else message
+        said = message.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence
         if found is None and said is not None and len(said) != size:
             found = sequence_of(said)
@@ -86,8 +87,8 @@ class UnaryInfer(InferCall):
             self.stream.refuse(INTERNAL, DEFECT)
 
     def miss(self, sequence: Sequence) -> None:
-        """Ends: a step before it will not run, so it cannot either."""
-        if isinstance(self._message, Reception):
+        """Ends because a step before it will not run, so it cannot either."""
+        if isinstance(self._message, ArrivingMessage):
             self._message.drop()
         self._message = None
         self.stream.finish(CANCELLED, f"a request of sequence {sequence[1]} before this one did not run")
@@ -110,7 +111,7 @@ class UnaryInfer(InferCall):
     def _begin(self) -> None:
         message, self._message = self._message, None
         assert message is not None
-        size = 0 if isinstance(message, Reception) else len(message)
+        size = 0 if isinstance(message, ArrivingMessage) else len(message)
         read_ns = time.monotonic_ns() if self._waits_since else 0
         try:
             asked = self._asked = self._infer.ask(self, message, 0, size, False, self._waits_since, read_ns)
@@ -120,8 +121,9 @@ class UnaryInfer(InferCall):
         except ServingError as error:
             self._refuse(error)
             return
-        if type(asked) is ReadRequest and asked.waits_for_room and asked.sequence_of:
-            self._sequence = 0, asked.sequence_of
+        sequence_id = asked.scheduling.sequence_id
+        if sequence_id and asked.waits_for_room:
+            self._sequence = 0, (asked.head.model, sequence_id)
             self.stream.connection.steps.enter(self)
 
     @property
@@ -138,7 +140,7 @@ class UnaryInfer(InferCall):
 
     def abandoned(self) -> None:
         self.stream.connection.steps.leave(self, False)
-        if isinstance(self._message, Reception):
+        if isinstance(self._message, ArrivingMessage):
             self._message.drop()
         if self._asked is not None:
             self._infer.submitter.cancel(self._asked)
@@ -161,7 +163,7 @@ class UnaryInfer(InferCall):
         try:
             parts = self._infer.written(asked, prepared, own, lane, False)
         except Exception:
-            _log.exception("an answer of model '%s' could not be written", asked.model)
+            _log.exception("an answer of model '%s' could not be written", asked.head.model)
             if release is not None:
                 release()
             self.stream.finish(INTERNAL, DEFECT)

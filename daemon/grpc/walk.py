@@ -1,4 +1,4 @@
-"""One walk over a ModelInferRequest: what is its own, and the rest, by which it is known. Sans-I/O.
+"""Walks over a ModelInferRequest once: finds what is its own, and the rest, by which it is known. Sans-I/O.
 
     | model_name | id | parameters: priority | inputs | outputs | ... | raw_input_contents | raw_input_contents |
           rest    own            own            rest     rest                 own                  own
@@ -44,7 +44,7 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
     at = start
     view = memoryview(content)
     raws: list[Buffer] = []
-    lent = 0
+    room = 0
     while at < end:
         field = _field(content, at, end)
         if field is None:
@@ -61,9 +61,9 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
             raws.append(bytes(view[begin : begin + size]))
         else:
             raws.append(view[begin : begin + size])
-            lent += -(-size // ALIGNMENT) * ALIGNMENT
+            room += -(-size // ALIGNMENT) * ALIGNMENT
         at = begin + size
-    return own.rest, own.client_id, own.scheduling, tuple(raws), lent
+    return own.rest, own.client_id, own.scheduling, tuple(raws), room
 
 
 def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | None:
@@ -102,7 +102,7 @@ class _Own:
     """Collects what is found besides raw tensors."""
 
     def __init__(self, parts: bool) -> None:
-        """``parts``: whether parameters that schedule are no part of the rest."""
+        """Begins with nothing. ``parts``: whether parameters that schedule are no part of the rest."""
         self._parts = parts
         self.rest = self.client_id = self.scheduling = b""
 

@@ -231,7 +231,10 @@ class AnswerOrder:
     @property
     def received(self) -> int:
         """Counts the bytes of the body that is arriving; -1: none is whose client could send it faster."""
-        return -1 if self.receiving is None or self._body_waits_since else self.receiving.received
+        if self.receiving is None or self._body_waits_since:
+            return -1
+        direct = self.reader.byte_size if self.reader is not None and self.reader.reads_body else 0
+        return self.receiving.received + direct
 
     # ------------------------------------------------------------------------------------------------ the end
 
@@ -318,7 +321,7 @@ class Flow:
             self.transport.resume_reading()
 
     def resume_writing(self) -> None:
-        """All that was written has left, or never will."""
+        """Notes that all that was written has left, or never will."""
         self.write_paused = False
         if self._writable is not None:
             self._writable.set()

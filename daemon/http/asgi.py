@@ -32,7 +32,7 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
 class AsgiRequest:
-    """One request and its answer. ``scope``: ASGI's; ``expects_continue``: the body comes once it is asked for."""
+    """Has the application answer one request. ``scope``: ASGI's; ``expects_continue``: the body comes once it is asked for."""
 
     #: Nobody measures how fast its body comes.
     received = -1
@@ -68,12 +68,12 @@ class AsgiRequest:
             self._news.set()
 
     def complete(self) -> None:
-        """The body is whole."""
+        """Notes that the body is whole."""
         self._more_body = False
         self._news.set()
 
     def take_turn(self) -> None:
-        """Every earlier request of the connection is answered."""
+        """Goes on once every earlier request of the connection is answered."""
         tasks = self._serving.tasks
         task = asyncio.create_task(self._run())
         tasks.add(task)

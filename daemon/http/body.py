@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tensord.daemon.http.decoded_request import Part
+from tensord.daemon.http.decoded_request import BinaryPart
 from tensord.shm.arena import ALIGNMENT, Lease
 from tensord.shm.messages import Content, Slice
 
@@ -26,7 +26,7 @@ _THROWN_AWAY = 64 << 10
 
 
 class CollectedBody:
-    """Small bodies, and bodies of unknown length: chunks in ordinary memory.
+    """Collects a body that is small, or of unknown length, in ordinary memory.
 
     A large one lies in pages of its own, which take nothing until they are written and are the kernel's again when it is dropped:
     memory that grows bit by bit would be copied again and again, and the allocator would keep it.
@@ -82,7 +82,7 @@ class TextBody:
     """Keeps a large JSON body of known length in ordinary memory until it is read. Pages that have not arrived take none.
 
     Args:
-      grown: told how much more came. False: nothing of it is kept any more, and what comes is thrown away.
+      grown: called with how much more came. False: nothing of it is kept any more, and what comes is thrown away.
     """
 
     __slots__ = ("_byte_size", "_grown", "_kept", "_memory", "received")
@@ -155,13 +155,13 @@ class PlacedBody:
         """Returns the JSON."""
         return self.lease.view[self._start : self._start + head_size]
 
-    def places(self, head_size: int, parts: list[Part]) -> tuple[Slice, ...]:
+    def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
         """Returns where parts lie of which none is tiny."""
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
-    def place(self, head_size: int, part: Part, inline_byte_size: int) -> Content:
+    def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
         """Returns where a part lies, or a tiny one's bytes."""
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:

@@ -101,7 +101,7 @@ class Inflation:
         self._body.write(content)
 
     def _next_member(self) -> None:
-        """gzip files may be put one behind the other; a zlib stream ends once."""
+        """Begins the next file of several that gzip puts one behind the other; a zlib stream ends once."""
         if self._coding != "gzip":
             raise InvalidArgument("failed to decompress the request body: bytes follow the end of the deflate stream")
         self._members += 1
@@ -114,7 +114,7 @@ class Inflation:
 
 
 class Deflation:
-    """An answer that is compressed.
+    """Compresses an answer.
 
     Args:
       coding: "gzip" or "deflate".

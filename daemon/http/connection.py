@@ -21,7 +21,7 @@ from tensord.daemon.http.answer_order import AnswerOrder
 from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
 from tensord.daemon.http.deadlines import Late
-from tensord.daemon.http.exchange import Exchange, Phase
+from tensord.daemon.http.exchange import Exchange, ExchangePhase
 from tensord.daemon.http.heads import END
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.parser_feed import ParserFeed
@@ -29,19 +29,21 @@ from tensord.daemon.http.serving import Serving
 
 #: A body with more to come than this is read from the socket straight to its place.
 DIRECT_BYTE_SIZE = 64 << 10
+#: A text is counted by such pieces while it is read: all connections together may keep only so much.
+_PIECE_BYTE_SIZE = 256 << 10
 #: What is said where a request does not get whole in time.
 _REFUSED = {
     Late.HEAD: "the request line and headers were not whole within {http.head_timeout:g} s",
     Late.BODY: "the request body was not whole within {http.body_timeout:g} s",
     Late.SLOW: "the request body came at fewer than {http.min_rate} bytes a second",
 }
-_RECEIVING, _SUBMITTED = Phase.RECEIVING, Phase.SUBMITTED
+_RECEIVING, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.SUBMITTED
 
 
 class Connection(asyncio.Protocol):
-    """``connections``: all of this front; it is among them while it is open. ``owner``: of what it holds (``Peer.owner``)."""
+    """Receives what a client sends. ``connections``: the open ones. ``owner``: of what it holds (``Peer.owner``)."""
 
-    __slots__ = ("_connections", "_feed", "_held", "_owner", "_serving", "order", "transport")
+    __slots__ = ("_connections", "_direct", "_feed", "_held", "_owner", "_serving", "order", "transport")
 
     def __init__(self, serving: Serving, connections: set[Connection], owner: str) -> None:
         self._serving = serving
@@ -51,24 +53,27 @@ class Connection(asyncio.Protocol):
         self._feed: ParserFeed | None = None
         #: The beginning of a small request whose head was parsed before, until its body is whole.
         self._held = b""
+        #: The large body that is read straight to its place.
+        self._direct: PlacedBody | TextBody | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         serving, connections = self._serving, self._connections
-        seat, limit = serving.seat, serving.options.http.max_connections
-        full = seat.total() >= limit and not serving.longest_idle.make_room(monotonic())
+        counters, limit = serving.counters, serving.options.http.max_connections
+        full = counters.total() >= limit and not serving.longest_idle.make_room(monotonic())
         self.transport = transport
         self.order = AnswerOrder(serving, transport, serving.submitter.accounts.open(self._owner))
         connections.add(self)
-        seat.count(len(connections))
+        counters.count(len(connections))
         if full:
-            self.order.refuse(503, f"{seat.total()} connections are open, at most {limit} are allowed")
+            self.order.refuse(503, f"{counters.total()} connections are open, at most {limit} are allowed")
 
     def connection_lost(self, exc: Exception | None) -> None:
         serving, connections, order = self._serving, self._connections, self.order
         connections.discard(self)
-        serving.seat.count(len(connections))
+        serving.counters.count(len(connections))
         serving.submitter.accounts.close(order.account)
         order.lost()
+        self._direct = None
         if self._feed is not None:
             self._feed.messages.close()
 
@@ -178,7 +183,8 @@ class Connection(asyncio.Protocol):
         """Reads what is to come of it straight to its place."""
         order = self.order
         order.reader = order.reader or BodyReader(self, self.transport)
-        order.reader.receive(body)
+        self._direct = body
+        order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
         """Reads as usual again, because what came was small and whole."""
@@ -188,8 +194,15 @@ class Connection(asyncio.Protocol):
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """Goes on once the reader has all of a large body."""
+        """Goes on once the reader has what it was to read of a large body: all of it, or a piece of a text."""
         order = self.order
+        body, self._direct = self._direct, None
+        assert body is not None
+        assert order.reader is not None
+        body.advance(order.reader.byte_size)
+        if len(body.rest()):
+            self._read_rest(body)
+            return
         order.received_whole()
         if order.flow.read_paused and not (order.closing or self.transport.is_closing()):
             self.transport.pause_reading()  # it was resumed past the flow control, for this body
@@ -242,7 +255,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """When it was last of use to its client, where it asks nothing; monotonic seconds."""
+        """Returns when it was last of use to its client, where that asks nothing; monotonic seconds."""
         return self.order.times.idle_since or self.order.times.head_since
 
     @property
@@ -252,5 +265,5 @@ class Connection(asyncio.Protocol):
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 
     def make_room(self) -> None:
-        """Others need its place."""
+        """Ends the connection, because others need its place."""
         self.order.leave()

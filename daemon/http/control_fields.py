@@ -95,7 +95,7 @@ def base64_content(key: str, value: Any) -> bytes:
 
 
 def cuda_registration(fields: dict[str, Any]) -> tuple[bytes, int, int]:
-    """Raw handle, device_id and byte_size of a CUDA register request. Raises InvalidArgument."""
+    """Reads the raw handle, device_id and byte_size of a CUDA register request. Raises InvalidArgument."""
     if "raw_handle" not in fields:
         raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
     handle = member(fields["raw_handle"], "b64")

@@ -18,13 +18,13 @@ class CrossOrigin:
     """Adds the CORS header lines to a front's answers."""
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """``origins``: as browsers say them, ``https://example.org``; ``*`` is all."""
+        """Begins with ``origins``, as browsers say them, ``https://example.org``; ``*`` is all."""
         self._origins = tuple(origins)
         self._any = "*" in origins
         self._known = frozenset(origin.encode() for origin in origins)
 
     def around(self, application: ASGIApp) -> ASGIApp:
-        """The application, whose answers tell browsers who may read them."""
+        """Wraps the application, so that its answers tell browsers who may read them."""
         return CORSMiddleware(
             application,
             allow_origins=self._origins,
@@ -34,7 +34,7 @@ class CrossOrigin:
         )
 
     def lines(self, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """Header lines of the answer to an inference request with those fields; empty where no browser asks."""
+        """Returns the header lines of the answer to an inference request with those fields; empty where no browser asks."""
         origin = next((value for name, value in fields if name == b"origin"), None)
         if origin is None:
             return b""

@@ -12,7 +12,7 @@ from tensord.shm.messages import Parameter, RegionSlice, RequestedOutput
 
 
 @dataclass(slots=True)
-class Part:
+class BinaryPart:
     """Says where a binary tensor lies: an offset from the first binary part, in bytes."""
 
     offset: int
@@ -22,7 +22,7 @@ class Part:
 #: Tensors in the JSON: as wire bytes, or still to be converted.
 Values = bytes | JsonArray | JsonStrings | JsonBase64
 #: Where an input's bytes come from: the body, a region, the JSON.
-Source = Part | RegionSlice | Values
+Source = BinaryPart | RegionSlice | Values
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from tensord.daemon.http.compression import Deflation
 from tensord.daemon.http.conversions import Job
 from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
 from tensord.daemon.http.message_head import InferHead
-from tensord.daemon.http.prepared import Prepared, Request
+from tensord.daemon.http.prepared import ParsedRequest, Prepared
 from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.serving import Serving
@@ -54,7 +54,7 @@ DECOUPLED = "HTTP end point doesn't support models with decoupled transaction po
 _LENGTH = b"\r\nContent-Length: "
 
 
-class Phase(enum.Enum):
+class ExchangePhase(enum.Enum):
     """Says where an exchange stands."""
 
     #: The body is arriving.
@@ -68,7 +68,7 @@ class Phase(enum.Enum):
 
 
 # A member of an enum is found slowly.
-_RECEIVING, _RECEIVED, _SUBMITTED = Phase.RECEIVING, Phase.RECEIVED, Phase.SUBMITTED
+_RECEIVING, _RECEIVED, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.RECEIVED, ExchangePhase.SUBMITTED
 
 
 class Exchange(InFlight):
@@ -80,7 +80,7 @@ class Exchange(InFlight):
     keep_alive: bool
     #: What the JSON said, once it is read.
     _asked: Prepared | None = None
-    phase: Phase = Phase.RECEIVING
+    phase: ExchangePhase = ExchangePhase.RECEIVING
     #: The client's, or one that was made here.
     _client_id: str = ""
     #: The client is.
@@ -304,7 +304,7 @@ class Exchange(InFlight):
         self._asked, self._client_id = prepared, request.id
         self._send(request.scheduling, body.places(len(text), prepared.placed))
 
-    def _submit(self, request: Request, body: Body) -> None:
+    def _submit(self, request: ParsedRequest, body: Body) -> None:
         if self._serving.makes_ids and not request.id:
             request = msgspec.structs.replace(request, id=str(uuid.uuid4()))
         self._asked, self._client_id = request.prepared, request.id
@@ -325,12 +325,12 @@ class Exchange(InFlight):
 
         self._serving.submitter.wait_for_room(size, granted, self._head.model, self._order.account)
 
-    def _place_granted(self, request: Request, body: Body, lease: Lease | ServingError) -> None:
+    def _place_granted(self, request: ParsedRequest, body: Body, lease: Lease | ServingError) -> None:
         if isinstance(lease, ServingError):
             raise lease
         self._place(request, body, lease)
 
-    def _place(self, request: Request, body: Body, lease: Lease | None) -> None:
+    def _place(self, request: ParsedRequest, body: Body, lease: Lease | None) -> None:
         if lease is not None:
             self._leases = (lease,)
         inline, json_size = self._serving.submitter.inline_byte_size, self._head.json_size or 0
@@ -401,7 +401,7 @@ class Exchange(InFlight):
             return
         if not self.keep_alive:
             pieces[0] = bytes(pieces[0]).replace(_LENGTH, b"\r\n" + response_codec.CLOSE + _LENGTH[2:], 1)
-        self.phase = Phase.ANSWERED
+        self.phase = ExchangePhase.ANSWERED
         if self._order.answer_pieces(pieces):
             self.written()
 
@@ -448,7 +448,7 @@ class Exchange(InFlight):
         self._answer([head], parts)
 
     def undelivered(self) -> None:
-        if self.phase is Phase.ANSWERED or self._gone or not self._order.owes(self):
+        if self.phase is ExchangePhase.ANSWERED or self._gone or not self._order.owes(self):
             # Some of the answer may have left: nothing else can follow it.
             self._order.cut()
         else:
@@ -475,7 +475,7 @@ class Exchange(InFlight):
             self._deflate(self._deflation, json_size, bool(sum(map(len, parts))))
             return
         line = response_codec.response_head(json_size, sum(map(len, parts)), self._connection_line())
-        self.phase = Phase.ANSWERED
+        self.phase = ExchangePhase.ANSWERED
         # Small pieces are cheaper joined; slices of the arena go to the socket as they lie.
         pieces: list[response_codec.Buffer] = [line, *head, *parts]
         if self._unwritten is None:
@@ -497,7 +497,7 @@ class Exchange(InFlight):
             asyncio.get_running_loop().call_soon(self._answer_or_cut, self._deflate, deflation, json_size, binary)
             return
         self.written()
-        self.phase = Phase.ANSWERED
+        self.phase = ExchangePhase.ANSWERED
         body = b"".join(deflation.compressed)
         line = response_codec.compressed_head(
             json_size if binary else None, deflation.coding, len(body), self._connection_line()
@@ -507,7 +507,7 @@ class Exchange(InFlight):
     def _answer_error(self, status: int, message: str) -> None:
         self._give_back()
         self.written()
-        self.phase = Phase.ANSWERED
+        self.phase = ExchangePhase.ANSWERED
         self._hand_over([response_codec.error_response(status, message, self._connection_line())])
 
     def _connection_line(self) -> bytes:
@@ -524,7 +524,7 @@ class Exchange(InFlight):
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
-        if self._trace is not None and self.phase is Phase.ANSWERED:
+        if self._trace is not None and self.phase is ExchangePhase.ANSWERED:
             self._trace.stamp(trace_stamps.HTTP_SEND_END)
             self._trace.end()
             self._trace = None

@@ -50,7 +50,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(InFlight):
-    """One request and its answer; the base of both endpoints. ``expects_continue``: the body comes once it is asked for."""
+    """Leads one request to its answer; the base of both endpoints. ``expects_continue``: the body comes once it is asked for."""
 
     _serving: Serving
     _head: InferHead
@@ -108,23 +108,23 @@ class Generation(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """What came of the body, and where it lies; None: it is not wanted."""
+        """Returns what came of the body, and where it lies; None: it is not wanted."""
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:
-        """The body is whole."""
+        """Notes that the body is whole."""
         self._whole = True
         if self._reception is not None:
             self._reception.complete()
         self._go_on()
 
     def take_turn(self) -> None:
-        """Every earlier request of the connection is answered."""
+        """Goes on once every earlier request of the connection is answered."""
         self._my_turn = True
         self._go_on()
 
     def abandon(self) -> None:
-        """The client is gone."""
+        """Gives the request up, as the client is gone."""
         self._gone = True
         if self._loading is not None:
             self._loading.cancel()
@@ -216,7 +216,7 @@ class Generation(InFlight):
         try:
             if own.code:
                 self._fail(from_code(own.code, own.message), prepared.final)
-            elif lane is not None and not is_mark(prepared, own):
+            elif lane is not None and not (prepared.final and is_mark(prepared, own)):
                 self._answer(prepared, own, lane)
             if prepared.final and not (self._answered or self._gone):
                 self._end()
@@ -243,15 +243,15 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """A good response. Raises InvalidArgument: it cannot be said, or not here."""
+        """Takes a good response. Raises InvalidArgument: it cannot be said, or not here."""
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """A bad response, or one that cannot be said. ``final``: it is the last one."""
+        """Takes a bad response, or one that cannot be said. ``final``: it is the last one."""
         raise NotImplementedError
 
     def _end(self) -> None:
-        """The last response was taken. Raises InvalidArgument: there are too few."""
+        """Ends the answer, as there are no more responses. Raises InvalidArgument: there were too few."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- bytes
@@ -284,7 +284,7 @@ class Generation(InFlight):
         self._write_whole(status, _encode({"error": message}))
 
     def _meet_defect(self) -> None:
-        """Ours or a worker's. The client learns it while it can be said."""
+        """Logs a defect, ours or a worker's, and tells the client while that is possible."""
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         if self._begun:
             self._gone = True
@@ -324,7 +324,7 @@ class Generation(InFlight):
 
 
 class Generate(Generation):
-    """One JSON object. Whatever the model says is wrong is the request's fault: 400."""
+    """Answers with one JSON object. Whatever the model says is wrong is the request's fault: 400."""
 
     #: The object, once the response came.
     _object: bytes | None = None
@@ -359,7 +359,10 @@ class Generate(Generation):
 
 
 class GenerateStream(Generation):
-    """Events, ``data: <JSON>`` and an empty line each. An error is an event as well, once there was one or others may follow."""
+    """Answers with events, ``data: <JSON>`` and an empty line each.
+
+    An error is an event as well, once there was one or others may follow.
+    """
 
     #: What the first event decided; 0: there was none.
     _status: int = 0

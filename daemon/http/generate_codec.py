@@ -94,7 +94,7 @@ def _read(
 
 
 def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
-    """The shape of values given for an input of shape ``wanted`` (-1: any number there).
+    """Returns the shape of values given for an input of shape ``wanted`` (-1: any number there).
 
     Of flat values, the last variable dimension takes as many as there are and the others are one: a batch of one.
     """
@@ -114,7 +114,7 @@ def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
 
 
 def _nesting(values: Any, max_rank: int) -> list[int]:
-    """The lengths of the first lists at each depth; whether all are like them is looked at with the values."""
+    """Returns the lengths of the first lists at each depth; whether all are like them is looked at with the values."""
     lengths: list[int] = []
     while isinstance(values, list) and len(lengths) <= max_rank:
         lengths.append(len(values))
@@ -129,7 +129,7 @@ def encode(
     client_id: str,
     view: Callable[[Slice], memoryview] | None = None,
 ) -> bytes:
-    """The object of a response. Raises InvalidArgument: an output cannot be written as JSON.
+    """Writes the object of a response. Raises InvalidArgument: an output cannot be written as JSON.
 
     ``view``: the bytes of a slice of the response arena; None: there are none.
     """
@@ -145,7 +145,7 @@ def encode(
 
 
 def _content(place: Content, view: Callable[[Slice], memoryview] | None) -> bytes | memoryview:
-    """The bytes of an output that did not go to a region."""
+    """Returns the bytes of an output that did not go to a region."""
     if isinstance(place, bytes):
         return place
     assert view is not None
@@ -153,10 +153,10 @@ def _content(place: Content, view: Callable[[Slice], memoryview] | None) -> byte
 
 
 class _Joined:
-    """One output of a ``JoinedAnswers``, as far as it came."""
+    """Holds one output of a ``JoinedAnswers``, as far as it came."""
 
     def __init__(self, datatype: str, shape: tuple[int, ...]) -> None:
-        """``shape``: one response's."""
+        """Begins with nothing. ``shape``: one response's."""
         self.datatype = datatype
         self.rest = shape[1:]
         self.size = 0
@@ -164,13 +164,13 @@ class _Joined:
 
 
 class JoinedAnswers:
-    """All responses to one request as one: each output is what they hold of it, joined along its first axis.
+    """Joins all responses to one request: each output is what they hold of it, along its first axis.
 
     For models that say so (``ModelState.joins``), and clients that want no stream.
     """
 
     def __init__(self, state: ModelState, max_byte_size: int) -> None:
-        """``max_byte_size``: of all outputs together."""
+        """Begins with nothing. ``max_byte_size``: of all outputs together."""
         self._state = state
         self._max_byte_size = max_byte_size
         self._byte_size = 0
@@ -179,7 +179,7 @@ class JoinedAnswers:
         self._outputs = {each["name"]: _Joined(each["datatype"], tuple(each["shape"])) for each in outputs}
 
     def add(self, prepared: PreparedAnswer, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]) -> None:
-        """The next one. Raises InvalidArgument: they are too large together, or do not go together."""
+        """Adds the next response. Raises InvalidArgument: they are too large together, or do not go together."""
         self._parameters |= prepared.parameters
         for tensor, place in placed(prepared.outputs, contents):
             assert not isinstance(place, RegionSlice)
@@ -195,7 +195,7 @@ class JoinedAnswers:
             joined.contents.append(content)
 
     def whole(self) -> tuple[PreparedAnswer, tuple[Content, ...]]:
-        """What they come to; of none, outputs without elements."""
+        """Returns all of them as one answer; of none, outputs without elements."""
         tensors = [PreparedTensor(name, each.datatype, (each.size, *each.rest)) for name, each in self._outputs.items()]
         contents = [b"".join(each.contents) for each in self._outputs.values()]
         return PreparedAnswer(self._state.version, tuple(tensors), self._parameters), tuple(contents)

@@ -31,7 +31,7 @@ _OTHER_LINE = re.compile(
 
 
 class Heads(BoundedCache[bytes, InferHead]):
-    """One per front. ``heads[bytes]``: what bytes up to the empty line mean; None: they have to be parsed."""
+    """Remembers heads; one per front. ``heads[bytes]``: what bytes up to the empty line mean, None: they have to be parsed."""
 
     __slots__ = ("_cuts", "_max_byte_size", "_max_fields")
 

@@ -47,7 +47,7 @@ _MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' f
 
 @dataclass(slots=True)
 class JsonArray:
-    """An array of numbers or booleans that is still text."""
+    """Converts an array of numbers or booleans that is still text."""
 
     #: From its opening bracket to its closing one, and where that lies in the request, for errors.
     text: memoryview
@@ -66,11 +66,11 @@ class JsonArray:
 
     @property
     def byte_size(self) -> int:
-        """Of the tensor."""
+        """Returns the bytes of the tensor."""
         return self.count * (ELEMENT_SIZES[self.datatype] or 0)
 
     def wire_bytes(self) -> bytes:
-        """The tensor's bytes, at once. Raises as ``fill`` does."""
+        """Converts it at once, to the tensor's bytes. Raises as ``fill`` does."""
         content = bytearray(self.byte_size)
         for _ in self.fill(memoryview(content)):
             pass
@@ -98,7 +98,7 @@ class JsonArray:
         return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """The text within the outer brackets in pieces that end before a comma, each with its offset in the text."""
+        """Yields the text within the outer brackets in pieces that end before a comma, each with its offset in the text."""
         start, end = 1, len(self.text) - 1
         while end - start > PIECE_BYTE_SIZE:
             piece = bytes(self.text[start : start + PIECE_BYTE_SIZE])
@@ -138,7 +138,7 @@ class JsonArray:
         return values
 
     def _check_nesting(self) -> Generator[None, None, bool]:
-        """Whether there are lists in the list. Raises InvalidArgument: they are nested otherwise than the shape says."""
+        """Returns whether there are lists in the list. Raises InvalidArgument: they are nested otherwise than the shape says."""
         if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()
@@ -152,7 +152,7 @@ class JsonArray:
 
 
 def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
-    """The lengths of lists nested like ``[[,,],[,,]]``, outermost first; nothing where they are ragged or far too deep.
+    """Returns the lengths of lists nested like ``[[,,],[,,]]``, outermost first; nothing where they are ragged or far too deep.
 
     The first innermost list tells a length. Where all are alike they leave a structure with one level less.
     """

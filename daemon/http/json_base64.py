@@ -16,7 +16,7 @@ _PIECE_BYTE_SIZE = 1 << 20
 
 @dataclass(slots=True)
 class JsonBase64:
-    """What the binary tensor data extension would send, as base64 that is still text."""
+    """Decodes base64 of what the binary tensor data extension would send."""
 
     #: With its quotation marks.
     text: memoryview
@@ -31,7 +31,7 @@ class JsonBase64:
 
     @property
     def byte_size(self) -> int:
-        """What the tensor takes at most: two bytes of the last three may be padding."""
+        """Returns what the tensor takes at most: two bytes of the last three may be padding."""
         return (len(self.text) - 2) // 4 * 3
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:

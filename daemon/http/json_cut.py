@@ -48,7 +48,7 @@ _UNCLOSED = 0
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A text without its large data, and where that is."""
+    """Holds a text without its large data, and where that is."""
 
     text: bytes
     #: Where each lies in the whole text.
@@ -56,7 +56,7 @@ class Cut:
     document: memoryview
 
     def number_of(self, data: Any) -> int | None:
-        """Which of the spans the ``data`` of an input stands for, be it text or a value; None: it is what it is."""
+        """Returns which of the spans the ``data`` of an input stands for, be it text or a value; None: it stands for itself."""
         if isinstance(data, msgspec.Raw):
             text = bytes(data) if memoryview(data).nbytes < 64 else b""
             return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None
@@ -65,7 +65,7 @@ class Cut:
         return None
 
     def place(self, offset: int) -> int:
-        """Where something that lies there in ``text`` lies in the whole text."""
+        """Returns where something that lies there in ``text`` lies in the whole text."""
         for number, (start, end) in enumerate(self.spans):
             if start >= offset:
                 break
@@ -145,7 +145,7 @@ def _placeholder(number: int) -> bytes:
 
 
 def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
-    """Behind the value that begins there; not behind ``start``: it stays in the text. Or _UNCLOSED."""
+    """Returns where the value ends that begins there; not behind ``start``: it stays in the text. Or _UNCLOSED."""
     if opening[1] is not None:
         end = find(view, b'"', start + 1, len(view))
         return end + 1 if view[end - 1] != _BACKSLASH else start
@@ -163,7 +163,7 @@ def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator
 
 
 def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
-    """As ``_end_of``, of an array that begins with a string; one with something else in it stays in the text."""
+    """Returns as ``_end_of``, of an array that begins with a string; one with something else in it stays in the text."""
     at, inside = start + 1, False
     while at < len(view):
         piece = bytes(view[at : at + _PIECE_BYTE_SIZE])
@@ -188,7 +188,7 @@ def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
 
 
 def _is_odd(text: bytes) -> bool:
-    """Whether the number of quotation marks in it that are not escaped is odd."""
+    """Returns whether the number of quotation marks in it that are not escaped is odd."""
     marks = text.count(b'"')
     if marks and b"\\" in text:
         marks -= text.replace(b"\\\\", b"").count(b'\\"')
@@ -196,7 +196,7 @@ def _is_odd(text: bytes) -> bool:
 
 
 def find(view: memoryview, what: bytes, start: int, end: int, enough: int | None = None) -> int:
-    """``bytes.find`` for memory that is no bytes object: the pieces it copies never leave the processor's cache.
+    """Finds as ``bytes.find``, in memory that is no bytes object: the pieces it copies never leave the processor's cache.
 
     ``enough``: it may stop, as if there were none, when it has looked through so many bytes.
     """

@@ -40,7 +40,7 @@ _NO_JSON = ("FP16", "BF16")
 
 
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
-    """The wire bytes of a flat array of ``count`` values. Raises Malformed: anything else; ``exact`` knows better."""
+    """Converts a flat array of ``count`` values. Raises Malformed: anything else; ``exact`` knows better."""
     if bytes(memoryview(text)[:1]) == b'"':
         return _from_base64(_quick_text(text), datatype, [count])
     decoder = _QUICK.get(datatype)
@@ -66,7 +66,7 @@ def _quick_text(text: msgspec.Raw) -> str:
 
 
 def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) -> bytes:
-    """The wire bytes of a JSON value. Raises InvalidArgument: what is wrong, in Triton's words where it has any."""
+    """Converts a JSON value to wire bytes. Raises InvalidArgument: what is wrong, in Triton's words where it has any."""
     if isinstance(value, str):
         return _from_base64(value, datatype, shape)
     if not isinstance(value, list):
@@ -81,7 +81,7 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
 
 
 def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
-    """The wire bytes of values in a row. Raises InvalidArgument: one is of the wrong kind or out of range."""
+    """Converts values in a row to wire bytes. Raises InvalidArgument: one is of the wrong kind or out of range."""
     for leaf in leaves:
         _check(leaf, datatype)
     try:
@@ -123,7 +123,7 @@ def _from_base64(text: str, datatype: str, shape: list[int]) -> bytes:
 
 
 def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
-    """The values in row-major order. Raises InvalidArgument: nested, but not as the shape says."""
+    """Returns the values in row-major order. Raises InvalidArgument: nested, but not as the shape says."""
     level: list[Any] = value
     dims = [len(value)]
     while any(isinstance(item, list) for item in level):
@@ -137,17 +137,17 @@ def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
 
 
 def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether lists nested with these lengths are a tensor of that shape. Dimensions of one may be left out or put in."""
+    """Returns whether lists nested with these lengths are a tensor of that shape. Dimensions of one may be left out or put in."""
     return [dim for dim in dims if dim != 1] == [dim for dim in shape if dim != 1]
 
 
 def misnested(shape: list[int], name: str) -> InvalidArgument:
-    """The error for lists that contradict the shape."""
+    """Makes the error for lists that contradict the shape."""
     return InvalidArgument(f"Unable to parse 'data': input '{name}' is nested, but not as its shape {shape} says")
 
 
 def of_wrong_kind(datatype: str) -> InvalidArgument:
-    """The error for a value that no element of that datatype is written as."""
+    """Makes the error for a value that no element of that datatype is written as."""
     if datatype == "BYTES":
         return InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
     if datatype == "BOOL":

@@ -30,13 +30,13 @@ _MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' f
 
 
 def is_flat(text: memoryview) -> bool:
-    """Whether it is an array that begins with a string."""
+    """Returns whether a text is an array that begins with a string."""
     return _FLAT.match(text) is not None
 
 
 @dataclass(slots=True)
 class JsonStrings:
-    """An array of strings that is still text."""
+    """Converts an array of strings that is still text."""
 
     #: From its opening bracket to its closing one.
     text: memoryview
@@ -50,7 +50,7 @@ class JsonStrings:
 
     @property
     def byte_size(self) -> int:
-        """What the tensor takes at most: a string's quotation marks and comma are a byte less than its length."""
+        """Returns what the tensor takes at most: a string's quotation marks and comma are a byte less than its length."""
         return len(self.text) + self.count
 
     def fill(self, place: memoryview) -> Generator[None, None, int]:
@@ -72,7 +72,7 @@ class JsonStrings:
         return written
 
     def _piece(self, start: int) -> tuple[list[str], int]:
-        """The strings of the piece that begins there, and where the next one does."""
+        """Returns the strings of the piece that begins there, and where the next one does."""
         search = start + PIECE_BYTE_SIZE
         for _ in range(2):
             end, following = self._end_of_piece(search)
@@ -89,7 +89,7 @@ class JsonStrings:
         raise InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
 
     def _end_of_piece(self, search: int) -> tuple[int, int]:
-        """Behind its last string, and behind the comma; at the array's end both mean the closing bracket."""
+        """Returns where a piece's last string ends, and the comma behind it; at the array's end both mean the closing bracket."""
         while (found := _SEPARATOR.search(self.text, search)) is not None:
             mark = found.start()
             backslashes = 0

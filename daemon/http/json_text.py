@@ -29,13 +29,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 def whole(tensor: PreparedTensor, content: bytes | memoryview) -> bytes:
-    """The text of a tensor whose bytes are ``content``. Raises InvalidArgument: JSON cannot say it; binary output can."""
+    """Writes a tensor whose bytes are ``content`` as text. Raises InvalidArgument: JSON cannot say it; binary output can."""
     values = _values(tensor, content)
     return _strings(values.tolist(), tensor.name) if tensor.datatype == "BYTES" else _numbers(values)
 
 
 def pieces(tensor: PreparedTensor, content: bytes | memoryview) -> Iterator[bytes]:
-    """The text of a tensor in pieces that take about a millisecond each. Raises as ``whole`` does, at any of them."""
+    """Writes a tensor as text, in pieces that take about a millisecond each. Raises as ``whole`` does, at any of them."""
     separator = b"["
     for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
         yield separator + text[1:-1]

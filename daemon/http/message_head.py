@@ -1,11 +1,13 @@
-"""What the request line and the header fields mean. Sans-I/O: fields as the parser gave them, names in lower case.
+"""Reads the head of a request: what its request line and header fields mean. Sans-I/O.
 
+Header fields are as the parser gave them, names in lower case.
 The parser has already refused what is no HTTP: fields without a colon or with a space before it, folded fields, bare line feeds,
 lengths that are no numbers, a length beside a transfer coding, two lengths.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import urllib.parse
 from collections.abc import Sequence
@@ -28,13 +30,13 @@ MAX_TEXT = 2048
 _TARGET = re.compile(rb"(?:https?://[^/?]*)?(/[^?#]*)(?:\?([^#]*))?.*", re.IGNORECASE | re.DOTALL)
 #: The path of an inference request.
 _INFER_PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(infer|generate|generate_stream)")
-#: Request targets remembered; more than a client of many models and versions uses.
+#: Request targets remembered, because the same ones come again and again; more than a client of many models and versions uses.
 _REMEMBERED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class InferRoute:
-    """The model and version that a target names; 0: the newest. ``error``: what is wrong with the version."""
+    """Holds the model and version that a target names; 0: the newest. ``error``: what is wrong with the version."""
 
     model: str
     version: int
@@ -43,25 +45,9 @@ class InferRoute:
     endpoint: str = "infer"
 
 
-class InferRoutes:
-    """Recognises targets of inference requests; the same ones come again and again, so each is parsed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, InferRoute | None] = {}
-
-    def find(self, target: bytes) -> InferRoute | None:
-        """Returns None where a target is another endpoint's, or nobody's."""
-        try:
-            return self._known[target]
-        except KeyError:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            route = self._known[target] = infer_route(target)
-            return route
-
-
+@functools.lru_cache(_REMEMBERED)
 def infer_route(target: bytes) -> InferRoute | None:
-    """Splits a request target, absolute or not, with or without a query."""
+    """Splits a request target, absolute or not, with or without a query. None: it is another endpoint's, or nobody's."""
     match = _INFER_PATH.fullmatch(path_and_query(target)[0])
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""What arrives is given to the parser in small pieces, and so many messages or chunks of bodies in one turn of the loop.
+"""Feeds the parser in small pieces, and with so many messages or chunks of bodies in one iteration of the loop.
 
     read ─▶ | head | body ... | head | ...     | rest |     the rest: in the next turn; meanwhile the client is not read
             ╰─── at most so much in a turn ────╯
@@ -30,7 +30,7 @@ from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.generate import Generate, GenerateStream
 from tensord.daemon.http.heads import END, MAX_HEAD
-from tensord.daemon.http.message_head import InferHead, InferRoute
+from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.serving import Serving
 from tensord.shm.errors import ServingError
 
@@ -141,13 +141,16 @@ class Messages:
             return
         if version == "1.0":
             order.expects_continue = False  # that version has no interim answers
-        route = self._serving.routes.find(self.url) if parser.get_method() == b"POST" else None
+        route = message_head.infer_route(self.url) if parser.get_method() == b"POST" else None
+        keep_alive = bool(parser.should_keep_alive())
         if route is None:
-            self._begin_asgi_request(version)
+            self._begin_asgi_request(version, keep_alive)
         elif route.endpoint == "infer":
-            self._begin_exchange(route, version)
+            compresses = self._serving.compression > 0
+            self._begin_exchange(message_head.infer_head(route, version, keep_alive, self.headers, compresses))
         else:
-            self._begin_generation(route, version)
+            head = message_head.generate_head(route, version, keep_alive, self.headers)
+            self._begin_generation(head, Generate if route.endpoint == "generate" else GenerateStream)
 
     def _refusal(self, version: str) -> tuple[int, str] | None:
         """Returns the status and the text of what is wrong with the head; None: nothing is."""
@@ -177,11 +180,9 @@ class Messages:
         limit = self._serving.options.http.max_head_byte_size
         return 431, f"the request line and headers have more than {limit} bytes, at most {limit} are allowed"
 
-    def _begin_exchange(self, route: InferRoute, version: str) -> None:
+    def _begin_exchange(self, head: InferHead) -> None:
         serving, order = self._serving, self._order
-        keep_alive = bool(self.parser.should_keep_alive())
-        head = message_head.infer_head(route, version, keep_alive, self.headers, serving.compression > 0)
-        if self._serving.has_rules:
+        if serving.has_rules:
             self._apply_rules(head)
         limit = serving.options.http.max_body_byte_size
         if (head.content_length or 0) > limit:
@@ -221,22 +222,20 @@ class Messages:
         except ServingError as error:
             head.error = head.error or error
 
-    def _begin_generation(self, route: InferRoute, version: str) -> None:
+    def _begin_generation(self, head: InferHead, endpoint: type[Generate | GenerateStream]) -> None:
         order = self._order
-        head = message_head.generate_head(route, version, bool(self.parser.should_keep_alive()), self.headers)
         if self._serving.has_rules:
             self._apply_rules(head)
         if head.content_length is None:
             self._chunks_begin()
         # It asks for its body itself, once its model is known to be there.
         expects_continue, order.expects_continue = order.expects_continue, False
-        endpoint = Generate if route.endpoint == "generate" else GenerateStream
         generation = endpoint(self._serving, head, order, expects_continue)
         order.append(generation)
         if len(order.requests) == 1:
             generation.take_turn()
 
-    def _begin_asgi_request(self, version: str) -> None:
+    def _begin_asgi_request(self, version: str, keep_alive: bool) -> None:
         """Begins a request for anything but inference."""
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
@@ -249,7 +248,6 @@ class Messages:
         }
         # The application says when it wants the body.
         expects_continue, order.expects_continue = order.expects_continue, False
-        keep_alive = bool(self.parser.should_keep_alive())
         request = AsgiRequest(self._serving, scope, order, keep_alive, expects_continue)
         order.append(request)
         if len(order.requests) == 1:
@@ -352,7 +350,7 @@ class ParserFeed:
                     order.refuse(400, "malformed HTTP request")
 
     def _feed_pieces(self, data: bytes) -> None:
-        """Raises: Refusal, HttpParserError; HttpParserUpgrade with the place in ``data``."""
+        """Gives it to the parser in pieces. Raises: Refusal, HttpParserError; HttpParserUpgrade with the place in ``data``."""
         order, messages = self._order, self.messages
         at, messages.chunk_count = 0, 0
         while at < len(data) and not order.closing:

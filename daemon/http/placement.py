@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from tensord.daemon.http.body import Body, CollectedBody, PlacedBody
-from tensord.daemon.http.decoded_request import Part, Source
+from tensord.daemon.http.decoded_request import BinaryPart, Source
 from tensord.daemon.http.json_array import JsonArray
 from tensord.daemon.http.json_base64 import JsonBase64
 from tensord.daemon.http.json_strings import JsonStrings
@@ -18,11 +18,13 @@ from tensord.shm.messages import Content, RegionSlice, Slice
 
 
 def room(sources: Sequence[Source], body: Body, inline_byte_size: int) -> int:
-    """Bytes of the lease that the request needs besides its body's: for tensors that came as JSON, or in a collected body, and
-    are too large to travel in the record."""
+    """Returns how large a lease the request needs besides its body's: for tensors too large to travel in the record.
+
+    Those came as JSON, or in a collected body.
+    """
     size, collected = 0, type(body) is CollectedBody
     for source in sources:
-        if type(source) is Part:
+        if type(source) is BinaryPart:
             if collected and source.byte_size > inline_byte_size:
                 size += _aligned(source.byte_size)
         elif type(source) is bytes:
@@ -36,17 +38,19 @@ def room(sources: Sequence[Source], body: Body, inline_byte_size: int) -> int:
 def place(
     sources: Sequence[Source], body: Body, json_size: int, lease: Lease | None, inline_byte_size: int
 ) -> list[Content]:
-    """What the record says of the inputs that lie in no region; writes into ``lease``, which has the ``room`` they need, or is
-    None where that is 0."""
+    """Returns what the record has of the inputs that lie in no region.
+
+    ``lease``: has the ``room`` they need, and is written into; None where that is 0.
+    """
     whole = body.whole() if type(body) is CollectedBody else b""
     used = 0
     contents: list[Content] = []
     for source in sources:
         if type(source) is RegionSlice:
             continue
-        if type(source) is Part and type(body) is PlacedBody:
+        if type(source) is BinaryPart and type(body) is PlacedBody:
             contents.append(body.place(json_size, source, inline_byte_size))
-        elif isinstance(source, Part | bytes):
+        elif isinstance(source, BinaryPart | bytes):
             start, size = (
                 (0, len(source)) if isinstance(source, bytes) else (json_size + source.offset, source.byte_size)
             )

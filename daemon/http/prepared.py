@@ -1,6 +1,6 @@
 """Prepared requests: what inference requests of one kind say over HTTP, and the way there from their JSON. Sans-I/O.
 
-    text ─▶ the same text before ────────────────────────────────────────────▶ Request: prepared, id, sources
+    text ─▶ the same text before ────────────────────────────────────────────▶ ParsedRequest: prepared, id, sources
          ├▶ quick (request_head) ─▶ what it says ─▶ said before ─────────────▶
          │                                       ╰▶ checked (request_codec) ─▶
          ╰▶ exact: what the quick way does not understand ───────────────────▶
@@ -24,7 +24,7 @@ import msgspec
 
 from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.http import request_codec, request_head, response_codec
-from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source
+from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest, Source
 from tensord.daemon.http.json_cut import Cut
 from tensord.daemon.http.message_head import MAX_TEXT, InferHead, TextKey
 from tensord.daemon.http.request_codec import part
@@ -33,7 +33,7 @@ from tensord.daemon.http.response_codec import Buffer
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.datatypes import element_count
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RegionSlice, Slice
-from tensord.shm.open_shape import is_open
+from tensord.shm.open_shape import OPEN
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 
 #: Answers to one kind of requests differ by worker and load; more than these are found out again.
@@ -60,9 +60,11 @@ class PreparedRequests:
         #: By what is said.
         self._known: BoundedCache[Any, Prepared] = BoundedCache(count)
         #: By model, version, size of the tensors behind it, and text: of those that come again with the same id and scheduling.
-        self.texts: BoundedCache[tuple[TextKey, bytes], Request] = BoundedCache(count)
+        self.texts: BoundedCache[tuple[TextKey, bytes], ParsedRequest] = BoundedCache(count)
 
-    def read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None) -> Request:
+    def read(
+        self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None
+    ) -> ParsedRequest:
         """Reads what a request says with that head, and binary parts of ``tail_size`` bytes together.
 
         ``apart``: what ``json_cut`` found, of a text longer than ``request_codec.MAX_UNCUT``.
@@ -73,7 +75,7 @@ class PreparedRequests:
         key = (head.model, head.version, tail_size), bytes(text)
         return self.texts[key] or self.meet(head, key)
 
-    def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> Request:
+    def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         """Reads a text that is not among ``texts``. Raises as ``read``."""
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
@@ -87,7 +89,7 @@ class PreparedRequests:
             self.texts.put(key, request)
         return request
 
-    def _read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None) -> Request:
+    def _read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None) -> ParsedRequest:
         try:
             said = request_head.quick(text)
             scheduling, parameters = part(said.parameters) if said.parameters else (UNSCHEDULED, None)
@@ -102,19 +104,19 @@ class PreparedRequests:
             prepared = self._known[key]
             if prepared is not None and prepared.tail_size == tail_size:
                 sources = _values(prepared, said, apart) if prepared.has_values else prepared.sources
-                return Request(prepared, said.id, sources, scheduling)
+                return ParsedRequest(prepared, said.id, sources, scheduling)
             decoded = request_codec.decode_head(said, apart, tail_size, head.model)
         except Malformed as reason:
             return self.prepare(head, request_codec.decode_exactly(text, apart, tail_size, head.model, reason))
         request = self.prepare(head, decoded)
-        if len(text) <= _MAX_SAID and not any(not absent and is_open(shape) for _, _, shape, _, absent in key[2]):
+        if len(text) <= _MAX_SAID and not any(OPEN in shape and not absent for _, _, shape, _, absent in key[2]):
             self._known.put(key, request.prepared)
         return request
 
-    def prepare(self, head: InferHead, decoded: DecodedRequest) -> Request:
+    def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
         """Prepares a request that is not looked for among those that are known."""
         sources = [source for _, _, _, source in decoded.inputs]
-        return Request(Prepared(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling)
+        return ParsedRequest(Prepared(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling)
 
     def __repr__(self) -> str:
         return f"<PreparedRequests {len(self._known)}, texts {len(self.texts)}>"
@@ -162,10 +164,10 @@ class Prepared:
         #: What the JSON said; not its id, its scheduling, nor the values in it.
         self.asked = asked
         self.sources: list[Source] = [
-            source if isinstance(source, Part | RegionSlice) else VALUES for _, _, _, source in asked.inputs
+            source if isinstance(source, BinaryPart | RegionSlice) else VALUES for _, _, _, source in asked.inputs
         ]
         self.has_values = any(source is VALUES for source in self.sources)
-        parts = [source for source in self.sources if type(source) is Part]
+        parts = [source for source in self.sources if type(source) is BinaryPart]
         sizes = [part.byte_size for part in parts]
         #: Of all its binary parts together.
         self.tail_size = sum(sizes)
@@ -174,7 +176,7 @@ class Prepared:
         #: Takes the tensors out of a small body; None: not all of them travel in the record.
         self.unpack: Callable[[bytes, int], tuple[Any, ...]] | None = None
         #: Its parts, where none of its tensors travels in the record: so they lie in a body that is placed; None: look at each.
-        self.placed: list[Part] | None = None
+        self.placed: list[BinaryPart] | None = None
         if not self.has_values:
             if max(sizes, default=0) <= inline_byte_size:
                 self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
@@ -206,7 +208,7 @@ class Prepared:
         return f"<Prepared for {self.model!r}>"
 
 
-class Request(msgspec.Struct, frozen=True):
+class ParsedRequest(msgspec.Struct, frozen=True):
     """Holds a request as its text says it."""
 
     prepared: Prepared

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source
+from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest, Source
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import ELEMENT_SIZES, element_count
 from tensord.shm.errors import InvalidArgument
@@ -23,7 +23,7 @@ _LABEL = "[request id: <id_unknown>] "
 
 
 def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
-    """What a body of that many bytes says to that model.
+    """Decodes a body of that many bytes for that model.
 
     Raises: InvalidArgument: the model has not exactly one input, no shape has that many bytes, or several have.
     """
@@ -41,7 +41,7 @@ def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
             f"{_LABEL}The shape of the raw input '{name}' can not be deduced because there are more than one "
             "variable-sized dimension"
         )
-    source: Source = Part(0, len(body))
+    source: Source = BinaryPart(0, len(body))
     if datatype == "BYTES":
         if -1 in shape or element_count(shape) != 1:
             raise InvalidArgument(f"{_LABEL}For BYTE datatype raw input '{name}', the model must have input shape [1]")

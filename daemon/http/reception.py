@@ -1,4 +1,4 @@
-"""The body of one inference request while it arrives: where it goes, what it may take, and when it is there.
+"""Receives the body of one request: where it goes, what it may take, and when it is there.
 
 begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: whole, inflated and placed
            │ compressed: inflated in steps, in turns of the loop            │ or refused, with ``error``
@@ -82,17 +82,16 @@ class Reception(Receiver):
         if json_size is not None and length is not None and not 0 <= json_size <= length:
             raise InvalidArgument(f"inference header size should be in range (0, {length}), got: {json_size}")
         if length is not None and json_size is not None and length > COLLECT_BYTE_SIZE:
-            self._ask_for_room(PlacedBody.lease_size(length))
-            if self.waits_for_room:
+            if not self._ask_for_room(PlacedBody.lease_size(length)):
                 self._pause(True)
         elif length is not None and json_size is None and length > COLLECT_JSON_BYTE_SIZE:
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
-        """As ``begin``, of a large binary body that is not compressed. None: nothing happened, because there is no room now."""
+        """Begins with a large binary body that is not compressed. None: nothing happened, because there is no room now."""
         length = self._head.content_length
         assert length is not None
-        if not self._borrow(PlacedBody.lease_size(length)):
+        if not self._ask_for_room(PlacedBody.lease_size(length), waits=False):
             return None
         assert isinstance(self.body, PlacedBody)
         return self.body
@@ -159,7 +158,7 @@ class Reception(Receiver):
             self.body.received += byte_size
 
     def complete(self) -> None:
-        """The body is whole."""
+        """Notes that the body is whole."""
         self._whole = True
         if self._lease is not None:
             self._serving.submitter.arrived(self._lease)
@@ -194,7 +193,7 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """The request is on its way, and what was collected makes way for others, long before the model has answered.
+        """Lets go of the body, as the request is on its way: what was collected makes way for others.
 
         Returns: where the body lies in the arena; from now on the caller gives that back.
         """

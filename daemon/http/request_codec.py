@@ -1,4 +1,4 @@
-"""An HTTP inference request as values: the JSON head decoded and checked, the binary parts located. Sans-I/O.
+"""Decodes an HTTP inference request: its JSON head is checked, its binary parts are located. Sans-I/O.
 
     body of a binary request   | JSON head (Inference-Header-Content-Length bytes) | part | part | ...
                                parts follow in the order of the inputs that have a binary_data_size, without padding
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from tensord.daemon.http import json_cut, json_data, request_head
-from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source, Values
+from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest, Source, Values
 from tensord.daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
 from tensord.daemon.http.json_base64 import JsonBase64
 from tensord.daemon.http.json_strings import JsonStrings, is_flat
@@ -92,7 +92,7 @@ def decode_head(
         if entry.datatype not in ELEMENT_SIZES:
             entry.datatype = wire_name(entry.datatype)
         source = _source(entry, offset, apart)
-        if type(source) is Part:
+        if type(source) is BinaryPart:
             offset += source.byte_size
             if offset > tail_size:
                 raise InvalidArgument(
@@ -135,7 +135,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
             + (f"But set {' '.join(given)}" if given else "But no field is set")
         )
     if given[0] == "'binary_data_size'":
-        return Part(offset, unsigned("binary_data_size", parameters["binary_data_size"]))
+        return BinaryPart(offset, unsigned("binary_data_size", parameters["binary_data_size"]))
     if given[0] == "'shared_memory_region'":
         return _region(parameters)
     return read_values(entry, count, apart)
@@ -258,7 +258,7 @@ def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> Requ
 
 
 def _region(parameters: dict[str, Any]) -> RegionSlice:
-    """The slice that the parameters of an input or output name. Raises InvalidArgument: wrong types, or numbers no region has."""
+    """Returns the slice that an input's or output's parameters name. Raises InvalidArgument: wrong types, impossible numbers."""
     region = text("shared_memory_region", parameters["shared_memory_region"])
     offset = unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))
     byte_size = unsigned("shared_memory_byte_size", parameters.get("shared_memory_byte_size", 0))

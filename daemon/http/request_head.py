@@ -1,4 +1,4 @@
-"""The JSON object of an inference request, read in one of two ways. Sans-I/O.
+"""Reads the JSON object of an inference request, in one of two ways. Sans-I/O.
 
     text ─▶ quick: msgspec, straight into these types                             nearly every request
               └─ Malformed ─▶ exact: RapidJSON, then key by key in Triton's order
@@ -39,7 +39,7 @@ class Malformed(Exception):
 
 
 class TensorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the protocol knows of the ``parameters`` of an input or output, and what clients of other servers add."""
+    """Holds the ``parameters`` of an input or output that the protocol knows, and those that clients of other servers add."""
 
     binary_data_size: int | UnsetType = UNSET
     binary_data: bool | UnsetType = UNSET
@@ -102,7 +102,7 @@ class ExactOutput:
 
 @dataclass(slots=True)
 class ExactRequest:
-    """As ``RequestHead``. Inputs and outputs are looked at one by one, so that the first mistake is the one that is told."""
+    """Holds what ``RequestHead`` does. Inputs and outputs are read one by one, so that the first mistake is refused."""
 
     id: str
     parameters: dict[str, Any]
@@ -116,7 +116,10 @@ _UNCOUNTED = 4 * MAX_ENTRIES
 
 
 def quick(head: bytes | memoryview) -> RequestHead:
-    """Raises: Malformed: not JSON, or not of the protocol's form.  InvalidArgument: more entries than are taken."""
+    """Reads a text the quick way.
+
+    Raises: Malformed: not JSON, or not as the protocol says.  InvalidArgument: more entries than are taken.
+    """
     try:
         request = _decoder.decode(head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -134,7 +137,7 @@ def itself(offset: int) -> int:
 
 
 def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> ExactRequest:
-    """Raises InvalidArgument, now or while inputs and outputs are walked through: what is wrong, as Triton says it.
+    """Reads a text the exact way. Raises InvalidArgument, now or while inputs and outputs are walked through, in Triton's words.
 
     ``place``: where a byte of ``head`` lies in what the client sent.
     """
@@ -170,7 +173,7 @@ def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
 
 
 class _Ended(dict[str, Any]):
-    """A request with something behind it, which is told only when nothing else is wrong with it."""
+    """Holds a request with something behind it, which is refused only when nothing else is wrong with it."""
 
     def __init__(self, value: Any, end: int) -> None:
         super().__init__(value if isinstance(value, dict) else {})

@@ -104,7 +104,7 @@ def encode_in_steps(
 
 
 def response_head(json_size: int, tail_size: int, connection: bytes = b"") -> bytes:
-    """Response line and headers of a good answer with so many bytes of JSON and of tensors behind it.
+    """Writes the response line and headers of a good answer with so many bytes of JSON and of tensors behind it.
 
     ``connection``: the line about the connection, empty or whole.
     """

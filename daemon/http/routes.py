@@ -39,14 +39,14 @@ TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log
 
 
 class Routes:
-    """The HTTP form of the endpoints."""
+    """Answers the endpoints over HTTP."""
 
     def __init__(self, endpoints: Endpoints, access: Access) -> None:
         self._endpoints = endpoints
         self._access = access
 
     def table(self) -> list[Endpoint]:
-        """Method, path, handler, and the call it is in ``tensord.daemon.front.access``."""
+        """Returns each route: method, path, handler, and the call it is in ``tensord.daemon.front.access``."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         repository = "/v2/repository"
         table: list[Endpoint] = [
@@ -86,7 +86,7 @@ class Routes:
         return table
 
     def refused(self) -> list[Endpoint]:
-        """As ``table``: paths that lack something, or have too much, and are told so."""
+        """Returns as ``table`` the paths that lack something, or have too much, and are answered so."""
         repository = "/v2/repository/{repository}/models/{model}"
         return [
             ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),
@@ -96,7 +96,7 @@ class Routes:
         ]
 
     def application(self) -> Starlette:
-        """The ASGI application."""
+        """Makes the ASGI application."""
         routes = [
             Route(
                 path,
@@ -275,25 +275,26 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def _fields(request: Request, required: bool = False) -> dict[str, Any]:
-    """The fields of a control request, as ``control_fields.read`` has them. Raises InvalidArgument."""
+    """Reads the fields of a control request, as ``control_fields.read`` has them. Raises InvalidArgument."""
     return control_fields.read(await _read_body(request, MAX_BODY), required)
 
 
 def _answer(value: Any, status: int = 200) -> Response:
-    """A JSON answer: bytes as they are, anything else encoded."""
+    """Makes a JSON answer: bytes as they are, anything else encoded."""
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return Response(body, status, media_type="application/json")
 
 
 def _traced(request: Request) -> str:
-    """The model whose trace settings are meant; "": all models."""
+    """Returns the model whose trace settings are meant; "": all models."""
     name: str = request.path_params.get("model", "")
     return name
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
-    """Starlette lets a GET route answer HEAD; that is for health, which load balancers ask for that way. Else it is refused, as
-    by Triton: a 200 without a body would say too much.
+    """Lets HEAD through for health alone, which load balancers ask for that way; Starlette lets each GET route answer it.
+
+    Else it is refused, as by Triton: a 200 without a body would say too much.
     """
 
     async def handle(request: Request) -> Response:
@@ -323,7 +324,7 @@ def _check_version_text(request: Request) -> None:
 
 
 def _fd(request: Request) -> int:
-    """The client's connection; -1: it is gone already."""
+    """Returns the descriptor of the client's connection; -1: it is gone already."""
     sock = request.scope["tensord.socket"]
     return -1 if sock is None else int(sock.fileno())
 
@@ -350,7 +351,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods that the path of that request has."""
+    """Returns the methods that the path of that request has."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -361,7 +362,7 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """The client left in the middle of its request: no defect of ours, and nobody reads this."""
+    """Answers a client that left in the middle of its request: no defect of ours, and nobody reads this."""
     return Response(status_code=400)
 
 

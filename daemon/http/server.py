@@ -28,7 +28,7 @@ _LAST_CALL_NS = 250_000_000
 
 
 class HttpFront(Front):
-    """A front that speaks HTTP."""
+    """Serves clients that speak HTTP."""
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         access = http_access(restrictions.parse(options.http.restricted_api))
@@ -51,14 +51,14 @@ class HttpFront(Front):
         self._sockets = SocketWatch(heeds_end=not options.http.answer_half_closed)
         self._acceptor = Acceptor(
             self.place.listeners,
-            self._serving.seat,
+            self._serving.counters,
             lambda socket, owner: self._sockets.open(socket, Connection(self._serving, self._connections, owner)),
         )
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())
 
     async def drain(self, grace_ns: int) -> None:
-        """No new connections; the open ones end after the answer they wait for, and close once that is taken."""
+        """Takes no new connections; the open ones end after the answer they wait for, and close once that is taken."""
         self._serving.stopping = True
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)

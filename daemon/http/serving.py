@@ -16,7 +16,6 @@ from tensord.daemon.front.longest_idle import LongestIdle
 from tensord.daemon.http.conversions import Conversions
 from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.heads import Heads
-from tensord.daemon.http.message_head import InferRoutes
 from tensord.daemon.http.prepared import PreparedRequests
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
@@ -25,16 +24,15 @@ from tensord.daemon.tracing.tracer import Tracer
 
 @dataclass(slots=True)
 class Serving:
-    """One per front; its requests and their connections share it."""
+    """Holds what the connections of a front and their requests share."""
 
     options: Options
     table: ModelTable
     submitter: Submitter
     #: Where this front's connections are counted, and the others' stand.
-    seat: FrontCounters
+    counters: FrontCounters
     prepared: PreparedRequests = field(init=False)
     heads: Heads = field(init=False)
-    routes: InferRoutes = field(default_factory=InferRoutes)
     #: What answers everything but inference requests; its front sets it before it serves.
     application: ASGIApp = field(init=False)
     #: In which that answers.

@@ -127,7 +127,7 @@ class Accounts:
     """Opens and closes the accounts of a front's connections."""
 
     def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
-        """``small_byte_size``, ``medium_byte_size``: up to which leases are small, and medium."""
+        """Begins without clients. ``small_byte_size``, ``medium_byte_size``: up to which leases are small, and medium."""
         self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
         self._connection_limit = part(options, options.connection_share)
         self._client_limit = part(options, options.client_share)

@@ -52,14 +52,14 @@ class Worker:
         self.page = page
         #: What it tells of its sequences.
         self.sequences = sequences
-        #: Sequences that were sent to it since it last told what is free of their model: of which telling, and how many.
+        #: Sequences that were sent to it since it last published what is free of their model: of which edition, and how many.
         self.starts: dict[Key, tuple[int, int]] = {}
         #: Stands for the device where sequences are shared out; every front has the same.
         self.seed = int.from_bytes(blake2b(device.encode(), digest_size=8).digest(), "little")
         self.in_flight: dict[int, InFlight] = {}
         #: End of file was seen: nothing is sent any more, and its requests wait for the fence.
         self.closed = False
-        #: It is flushed at the end of this turn of the loop.
+        #: It is flushed at the end of this iteration of the loop.
         self.dirty = False
         self.writing = False
 
@@ -86,7 +86,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     cancelled: bool = False
     #: It has an answer, which was not its last one.
     answered: bool = False
-    #: Bytes of such answers that its client has taken, since its worker was last told.
+    #: Bytes of such answers that its client has taken since that was last acknowledged.
     taken: int = 0
     #: Its worker was asked not to run it, if it has not begun, because its client is throttled.
     recalled: bool = False

@@ -72,13 +72,13 @@ class ModelTable:
 
     def expect(self, name: str, version: int = 0) -> ModelState:
         """Finds as ``find``, or where none serves one that is being loaded: its requests wait. Raises NotFound, too."""
-        try:
-            return self.find(name, version)
-        except NotFound:
-            for number, state in sorted(self._models.get(name, {}).items(), reverse=True):
-                if state.state == "LOADING" and version in (0, number):
-                    return state
-            raise
+        versions = self._models.get(name, {})
+        if version:
+            state = versions.get(version)
+        elif (state := self._newest.get(name)) is None:
+            loading = [number for number, each in versions.items() if each.state == "LOADING"]
+            state = versions[max(loading)] if loading else None
+        return state if state is not None and state.state in ("READY", "LOADING") else self.find(name, version)
 
     def is_ready(self, name: str, version: int = 0) -> bool:
         """Returns whether requests for it are answered now."""

@@ -1,4 +1,4 @@
-"""Placement of a request's tensors, for a worker to read them: in its record, in the request arena, in a client's region.
+"""Places a request's tensors where a worker reads them: in its record, in the request arena, in a client's region.
 
     InferenceRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
                           ╰─ waits for room where the arena is full
@@ -79,7 +79,10 @@ def begin(submitter: Submitter, asked: InFlight, request: InferenceRequest) -> N
       asked: what takes its answers; not sent so far.
     Raises: InvalidArgument: its tensors could never fit.  Unavailable: too many requests are in flight.
     """
-    size = room((content for _, _, _, content in request.inputs), submitter.inline_byte_size)
+    size = 0
+    for _, _, _, content in request.inputs:
+        if not isinstance(content, _PLACES) and len(content) > submitter.inline_byte_size:
+            size += -(-len(content) // ALIGNMENT) * ALIGNMENT
     if not size:
         _send(submitter, asked, request, None)
         return
@@ -94,20 +97,11 @@ def begin(submitter: Submitter, asked: InFlight, request: InferenceRequest) -> N
         submitter.wait_for_room(size, partial(_granted, submitter, asked, request), request.model, asked.account)
 
 
-def room(contents: Iterable[InputContent], inline_byte_size: int) -> int:
-    """Returns the bytes that contents need in the arena: those that have no place and are too large for a record."""
-    size = 0
-    for content in contents:
-        if not isinstance(content, _PLACES) and len(content) > inline_byte_size:
-            size += -(-len(content) // ALIGNMENT) * ALIGNMENT
-    return size
-
-
 def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_size: int) -> tuple[Content, ...]:
     """Returns contents as a record has them, without those in regions. What is too large for it is copied into the lease.
 
     Args:
-      lease: has the ``room`` they need; None where that is 0.
+      lease: has room for what is too large for the record; None where nothing is.
     """
     used = 0
     placed: list[Content] = []

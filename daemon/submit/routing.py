@@ -1,4 +1,4 @@
-"""Routing of requests: of the workers that have its model, near its regions, to the one with the fewest requests in flight.
+"""Routes requests: of the workers that have its model, near its regions, to the one with the fewest requests in flight.
 
 Which workers can run the requests of one number is remembered until anything changes that it depends on: the table of models,
 the places of regions, the lanes. Of a model that keeps sequences that alone is remembered: each request goes to the worker that
@@ -28,7 +28,7 @@ class Routing:
     """Chooses the worker of each request; owns the workers of a front."""
 
     def __init__(self, table: ModelTable, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
-        """``row``: the front's place among those of its protocol. ``in_flight``: all of its requests, by id.
+        """Begins without workers. ``row``: the front's place among its protocol's. ``in_flight``: all of its requests, by id.
 
         ``max_sequences``: as many may live on one worker.
         """
@@ -84,7 +84,7 @@ class Routing:
 
     def region_placed(self, place: RegionPlace) -> None:
         """Routes requests that name the region to that GPU from now on, if their model is there."""
-        self._places.update(place)
+        self._places.note(place)
         self._forget()
 
     def find(self, request: InFlight) -> Worker | None:
@@ -96,7 +96,7 @@ class Routing:
         sequenced = self._sequenced.get(numbered)
         if sequenced is not None and request.record.sequence_id:
             return self._sequences.find(request, sequenced, "")
-        prepared = request.prepared
+        prepared: PreparedRequest = request.record.prepared if numbered is None else numbered.prepared  # type: ignore[assignment]
         state = self._table.expect(prepared.model, prepared.version)
         gpu = self._places.gpu_of(prepared) if self._places else ""
         if state.sticky:
@@ -122,7 +122,7 @@ class Routing:
             if len(self.remembered) >= MAX_NUMBERS:
                 self.remembered.clear()
             self.remembered[numbered] = tuple(workers)
-        return min(workers, key=load)
+        return workers[0] if len(workers) == 1 else min(workers, key=load)
 
     def state_of(self, prepared: PreparedRequest) -> ModelState | None:
         """Returns the state of the model that is asked for; None: it is gone."""
@@ -158,36 +158,29 @@ def load(worker: Worker) -> int:
 # ------------------------------------------------------------------------------------------------------------- regions on GPUs
 
 
-class RegionPlaces:
-    """Knows on which GPU each region is that is on one, as the supervisor said.
+class RegionPlaces(dict[str, str]):
+    """Knows on which GPU each region is that is on one, by its name, as the supervisor said.
 
     Empty unless there are several workers, some of them on GPUs, and clients have registered CUDA regions: everything else is as
     near to each worker. A worker on another device can use such a region as well, by a copy between the two.
     """
 
-    def __init__(self) -> None:
-        self._gpus: dict[str, str] = {}
+    __slots__ = ()
 
-    def update(self, place: RegionPlace) -> None:
+    def note(self, place: RegionPlace) -> None:
         """Notes that a region came or went."""
         if place.device:
-            self._gpus[place.region] = place.device
+            self[place.region] = place.device
         else:
-            self._gpus.pop(place.region, None)
-
-    def __bool__(self) -> bool:
-        return bool(self._gpus)
+            self.pop(place.region, None)
 
     def gpu_of(self, prepared: PreparedRequest) -> str:
         """Returns the GPU that has most of the bytes that the request has in regions, "cuda:1"; "": any will do."""
         sizes: dict[str, int] = {}
         for place in _regions(prepared):
-            if gpu := self._gpus.get(place.region, ""):
+            if gpu := self.get(place.region, ""):
                 sizes[gpu] = sizes.get(gpu, 0) + place.byte_size
         return max(sizes, key=lambda gpu: sizes[gpu], default="")
-
-    def __repr__(self) -> str:
-        return f"<RegionPlaces {len(self._gpus)} regions>"
 
 
 def _regions(prepared: PreparedRequest) -> list[RegionSlice]:

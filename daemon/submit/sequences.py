@@ -47,7 +47,7 @@ class SequenceRouting:
         most_lost: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``most_lost``: sequences of dead workers that are remembered."""
+        """Begins with nothing. ``most_lost``: sequences of dead workers that are remembered."""
         self._in_flight = in_flight
         self._workers = workers
         self._clock = clock
@@ -107,7 +107,7 @@ class SequenceRouting:
         states = {key: state for key, state, _ in worker.sequences.sequences()}
         had = [key for key, state in states.items() if state is not SequenceState.ENDED]
         now = self._clock()
-        # What has ended is there while its last answers have not left: its client is told that it is lost, by whichever front.
+        # What has ended is there while its last answers have not left: its client learns that it is lost, by whichever front.
         for key in states:
             self._lost.add(key, now)
         if had:
@@ -152,9 +152,9 @@ class SequenceRouting:
             rank = (min(1, _spare(worker, slots)), _rank(key, worker))
             if best is None or rank > best_rank:
                 best, best_rank = worker, rank
-        if best is not None and (told := best.sequences.slots(slots)) is not None:
+        if best is not None and (published := best.sequences.slots(slots)) is not None:
             edition, count = best.starts.get(slots, (0, 0))
-            best.starts[slots] = (told.edition, count + 1 if edition == told.edition else 1)
+            best.starts[slots] = (published.edition, count + 1 if edition == published.edition else 1)
         return best
 
     def _note(self, key: Key, start: InFlight) -> None:
@@ -202,12 +202,12 @@ def _rank(key: Key, worker: Worker) -> int:
 
 def _spare(worker: Worker, slots: Key) -> int:
     """Returns its free slots less the sequences that wait for one; 0 where nothing is known."""
-    told = worker.sequences.slots(slots)
-    if told is None:
+    published = worker.sequences.slots(slots)
+    if published is None:
         return 0
     edition, count = worker.starts.get(slots, (0, 0))
     # Those that were sent since it said so are not in what it said.
-    return told.free - told.backlog - (count if edition == told.edition else 0)
+    return published.free - published.backlog - (count if edition == published.edition else 0)
 
 
 # ------------------------------------------------------------------------------------------------------ what is known of a model
@@ -250,7 +250,7 @@ def is_meant_for(state: ModelState, gpu: str) -> bool:
 
 
 class LostSequences:
-    """Remembers sequences that were lost with their worker, so that who goes on with one is told so.
+    """Remembers sequences that were lost with their worker, so that who goes on with one is refused.
 
     Bounded: the earliest are forgotten first.
     """

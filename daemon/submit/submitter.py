@@ -98,7 +98,7 @@ class Submitter:
         self._busy_poll = BusyPoll(loop, Spin(options.lanes.spin_us * 1000), self._in_flight)
         self._routing = Routing(table, row, self._in_flight, options.requests.max_sequences)
         self._throttle = Throttle(self._in_flight, arenas.wait)
-        # Workers that still map a segment that was closed keep its pages: they are told.
+        # Workers that still map a segment that was closed keep its pages: the closure is announced to them.
         self._space = ArenaSpace(self._arena, arenas.wait, part(arenas, arenas.arriving_share), self._flush_all_later)
         #: Room for inputs; see there.
         self.loan, self.arrived, self.give_back = self._space.loan, self._space.arrived, self._space.give_back

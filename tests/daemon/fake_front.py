@@ -61,9 +61,9 @@ OPERATIONS = {
 class FakeFront:
     """One process."""
 
-    def __init__(self, control_fd: int, listeners: list[socket.socket], seat: FrontCounters) -> None:
+    def __init__(self, control_fd: int, listeners: list[socket.socket], counters: FrontCounters) -> None:
         self.listeners = listeners
-        self.seat = seat
+        self.counters = counters
         self.connections = 0
         self.serving = asyncio.Event()
         self.done = asyncio.Event()
@@ -85,7 +85,7 @@ class FakeFront:
         await asyncio.wait((done, serving), return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()
         sockets = SocketWatch()
-        acceptor = Acceptor(self.listeners, self.seat, lambda socket, _: sockets.open(socket, self.connected()))
+        acceptor = Acceptor(self.listeners, self.counters, lambda socket, _: sockets.open(socket, self.connected()))
         if self.serving.is_set():
             acceptor.start()
         await done
@@ -135,7 +135,7 @@ class FakeFront:
 
     def count(self, change: int) -> None:
         self.connections += change
-        self.seat.count(self.connections)
+        self.counters.count(self.connections)
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
@@ -176,9 +176,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     async def run() -> None:
-        seat = SharedCounters(arguments.counters_fd).front(arguments.row)
+        counters = SharedCounters(arguments.counters_fd).front(arguments.row)
         listeners = [socket.socket(fileno=int(fd)) for fd in arguments.listen_fds.split(",")]
-        await FakeFront(arguments.control_fd, listeners, seat).run()
+        await FakeFront(arguments.control_fd, listeners, counters).run()
 
     asyncio.run(run())
 

@@ -41,7 +41,7 @@ class Door(Bench):
         self.sockets = SocketWatch()
         self.acceptor = Acceptor(
             [self.listener.dup()],
-            self.serving.seat,
+            self.serving.counters,
             lambda socket, owner: self.sockets.open(socket, Connection(self.serving, self.connections, owner)),
         )
         self.acceptor.start()

@@ -16,7 +16,7 @@ import pytest
 from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.http import request_codec
 from tensord.daemon.http.message_head import InferHead, TextKey
-from tensord.daemon.http.prepared import PreparedRequests, Request
+from tensord.daemon.http.prepared import ParsedRequest, PreparedRequests
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import RegionSlice, Slice
 from tests.records import Tensor, WholeAnswer, WholeRequest
@@ -242,14 +242,14 @@ _UNREMEMBERED = PreparedRequests(0, OPTIONS.arenas.inline_byte_size)
 class Unremembering:
     """Reads every request as if it were the first: the ordinary way, with nothing beside it."""
 
-    texts: BoundedCache[Any, Request] = BoundedCache(0)
+    texts: BoundedCache[Any, ParsedRequest] = BoundedCache(0)
 
     @staticmethod
-    def read(head: InferHead, text: bytes, tail_size: int, apart: None = None) -> Request:
+    def read(head: InferHead, text: bytes, tail_size: int, apart: None = None) -> ParsedRequest:
         return _UNREMEMBERED.prepare(head, request_codec.decode(text, tail_size, head.model, apart))
 
     @classmethod
-    def meet(cls, head: InferHead, key: tuple[TextKey, bytes]) -> Request:
+    def meet(cls, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
         return cls.read(head, key[1], key[0][2])
 
 

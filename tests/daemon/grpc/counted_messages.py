@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from tritonclient.grpc import service_pb2
 
-from tensord.daemon.grpc.response_codec import field, varint
+from tensord.daemon.grpc.response_codec import varint
+from tests.daemon.grpc.requests import field
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 #: Of which some bytes are data that a step in Python is not taken for.

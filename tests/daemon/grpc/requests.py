@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from tensord.daemon.grpc.response_codec import varint
 from tensord.shm.datatypes import ELEMENT_SIZES
 
 Infer = service_pb2.ModelInferRequest
@@ -81,6 +82,11 @@ REQUESTS = st.builds(
     outputs=st.lists(st.builds(Infer.InferRequestedOutputTensor, name=TEXT, parameters=PARAMETERS), max_size=2),
     raw_input_contents=st.lists(st.binary(max_size=300), max_size=3),
 )
+
+
+def field(tag: int, content: bytes) -> bytes:
+    """A length-delimited field, whose tag is given."""
+    return varint(tag) + varint(len(content)) + content
 
 
 def fields(request: Infer) -> list[bytes]:

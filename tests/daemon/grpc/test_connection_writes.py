@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 from tensord.config.options import Grpc
 from tensord.daemon.grpc.connection import Connection
-from tensord.daemon.grpc.http2 import WRITE_BUFFER, Phase
+from tensord.daemon.grpc.http2 import WRITE_BUFFER, ConnectionPhase
 
 
 def connection(test: Callable[[Connection, Mock], Any]) -> None:
@@ -19,11 +19,11 @@ def connection(test: Callable[[Connection, Mock], Any]) -> None:
         transport = Mock()
         transport.is_closing.return_value = False
         serving = Mock(options=Grpc(), compression=0)
-        serving.seat.total.return_value = 0
+        serving.counters.total.return_value = 0
         serving.stopping = False
         outgoing = Connection(serving, "tcp 127.0.0.1")
         outgoing._transport = cast(asyncio.Transport, transport)
-        outgoing.http2.phase = Phase.OPEN
+        outgoing.http2.phase = ConnectionPhase.OPEN
         await test(outgoing, transport)
 
     asyncio.run(run())
@@ -132,11 +132,11 @@ def test_blocked_streams_take_turns() -> None:
 
 def test_the_last_stream_of_an_ending_connection() -> None:
     async def test(outgoing: Connection, transport: Mock) -> None:
-        outgoing.http2.phase = Phase.ENDING
+        outgoing.http2.phase = ConnectionPhase.ENDING
         outgoing.http2.write(b"bye")
         await asyncio.sleep(0)
         assert [name for name, _, _ in transport.mock_calls] == ["write"]
-        assert outgoing.http2.phase is Phase.CLOSED
+        assert outgoing.http2.phase is ConnectionPhase.CLOSED
         cast(Mock, outgoing.serving).lingering.see_out.assert_called_once_with(transport)
 
     connection(test)
@@ -145,11 +145,11 @@ def test_the_last_stream_of_an_ending_connection() -> None:
 def test_the_last_bytes_leave_before_the_connection_ends() -> None:
     async def test(outgoing: Connection, transport: Mock) -> None:
         transport.write.side_effect = lambda _: outgoing.pause_writing()
-        outgoing.http2.phase = Phase.ENDING
+        outgoing.http2.phase = ConnectionPhase.ENDING
         outgoing.http2.write(b"bye")
         await asyncio.sleep(0)
         see_out = cast(Mock, outgoing.serving).lingering.see_out
-        assert (outgoing.http2.phase, see_out.call_count) == (Phase.CLOSED, 0)
+        assert (outgoing.http2.phase, see_out.call_count) == (ConnectionPhase.CLOSED, 0)
         outgoing.resume_writing()
         see_out.assert_called_once_with(transport)
 

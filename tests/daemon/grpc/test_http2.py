@@ -16,7 +16,7 @@ from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.floods import FRAMES_A_TURN
 from tensord.daemon.grpc.frames import END_HEADERS, END_STREAM, Violation, frame
-from tensord.daemon.grpc.http2 import STREAM_WINDOW, Http2, Phase
+from tensord.daemon.grpc.http2 import STREAM_WINDOW, ConnectionPhase, Http2
 from tensord.daemon.grpc.serving import Serving
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.submit.accounts import Accounts
@@ -70,8 +70,8 @@ class Owner:
 def made(owner: Owner | None = None, **options: Any) -> Http2:
     """Makes one, whose streams echo."""
     words = memoryview(bytearray(4096)).cast("Q")
-    seat = FrontCounters(words, words[:1], words[1:2], 0)
-    serving = Serving(Grpc(**options), {STREAM: Echo}, seat, Accounts(Arenas(), 0, 0))
+    counters = FrontCounters(words, words[:1], words[1:2], 0)
+    serving = Serving(Grpc(**options), {STREAM: Echo}, counters, Accounts(Arenas(), 0, 0))
     return Http2(serving, owner or Owner())  # type: ignore[arg-type]
 
 
@@ -214,9 +214,8 @@ def test_what_is_read_to_its_place(steps: list[int], monkeypatch: pytest.MonkeyP
     for number, step in enumerate(steps, 1):
         place[:step] = b"%d" % number * step
         place = place[step:]
-        http2.data_read += step
     assert not advanced
-    http2.data_was_read()
+    http2.data_was_read(60)
     assert (advanced, http2.data_left, http2.data_read, len(http2.data_room())) == ([60], 0, 0, 0)
     assert bytes(tensor) == b"".join(b"%d" % number * step for number, step in enumerate(steps, 1)) + bytes(40)
     http2.receive(frame(frames.PING, 0, 0, bytes(8)), 2.0)
@@ -232,7 +231,7 @@ def test_the_end_that_is_announced() -> None:
     http2.receive(frame(frames.HEADERS, END_HEADERS, 3, BLOCKS["good"]), 1.0)
     assert sorted(http2.streams) == [1, 3]
     http2.receive(frame(frames.PING, frames.ACK, 0, ping[3]), 1.0)
-    assert (http2.phase, sent(http2)[0][3][:4]) == (Phase.ENDING, frames.number(3))
+    assert (http2.phase, sent(http2)[0][3][:4]) == (ConnectionPhase.ENDING, frames.number(3))
     http2.receive(frame(frames.HEADERS, END_HEADERS, 5, BLOCKS["good"]), 1.0)
     assert sorted(http2.streams) == [1, 3]
 

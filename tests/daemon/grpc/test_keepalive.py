@@ -10,7 +10,7 @@ from unittest.mock import Mock
 from tensord.config.options import Grpc
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.connection import Connection
-from tensord.daemon.grpc.http2 import Phase
+from tensord.daemon.grpc.http2 import ConnectionPhase
 
 OPTIONS = Grpc(keepalive_time=100.0, keepalive_timeout=5.0, max_connection_idle=0, max_connection_age=0)
 
@@ -24,7 +24,7 @@ def connection(options: Grpc, busy: bool, test: Callable[[Connection, Mock], Non
         transport.get_write_buffer_size.return_value = 0
         made = Connection(serving, "tcp 127.0.0.1")
         made._transport = cast(asyncio.Transport, transport)
-        made.http2.phase = Phase.OPEN
+        made.http2.phase = ConnectionPhase.OPEN
         made.http2.heard_at = made._opened_at = made._checked_at = 1000.0
         made.http2.is_flushing = True
         if busy:
@@ -47,7 +47,7 @@ def test_a_silent_client_is_asked_and_given_up() -> None:
         made.check(1106)
         assert (pings(made), transport.abort.called) == (1, False)
         made.check(1107)
-        assert (made.http2.phase, transport.abort.called) == (Phase.CLOSED, True)
+        assert (made.http2.phase, transport.abort.called) == (ConnectionPhase.CLOSED, True)
 
     connection(OPTIONS, True, test)
 

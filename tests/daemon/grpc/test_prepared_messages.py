@@ -18,7 +18,7 @@ from tensord.shm.errors import NotFound
 from tensord.shm.messages import Buffer, RequestRecord
 from tensord.shm.prepared import MAX_NUMBERS
 from tests.daemon.grpc.requests import REQUESTS, Parameter
-from tests.daemon.grpc.test_request_codec import forms_of, located, message, reader, table, tensor
+from tests.daemon.grpc.test_request_codec import forms_of, located, message, read, reader, table, tensor
 from tests.records import whole_request
 
 
@@ -42,7 +42,7 @@ class Front:
 def meaning(reader: PreparedMessages, content: bytes | memoryview) -> Any:
     """What a message is taken for, or why it is refused."""
     try:
-        _, request, state = reader.read(content)
+        _, request, state = read(reader, content)
     except RefusedRequest as refused:
         return type(refused.error), refused.error.message, refused.client_id
     inputs = [
@@ -101,14 +101,14 @@ def test_the_second_is_of_a_form_whatever_its_id_and_tensors(client_id: str) -> 
         found = front.formed(content)
         assert (found is not None) == (number > 0)
         if found is None:
-            front.messages.read(content)
+            read(front.messages, content)
         else:
             assert found[1:3] == (given_.encode(), (bytes([number] * (number + 1)),))
     # The same rest without tensors is another request.
     without = message(tensor(), id="late")
     assert front.formed(without) is None
     with pytest.raises(RefusedRequest, match="unable to find data") as caught:
-        front.messages.read(without)
+        read(front.messages, without)
     assert caught.value.client_id == "late"
 
 
@@ -117,7 +117,7 @@ def test_forms_in_turn() -> None:
     front = Front()
     contents = [message(tensor(shape=(size,)), raw=(bytes(size),)) for size in range(1, 9)]
     for content in contents:
-        front.messages.read(content)
+        read(front.messages, content)
     found = [front.formed(content) for content in contents * 2]
     assert all(found)
     assert len({each[0] for each in found if each}) == len(contents)
@@ -138,7 +138,7 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> No
         }
         content = message(tensor(), raw=(b"ab",), parameters=given_)
         found = front.formed(content)
-        request = front.messages.read(content)[1]
+        request = read(front.messages, content)[1]
         wanted = (number % 7, number * 11, f"s{number}" if number % 2 else number, number % 3 == 0, number % 5 == 0)
         assert request.scheduling == wanted
         assert request.parameters == {"x": 1}
@@ -165,13 +165,13 @@ def test_parameters_that_schedule_as_no_client_writes_them(name: str) -> None:
     for entry, meant in entries.items():
         front, content = Front(), written + b"\x22" + bytes((len(entry),)) + entry
         for _ in range(3):
-            request = front.messages.read(content)[1]
+            request = read(front.messages, content)[1]
             assert getattr(request.scheduling, {"timeout": "timeout_us"}.get(name, name)) == meant.get("scheduled", 0)
             assert request.parameters == ({"x": 7} if "x" in meant else {})
             found = front.formed(content)
             assert found is None or found[3] == request.scheduling
         # Whoever says nothing of it is not taken for one that does.
-        assert front.messages.read(written)[1].scheduling == UNSCHEDULED
+        assert read(front.messages, written)[1].scheduling == UNSCHEDULED
         assert (found := front.formed(written)) is None or found[3] == UNSCHEDULED
 
 
@@ -181,9 +181,9 @@ def test_a_wrong_one_beside_a_right_one() -> None:
     right = b"\x22\x0e\x0a\x08priority\x12\x02\x10\x05"
     wrong = b"\x22\x17\x12\x0b\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x0a\x08priority"
     for _ in range(3):
-        assert front.messages.read(message(tensor(), raw=(b"ab",)) + wrong + right)[1].scheduling == Scheduling(5)
+        assert read(front.messages, message(tensor(), raw=(b"ab",)) + wrong + right)[1].scheduling == Scheduling(5)
         with pytest.raises(RefusedRequest, match="invalid value for 'priority'"):
-            front.messages.read(message(tensor(), raw=(b"ab",)) + right + wrong)
+            read(front.messages, message(tensor(), raw=(b"ab",)) + right + wrong)
 
 
 def test_one_in_regions_alone() -> None:
@@ -192,7 +192,7 @@ def test_one_in_regions_alone() -> None:
         content = message(located(region="r", byte_size=2), id=f"id-{number}")
         found = front.formed(content)
         assert (found is not None) == (number > 0)
-        front.messages.read(content)
+        read(front.messages, content)
     assert found is not None
     assert found[1:3] == (b"id-2", ())
 
@@ -203,23 +203,23 @@ def test_a_typed_one_is_of_none() -> None:
     content = message(tensor(uint_contents=[1, 2]))
     for _ in range(3):
         assert front.formed(content) is None
-        front.messages.read(content)
-    assert repr(front.messages) == "<PreparedMessages <Memo of 0 and 0, 0 forgotten>>"
+        read(front.messages, content)
+    assert repr(front.messages) == "<PreparedMessages of 0 and 0, 0 forgotten>"
 
 
 def test_what_is_refused_leaves_nothing() -> None:
     front = Front()
     for content in (b"\xff", message(tensor(), raw=(b"ab", b"cd")), message(tensor(), id="late"), message(tensor("X"))):
         with pytest.raises(RefusedRequest):
-            front.messages.read(content)
-    assert repr(front.messages) == "<PreparedMessages <Memo of 0 and 0, 0 forgotten>>"
+            read(front.messages, content)
+    assert repr(front.messages) == "<PreparedMessages of 0 and 0, 0 forgotten>"
 
 
 def test_what_comes_once_has_no_number() -> None:
     """Nobody can use up the numbers of forms with requests that never repeat."""
     front = Front()
     for number in range(20):
-        front.messages.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
+        read(front.messages, message(tensor(name=f"x{number}"), raw=(b"ab",)))
     assert repr(front.messages._submitter.numbers) == "<Numbers 0, 0 minted, 0 evicted>"
     assert front.formed(message(tensor(name="x7"), raw=(b"cd",)))
     assert repr(front.messages._submitter.numbers) == "<Numbers 1, 1 minted, 0 evicted>"
@@ -229,25 +229,25 @@ def test_forms_are_bounded() -> None:
     """Those that come again stay, others go."""
     front = Front()
     used = message(tensor(name="used"), raw=(b"ab",))
-    front.messages.read(used)
+    read(front.messages, used)
     for number in range(3 * MAX_NUMBERS):
-        front.messages.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
+        read(front.messages, message(tensor(name=f"x{number}"), raw=(b"ab",)))
         if number % 100 == 0:
             assert front.formed(used)
-    assert 0 < len(front.messages._known) <= MAX_NUMBERS
-    assert 0 < len(front.messages._known._old) <= MAX_NUMBERS
+    assert 0 < len(front.messages) <= MAX_NUMBERS
+    assert 0 < len(front.messages._old) <= MAX_NUMBERS
     assert front.formed(message(tensor(name="x0"), raw=(b"ab",))) is None
-    front.messages.read(message(tensor(name="y" * MAX_REST), raw=(b"ab",)))
+    read(front.messages, message(tensor(name="y" * MAX_REST), raw=(b"ab",)))
     assert front.formed(message(tensor(name="y" * MAX_REST), raw=(b"ab",))) is None
 
 
 def test_an_id_that_is_no_text() -> None:
     front = Front()
     content = message(tensor(), raw=(b"ab",), id="xx")
-    front.messages.read(content)
+    read(front.messages, content)
     assert front.formed(content)
     with pytest.raises(RefusedRequest, match="the request id is not UTF-8 text"):
-        front.messages.read(content.replace(b"xx", b"\xff\xff"))
+        read(front.messages, content.replace(b"xx", b"\xff\xff"))
 
 
 def test_a_model_that_changes() -> None:
@@ -259,14 +259,14 @@ def test_a_model_that_changes() -> None:
         found = front.formed(content)
         return None if found is None else found[0].decoupled
 
-    front.messages.read(content)
+    read(front.messages, content)
     for value in (False, True, False):
         models.update(ModelState("m", 1, "READY", workers=(1,), streams=value, metadata=b"{}"))
         assert decoupled() is value
-        assert front.messages.read(content)[2].streams is value
+        assert read(front.messages, content)[2].streams is value
         models.update(ModelState("m", 1, "UNLOADING"))
         assert decoupled() is None
         assert decoupled() is None
         with pytest.raises(RefusedRequest) as caught:
-            front.messages.read(content)
+            read(front.messages, content)
         assert isinstance(caught.value.error, NotFound)

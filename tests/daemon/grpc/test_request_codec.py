@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import serialize_byte_tensor
 
-from tensord.daemon.grpc.prepared import PreparedMessages
+from tensord.daemon.grpc.prepared import PreparedMessages, Understood
 from tensord.daemon.grpc.request_fields import RefusedRequest
+from tensord.daemon.grpc.walk import walk
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.placement import InferenceRequest
 from tensord.daemon.submit.submitter import Submitter
@@ -68,8 +69,13 @@ def forms_of(models: ModelTable) -> PreparedMessages:
     return PreparedMessages(models, cast(Submitter, Numbering()))
 
 
+def read(messages: PreparedMessages, content: bytes | memoryview) -> Understood:
+    """Reads a message as a front does."""
+    return messages.read(content, 0, len(content), walk(content, 0, len(content), 0))
+
+
 def decoded(content: bytes) -> InferenceRequest:
-    return reader().read(content)[1]
+    return read(reader(), content)[1]
 
 
 def refusal(content: bytes) -> ServingError:
@@ -177,7 +183,7 @@ def test_any_request_is_a_request_or_refused(request_: Any) -> None:
     """Never another exception; and what is taken is what protobuf says it is."""
     content = request_.SerializeToString()
     try:
-        _, request, _ = reader().read(content)
+        _, request, _ = read(reader(), content)
     except RefusedRequest as refused:
         assert isinstance(refused.error, ServingError)
         assert refused.error.message

@@ -38,7 +38,8 @@ def arrived(message: bytes, cuts: list[int]) -> tuple[bytes, bytes, list[bytes]]
             if arriving.raw_left:
                 size = min(arriving.raw_left, len(piece) - at)
                 raws[-1] += bytes(piece[at : at + size])
-                arriving.take_raw(size)
+                arriving.raw_left -= size
+                arriving.unread -= size
                 at += size
                 continue
             at, begins = arriving.take(piece, at)

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tensord.daemon.grpc.response_codec import field, varint
+from tensord.daemon.grpc.response_codec import varint
 from tensord.shm.messages import RequestRecord
-from tests.daemon.grpc.requests import Infer
+from tests.daemon.grpc.requests import Infer, field
 from tests.daemon.grpc.test_prepared_messages import Front, meaning
 from tests.daemon.grpc.test_request_codec import reader
 from tests.records import whole_request

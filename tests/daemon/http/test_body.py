@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.daemon.http.body import CollectedBody, PlacedBody
-from tensord.daemon.http.decoded_request import Part
+from tensord.daemon.http.decoded_request import BinaryPart
 from tensord.shm.arena import ALIGNMENT, Arena
 from tensord.shm.messages import Slice
 
@@ -53,7 +53,7 @@ def test_a_placed_body(arena: Arena, head: bytes, parts: list[bytes], draw: st.D
     assert bytes(body.head(len(head))) == head
     offset, limit = 0, draw.draw(st.integers(0, 20))
     for part in parts:
-        place = body.place(len(head), Part(offset, len(part)), limit)
+        place = body.place(len(head), BinaryPart(offset, len(part)), limit)
         if len(part) <= limit:
             assert place == part
         else:

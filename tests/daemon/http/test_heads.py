@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from tensord.daemon.http import message_head
 from tensord.daemon.http.heads import MAX_HEAD, Heads
-from tensord.daemon.http.message_head import InferHead, InferRoutes
+from tensord.daemon.http.message_head import InferHead
 
 LINES = [b"Host: x", b"Content-Length: 9", b"Inference-Header-Content-Length: 5"]
-_ROUTES = InferRoutes()
 
 
 def head_of(*lines: bytes, first: bytes = b"POST /v2/models/m/infer HTTP/1.1") -> bytes:
@@ -38,7 +37,7 @@ class _Parsed:
 
     def meaning(self) -> InferHead:
         version = self._parser.get_http_version()
-        route = _ROUTES.find(self.url)
+        route = message_head.infer_route(self.url)
         if message_head.refusal(version, self.fields) is not None or route is None or not self.done:
             raise httptools.HttpParserError
         return message_head.infer_head(route, version, self._parser.should_keep_alive(), self.fields, True)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.daemon.http.decoded_request import Part
+from tensord.daemon.http.decoded_request import BinaryPart
 from tensord.shm.arrays import DTYPES, array
 from tensord.shm.errors import InvalidArgument
 from tests.daemon.http.heads import content, decode, input_text, request_of, tensor
@@ -192,7 +192,7 @@ def test_half_floats_only_in_binary(datatype: str) -> None:
     ):
         decode(input_text("[1]", datatype), 0)
     part = decode(request_of(tensor(datatype=datatype, parameters={"binary_data_size": 2})), 2)
-    assert part.inputs[0][3] == Part(0, 2)
+    assert part.inputs[0][3] == BinaryPart(0, 2)
 
 
 @st.composite

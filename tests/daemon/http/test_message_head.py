@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tensord.daemon.http.message_head import (
     InferRoute,
-    InferRoutes,
     generate_head,
     infer_head,
     infer_route,
@@ -157,10 +156,9 @@ def test_any_target_is_parsed(target: bytes) -> None:
 
 
 def test_targets_are_remembered_and_bounded() -> None:
-    routes = InferRoutes()
-    first = routes.find(b"/v2/models/m/infer")
-    assert routes.find(b"/v2/models/m/infer") is first
+    first = infer_route(b"/v2/models/m/infer")
+    assert infer_route(b"/v2/models/m/infer") is first
     for number in range(3000):
-        assert routes.find(b"/v2/models/%d/infer" % number) == InferRoute(str(number), 0)
-        assert routes.find(b"/%d" % number) is None
-    assert len(routes._known) <= 1024
+        assert infer_route(b"/v2/models/%d/infer" % number) == InferRoute(str(number), 0)
+        assert infer_route(b"/%d" % number) is None
+    assert infer_route.cache_info().currsize <= 1024

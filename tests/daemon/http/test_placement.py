@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tensord.daemon.http.body import CollectedBody
-from tensord.daemon.http.decoded_request import Part, Source
+from tensord.daemon.http.decoded_request import BinaryPart, Source
 from tensord.daemon.http.placement import place, room
 from tensord.shm.arena import Arena
 from tensord.shm.messages import RegionSlice, Slice
@@ -26,7 +26,7 @@ def arena() -> Iterator[Arena]:
 def test_small_tensors_and_regions_need_no_room() -> None:
     body = CollectedBody()
     body.write(b"JSONabcdef")
-    sources: list[Source] = [Part(0, 2), REGION, b"xyz", Part(2, 4)]
+    sources: list[Source] = [BinaryPart(0, 2), REGION, b"xyz", BinaryPart(2, 4)]
     assert room(sources, body, 16) == 0
     assert place(sources, body, 4, None, 16) == [b"ab", b"xyz", b"cdef"]
 
@@ -34,7 +34,7 @@ def test_small_tensors_and_regions_need_no_room() -> None:
 def test_larger_ones_lie_aligned_behind_each_other(arena: Arena) -> None:
     body = CollectedBody()
     body.write(b"JSON" + b"a" * 100 + b"b" * 30)
-    sources: list[Source] = [Part(0, 100), b"c" * 70, Part(100, 30), REGION]
+    sources: list[Source] = [BinaryPart(0, 100), b"c" * 70, BinaryPart(100, 30), REGION]
     size = room(sources, body, 16)
     assert size == 128 + 128 + 64
     lease = arena.loan(size)

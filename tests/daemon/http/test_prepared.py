@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tensord.daemon.http import request_codec, request_head
-from tensord.daemon.http.decoded_request import DecodedRequest, Part
+from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest
 from tensord.daemon.http.message_head import InferHead
-from tensord.daemon.http.prepared import Prepared, PreparedRequests, Request
+from tensord.daemon.http.prepared import ParsedRequest, Prepared, PreparedRequests
 from tensord.daemon.http.request_head import Malformed
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import ServingError
@@ -168,7 +168,7 @@ def outcome(read: Any) -> Any:
         return type(error), error.message
     except Malformed:
         return ""
-    if isinstance(found, Request):
+    if isinstance(found, ParsedRequest):
         asked, model = found.prepared.asked, found.prepared.record
         return (found.id, found.scheduling, found.sources, model, asked.binary, asked.all_binary)
     return found
@@ -200,10 +200,10 @@ def test_whatever_came_before_a_request_says_what_it_says(asked: list[tuple[byte
     for said, tail_size, model in [*asked, *asked, *asked]:
         meaning = head(model=f"m{model}")
 
-        def alone(said: bytes = said, tail_size: int = tail_size, meaning: InferHead = meaning) -> Request:
+        def alone(said: bytes = said, tail_size: int = tail_size, meaning: InferHead = meaning) -> ParsedRequest:
             return PreparedRequests().prepare(meaning, request_codec.decode(said, tail_size, meaning.model))
 
-        def found(said: bytes = said, tail_size: int = tail_size, meaning: InferHead = meaning) -> Request:
+        def found(said: bytes = said, tail_size: int = tail_size, meaning: InferHead = meaning) -> ParsedRequest:
             return forms.read(meaning, said, tail_size)
 
         expected, got = outcome(alone), outcome(found)
@@ -295,7 +295,7 @@ def test_a_form_says_all_that_the_request_does() -> None:
     assert (request.id, whole.version) == ("me", 5)
     assert request.scheduling == Scheduling(3, 9, 7, sequence_end=True)
     assert whole.parameters == {"a": 1, "b": "of the head"}
-    assert request.sources == [Part(0, 4), RegionSlice("region", 0, 4)]
+    assert request.sources == [BinaryPart(0, 4), RegionSlice("region", 0, 4)]
 
 
 def test_a_form_has_a_number_once_it_came_twice() -> None:

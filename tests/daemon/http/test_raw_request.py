@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tensord.daemon.http.decoded_request import DecodedRequest, Part
+from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest
 from tensord.daemon.http.raw_request import decode_raw
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument
@@ -36,7 +36,7 @@ def raw(
 )
 def test_fixed_size_datatypes(byte_size: int, shape: list[int], max_batch_size: int, told: tuple[int, ...]) -> None:
     decoded = raw(bytes(byte_size), shape, max_batch_size=max_batch_size)
-    assert decoded.inputs == [("x", "FP32", told, Part(0, byte_size))]
+    assert decoded.inputs == [("x", "FP32", told, BinaryPart(0, byte_size))]
     assert decoded.all_binary
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tensord.daemon.http.decoded_request import Part
+from tensord.daemon.http.decoded_request import BinaryPart
 from tensord.shm.arrays import DTYPES
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import RegionSlice
@@ -56,11 +56,11 @@ def test_parts_follow_in_the_order_of_their_inputs() -> None:
         12,
     )
     assert [source for _, _, _, source in decoded.inputs] == [
-        Part(0, 4),
+        BinaryPart(0, 4),
         struct.pack("<f", 2.0),
         RegionSlice("r", 0, 4),
-        Part(4, 0),
-        Part(4, 8),
+        BinaryPart(4, 0),
+        BinaryPart(4, 8),
     ]
 
 
@@ -167,4 +167,4 @@ def test_a_request_with_one_byte_changed(request: dict[str, Any], draw: st.DataO
 def test_bf16_parts_are_two_bytes_an_element() -> None:
     values = np.array([1.5, -2], ml_dtypes.bfloat16)
     decoded = decode(request_of(tensor(datatype="BF16", shape=(2,), parameters={"binary_data_size": values.nbytes})), 4)
-    assert decoded.inputs == [("x", "BF16", (2,), Part(0, 4))]
+    assert decoded.inputs == [("x", "BF16", (2,), BinaryPart(0, 4))]

@@ -187,8 +187,8 @@ def names(*inputs: str, outputs: tuple[str, ...] = ()) -> PreparedRequest:
 def test_where_requests_go() -> None:
     places = RegionPlaces()
     assert not places
-    places.update(RegionPlace("a", "cuda:0"))
-    places.update(RegionPlace("b", "cuda:1"))
+    places.note(RegionPlace("a", "cuda:0"))
+    places.note(RegionPlace("b", "cuda:1"))
     assert places
     assert places.gpu_of(names()) == ""
     assert places.gpu_of(names("system")) == ""
@@ -202,8 +202,8 @@ def test_where_requests_go() -> None:
 
 def test_regions_that_are_gone() -> None:
     places = RegionPlaces()
-    places.update(RegionPlace("a", "cuda:1"))
-    places.update(RegionPlace("a", ""))
-    places.update(RegionPlace("never", ""))
+    places.note(RegionPlace("a", "cuda:1"))
+    places.note(RegionPlace("a", ""))
+    places.note(RegionPlace("never", ""))
     assert not places
     assert places.gpu_of(names("a")) == ""
