@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import json
 import os
 import re
@@ -204,14 +205,14 @@ def bursts(way: Way) -> list[Way]:
 def usual(ways: Sequence[Way]) -> Way:
     """The one of them that is seen most often, by its figures."""
     figures = [way.figures for way in ways]
-    return ways[figures.index(statistics.mode(figures))] if ways else Way(())
+    return ways[figures.index(statistics.mode(figures))]
 
 
-def least(rows: Sequence[Row]) -> Row:
-    """Returns the smaller counts of two routes."""
-    front = min((row.front for row in rows), key=lambda way: way.figures)
-    worker = min((row.worker for row in rows), key=lambda way: way.figures)
-    return Row(rows[0].name, front, worker)
+def shown(rows: Sequence[Row]) -> Row:
+    """Returns which of several is shown: of requests the one with the least calls, of tokens and iterations the usual one."""
+    name = rows[0].name
+    choose = functools.partial(min, key=lambda way: way.figures) if name in ASKED else usual
+    return Row(name, choose([row.front for row in rows]), choose([row.worker for row in rows]))
 
 
 class Client:
@@ -237,8 +238,8 @@ class Client:
             connection.socket.close()
         return Row(name, without_sends(ways[protocol]), until_sent(ways["worker"]))
 
-    def token(self) -> Row:
-        """Waits for a token in the middle of ``generate_stream``."""
+    def tokens(self) -> list[Row]:
+        """Waits for the tokens in the middle of ``generate_stream``."""
         body = json.dumps({"count": _TOKENS}).encode()
         head = b"POST /v2/models/token/generate_stream HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % len(
             body
@@ -251,13 +252,14 @@ class Client:
                 assert chunk, received
                 received += chunk
         # The first ones are the request's, the last ones its end.
-        return Row("token", *(usual(bursts(ways[part])[3:-3]) for part in ("http", "worker")))
+        parts = (bursts(ways[part])[3:-3] for part in ("http", "worker"))
+        return [Row("token", front, worker) for front, worker in zip(*parts, strict=False)]
 
-    def idle(self) -> Row:
-        """An iteration of a worker's loop that nobody asks anything."""
+    def idle(self) -> list[Row]:
+        """Iterations of a worker's loop that nobody asks anything."""
         with self._recording.row() as ways:
             time.sleep(_REST)
-        return Row("idle", Way(()), usual(bursts(ways["worker"])))
+        return [Row("idle", Way(()), worker) for worker in bursts(ways["worker"])]
 
 
 def split(address: str) -> tuple[str, int]:
@@ -308,12 +310,16 @@ def repeated(request: bytes) -> list[bytes]:
 def rows(client: Client, names: Sequence[str]) -> Iterator[Row]:
     """Yields each wanted row as soon as it is known."""
     for name in names:
-        if name in ASKED:
-            protocol, kind, request = ASKED[name]
-            made = [request(f"{kind}{number}") for number in range(TIMES)]
-            yield least([client.asked(name, protocol, requests) for requests in made])
-        else:
-            yield {"token": client.token, "idle": client.idle}[name]()
+        yield shown(asked(client, name))
+
+
+def asked(client: Client, name: str) -> list[Row]:
+    """Returns a row as often as it was asked for."""
+    if name not in ASKED:
+        return {"token": client.tokens, "idle": client.idle}[name]()
+    protocol, kind, request = ASKED[name]
+    made = [request(f"{kind}{number}") for number in range(TIMES)]
+    return [client.asked(name, protocol, requests) for requests in made]
 
 
 #: Row -> protocol, whose models it asks, and the requests of which the last is shown. A first one comes before one that is known.
@@ -441,10 +447,15 @@ def through(row: Row) -> str:
     return "\n".join(told)
 
 
-def mapped(row: Row, tree: Path) -> str:
-    """Returns the row's files as a section of docs/architecture.md: in the order of entering, each with its first sentence."""
+def mapped(rows: Sequence[Row], tree: Path) -> str:
+    """Returns a row's files as a section of docs/architecture.md: in the order of entering, each with its first sentence.
+
+    They are those that it enters each time it is asked for: a timer, or the end of another connection, is no part of its way.
+    """
+    row = shown(rows)
+    always = set.intersection(*(set(route_files(each)) for each in rows))
     told = [f"### (`{row.name}`)", ""]
-    for number, file in enumerate(route_files(row), 1):
+    for number, file in enumerate([file for file in route_files(row) if file in always], 1):
         sentence = " ".join(
             (ast.get_docstring(ast.parse((tree / file).read_text())) or "").partition("\n\n")[0].split()
         )
@@ -488,8 +499,8 @@ def main() -> None:
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     with recorded(tree, names) as client:
         if alone:
-            (row,) = rows(client, names)
-            print(through(row) if arguments.files else mapped(row, tree))
+            found = asked(client, alone)
+            print(through(shown(found)) if arguments.files else mapped(found, tree))
             return
         print(f"{'':18}{'front':>21}   {'worker':>21}   {'both':>21}")
         print(f"{'':18}" + f"{'calls':>7}{'files':>7} returns   " * 3)
