@@ -122,7 +122,8 @@ class Exchange(InFlight):
         """Raises NotFound, Unsupported: there is no such model for HTTP; or what is wrong with the head."""
         head, table = self._head, self._serving.table
         if head.error is not None:
-            raise head.error
+            # It may be remembered with its target; what an error was raised through must not be.
+            raise head.error.with_traceback(None)
         if head.edition != table.edition:
             # Of one that is being loaded it is not known yet: see ``_answer_anew``.
             if table.expect(head.model, head.version).streams:

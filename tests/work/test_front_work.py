@@ -15,6 +15,7 @@ import pytest
 
 from tensord.daemon.front.bounded_cache import BoundedCache
 from tensord.daemon.http import request_codec
+from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.message_head import InferHead, TextKey
 from tensord.daemon.http.prepared import ParsedRequest, PreparedRequests
 from tensord.shm.lane import WorkerLane
@@ -418,3 +419,22 @@ def test_the_bytes_of_a_body_cost_the_same_whatever_they_are(content: bytes) -> 
     size = MIB + 5
     zeros, lines = asyncio.run(refuse(bytes(size))), asyncio.run(refuse((content * size)[:size]))
     assert lines <= 1.1 * zeros
+
+
+def test_a_refusal_that_is_remembered_keeps_no_request() -> None:
+    """What is wrong with a target is found once, and raised for each request that names it."""
+    refused = b"POST /v2/models/addsub/versions/0/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+
+    async def test() -> int:
+        bench = Bench()
+        try:
+            transport = bench.connect()
+            for _ in range(10):
+                transport.arrive(refused)
+                await asyncio.sleep(0)
+            assert [bytes(answer).startswith(b"HTTP/1.1 404 ") for (answer,) in transport.writes] == [True] * 10
+            return sum(type(each) is Exchange for each in gc.get_objects())
+        finally:
+            bench.close()
+
+    assert asyncio.run(test()) <= 1
