@@ -66,7 +66,9 @@ def test_a_map_is_read_as_it_is_written() -> None:
         "http-first", way("shm/arena.py", "daemon/http/server.py", "shm/arena.py"), way("shm/lane.py", "shm/arena.py")
     )
     files = ["shm/arena.py", "daemon/http/server.py", "shm/lane.py"]
-    text = mapped([row, Row("http-first", row.front, way(*files, "shm/timer.py"))], ROOT)
+    # Another try meets a timer, and a third one is cut in two.
+    tries = [Row("http-first", way(*files[:1]), way()), row, Row("http-first", row.front, way(*files, "shm/timer.py"))]
+    text = mapped(tries, ROOT)
     assert text.count("\n") == 1 + len(files)
     assert documented(f"# Shape\n{text}\n## Words\n1. `shm/no.py`\n### Row (`none`)\n1. `x`") == {"http-first": files}
 
