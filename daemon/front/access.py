@@ -27,6 +27,7 @@ CALLS: Mapping[str, str] = {
     "ModelMetadata": "metadata",
     "ModelInfer": "inference",
     "ModelStreamInfer": "inference",
+    "InferStream": "inference",
     "Generate": "inference",
     "GenerateStream": "inference",
     "ModelConfig": "model-config",

@@ -29,7 +29,7 @@ from tensord.daemon.http.response_codec import CLOSE, status_line
 from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.daemon.submit.placement import begin
+from tensord.daemon.submit.placement import InferenceRequest, begin
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
 from tensord.shm.control_records import ModelState
@@ -72,7 +72,6 @@ class Generation(InFlight):
     _blocked: bool = False
     #: The body, until the request is submitted or refused.
     _reception: Reception | None = None
-    _whole: bool = False
     #: The model, once the request was let in.
     _state: ModelState | None = None
     #: Waits until the model is loaded.
@@ -93,7 +92,10 @@ class Generation(InFlight):
         limit = serving.options.http.max_body_byte_size
         if not head.coding and (head.content_length or 0) <= limit:
             self._reception = Reception(serving, head, order.pause_body, self._go_on, order.account)
-            self._reception.begin()
+            try:
+                self._reception.begin()
+            except ServingError as error:
+                self._reception.error = error
 
     @property
     def account(self) -> Account | None:
@@ -113,7 +115,6 @@ class Generation(InFlight):
 
     def complete(self) -> None:
         """Notes that the body is whole."""
-        self._whole = True
         if self._reception is not None:
             self._reception.complete()
         self._go_on()
@@ -149,7 +150,9 @@ class Generation(InFlight):
             reception, limit = self._reception, self._serving.options.http.max_body_byte_size
             if reception is None:
                 self._refuse(*BodyTooLarge(f"has more than {limit} bytes", limit).refusal)
-            elif self._whole:
+            elif reception.error is not None:
+                raise reception.error
+            elif reception.ready:
                 self._submit(reception, self._state)
             elif self._expects_continue:
                 self._expects_continue = False
@@ -180,14 +183,10 @@ class Generation(InFlight):
         return state
 
     def _submit(self, reception: Reception, state: ModelState) -> None:
-        if reception.error is not None:
-            raise reception.error
         head, serving = self._head, self._serving
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_RECV_END)
-        body = reception.body
-        assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
-        asked = generate_codec.decode(bytes(body.whole()), head.model, head.version, state.metadata)
+        asked = self._read(reception, state)
         self._drop_body()
         if head.forwarded:
             asked.parameters.update(head.forwarded)
@@ -198,6 +197,12 @@ class Generation(InFlight):
         self._decided = True
         begin(serving.submitter, self, asked)
         self._running = True
+
+    def _read(self, reception: Reception, state: ModelState) -> InferenceRequest:
+        """Reads what the body asks. Raises InvalidArgument."""
+        body = reception.body
+        assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
+        return generate_codec.decode(bytes(body.whole()), self._head.model, self._head.version, state.metadata)
 
     # ----------------------------------------------------------------------------------------------- answers
 
@@ -364,30 +369,31 @@ class GenerateStream(Generation):
     An error is an event as well, once there was one or others may follow.
     """
 
+    _media_type: ClassVar[bytes] = _EVENTS
     #: What the first event decided; 0: there was none.
     _status: int = 0
     #: All events so far for a client of HTTP/1.0, which has no chunks: it gets them with their length.
     _kept: bytearray | None = None
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        self._say(generate_codec.encode(prepared, own.contents, self._head.model, self._client_id, lane.view), 200)
+        said = generate_codec.encode(prepared, own.contents, self._head.model, self._client_id, lane.view)
+        self._say(b"data: %b\n\n" % said, 200)
 
     def _fail(self, error: ServingError, final: bool) -> None:
         if not self._status and final and not isinstance(error, Internal):
             # It was wrong with the request before the model ran: no event.
             self._refuse(http_status(error), error.message)
             return
-        self._say(_encode({"error": error.message}), 400)
+        self._say(b"data: %b\n\n" % _encode({"error": error.message}), 400)
 
-    def _say(self, content: bytes, status: int) -> None:
+    def _say(self, event: bytes, status: int) -> None:
         """Sends an event; the first one decides the answer's status."""
         head = b"" if self._status else self._begin(status)
         if self._kept is None:
             self._begun = True
-            event = b"%b%x\r\ndata: %b\n\n\r\n" % (head, len(content) + 8, content)
-            self._blocked = not self._order.answer_part(event)
+            self._blocked = not self._order.answer_part(b"%b%x\r\n%b\r\n" % (head, len(event), event))
             return
-        self._kept += b"data: %b\n\n" % content
+        self._kept += event
         size, most = len(self._kept), self._serving.options.http.max_body_byte_size
         if size > most:
             self._refuse(400, f"the events have {size} bytes so far, at most {most} are kept for an answer of HTTP/1.0")
@@ -398,12 +404,12 @@ class GenerateStream(Generation):
         if self._head.keep_alive_line:
             self._kept = bytearray()
             return b""
-        return self._response_head(status, b"", _EVENTS, b"transfer-encoding: chunked\r\n")
+        return self._response_head(status, b"", self._media_type, b"transfer-encoding: chunked\r\n")
 
     def _end(self) -> None:
         head = b"" if self._status else self._begin(200)
         if self._kept is not None:
-            self._write_whole(self._status, bytes(self._kept), _EVENTS)
+            self._write_whole(self._status, bytes(self._kept), self._media_type)
         else:
             self._write(head + b"0\r\n\r\n")
             self._finish()

@@ -29,7 +29,7 @@ MAX_TEXT = 2048
 #: A request target: its path, absolute or not, and its query. Anything else ("*") is a path that nobody serves.
 _TARGET = re.compile(rb"(?:https?://[^/?]*)?(/[^?#]*)(?:\?([^#]*))?.*", re.IGNORECASE | re.DOTALL)
 #: The path of an inference request.
-_INFER_PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(infer|generate|generate_stream)")
+_INFER_PATH = re.compile(r"/v2/models/([^/]+)(?:/versions/([0-9]+))?/(infer|infer_stream|generate|generate_stream)")
 #: Request targets remembered, because the same ones come again and again; more than a client of many models and versions uses.
 _REMEMBERED = 1024
 
@@ -41,7 +41,7 @@ class InferRoute:
     model: str
     version: int
     error: ServingError | None = None
-    #: infer, generate or generate_stream.
+    #: infer, infer_stream, generate or generate_stream.
     endpoint: str = "infer"
 
 

@@ -30,6 +30,7 @@ from tensord.daemon.http.asgi import AsgiRequest
 from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.generate import Generate, GenerateStream
 from tensord.daemon.http.heads import END, MAX_HEAD
+from tensord.daemon.http.infer_stream import InferStream
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.serving import Serving
 from tensord.shm.errors import ServingError
@@ -41,6 +42,8 @@ _PIECE = 8 << 10
 _EVENTS_A_TURN = 64
 #: Requests a client may send ahead on one connection before the first is answered.
 _MAX_PIPELINED = 256
+#: What leads a request of each endpoint but ``infer``.
+_ENDPOINTS = {"infer_stream": InferStream, "generate": Generate, "generate_stream": GenerateStream}
 _find_coding = re.compile(rb"transfer-encoding", re.IGNORECASE).search
 #: A run of line ends from its first line feed without a carriage return on, and whether a request may begin behind it: there the
 #: parser passes over it. (It begins with the line feed, because only so it is searched for as fast as memory is read, and takes
@@ -149,8 +152,8 @@ class Messages:
             compresses = self._serving.compression > 0
             self._begin_exchange(message_head.infer_head(route, version, keep_alive, self.headers, compresses))
         else:
-            head = message_head.generate_head(route, version, keep_alive, self.headers)
-            self._begin_generation(head, Generate if route.endpoint == "generate" else GenerateStream)
+            read = message_head.infer_head if route.endpoint == "infer_stream" else message_head.generate_head
+            self._begin_generation(read(route, version, keep_alive, self.headers), _ENDPOINTS[route.endpoint])
 
     def _refusal(self, version: str) -> tuple[int, str] | None:
         """Returns the status and the text of what is wrong with the head; None: nothing is."""
@@ -222,7 +225,7 @@ class Messages:
         except ServingError as error:
             head.error = head.error or error
 
-    def _begin_generation(self, head: InferHead, endpoint: type[Generate | GenerateStream]) -> None:
+    def _begin_generation(self, head: InferHead, endpoint: type[InferStream | Generate | GenerateStream]) -> None:
         order = self._order
         if self._serving.has_rules:
             self._apply_rules(head)

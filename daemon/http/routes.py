@@ -72,6 +72,7 @@ class Routes:
                 ("GET", f"{prefix}/config", self.config, "ModelConfig"),
                 ("GET", f"{prefix}/stats", self.statistics, "ModelStatistics"),
                 ("POST", f"{prefix}/infer", self.infer, "ModelInfer"),
+                ("POST", f"{prefix}/infer_stream", self.infer, "InferStream"),
                 ("POST", f"{prefix}/generate", self.infer, "Generate"),
                 ("POST", f"{prefix}/generate_stream", self.infer, "GenerateStream"),
             ]

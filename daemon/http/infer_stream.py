@@ -1,0 +1,95 @@
+"""infer_stream: a request as ``infer`` takes it, and any number of responses as ``infer`` gives them, one behind the other.
+
+    response   | u32 size of the JSON | u64 size of what follows it | JSON | tensor | tensor | ...      little-endian
+
+An error is a response whose JSON has ``error`` and ``code``; one that is final and the first is an ordinary error of HTTP.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import ClassVar
+
+import msgspec
+
+from tensord.daemon.front.status import http_status
+from tensord.daemon.http import request_codec, response_codec
+from tensord.daemon.http.body import PlacedBody
+from tensord.daemon.http.decoded_request import DecodedRequest, Part
+from tensord.daemon.http.generate import GenerateStream
+from tensord.daemon.http.reception import Reception
+from tensord.daemon.submit.placement import InferenceRequest, InputContent
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import AnswerRecord, PreparedAnswer, RegionSlice
+
+#: It is read at once, on the loop.
+_MAX_JSON = 256 << 10
+_SIZES = struct.Struct("<IQ")
+_encode = msgspec.json.Encoder().encode
+
+
+class InferStream(GenerateStream):
+    """One request and its responses."""
+
+    _media_type: ClassVar[bytes] = b"application/octet-stream"
+    #: Which outputs are binary.
+    _decoded: DecodedRequest | None = None
+
+    def _read(self, reception: Reception, state: ModelState) -> InferenceRequest:
+        head, body = self._head, reception.body
+        json_size = head.json_size
+        whole = memoryview(b"") if isinstance(body, PlacedBody) else memoryview(body.whole())
+        size = body.received if isinstance(body, PlacedBody) else len(whole)
+        if json_size is None:
+            json_size = size
+        if not 0 < json_size <= size:
+            raise InvalidArgument(f"inference header size should be in range (1, {size}), got: {json_size}")
+        if json_size > _MAX_JSON:
+            raise InvalidArgument(
+                f"the JSON of a request for infer_stream has {json_size} bytes, at most {_MAX_JSON} are read: "
+                "send large tensors as binary data"
+            )
+        text = bytes(body.head(json_size) if isinstance(body, PlacedBody) else whole[:json_size])
+        decoded = self._decoded = request_codec.decode(text, size - json_size, head.model)
+        inputs: list[tuple[str, str, tuple[int, ...], InputContent]] = []
+        for name, datatype, shape, source in decoded.inputs:
+            content: InputContent
+            if not isinstance(source, Part):
+                assert isinstance(source, bytes | RegionSlice)  # which the data of so short a text are
+                content = source
+            elif isinstance(body, PlacedBody):
+                content = body.place(json_size, source, self._serving.submitter.inline_byte_size)
+            else:
+                start = json_size + source.offset
+                content = whole[start : start + source.byte_size]
+            inputs.append((name, datatype, shape, content))
+        return InferenceRequest(
+            head.model,
+            head.version,
+            inputs,
+            decoded.outputs,
+            decoded.parameters,
+            decoded.id,
+            decoded.scheduling,
+            lease=reception.take_lease(),
+        )
+
+    def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
+        decoded, contents = self._decoded, own.contents
+        assert decoded is not None
+        said, parts = response_codec.encode(
+            prepared, contents, self._head.model, self._client_id, decoded.binary, decoded.all_binary, lane.view
+        )
+        self._say(_response(said, parts), 200)
+
+    def _fail(self, error: ServingError, final: bool) -> None:
+        if not self._status and final:
+            self._refuse(http_status(error), error.message)
+        else:
+            self._say(_response(_encode({"error": error.message, "code": error.code}), []), 200)
+
+
+def _response(said: bytes, parts: list[response_codec.Buffer]) -> bytes:
+    return b"".join([_SIZES.pack(len(said), sum(map(len, parts))), said, *parts])
