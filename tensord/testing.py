@@ -6,6 +6,7 @@ with tensord.testing.load("models/digits") as model:
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import msgspec
 import numpy as np
@@ -22,7 +23,18 @@ import numpy as np
 from tensord.config import ensemble_graph, layers, model_config
 from tensord.daemon.models.repository import FoundModel, find
 from tensord.shm.arrays import DTYPES, Array, datatype_of
-from tensord.shm.errors import InvalidArgument, NotFound, ServingError, Unavailable
+from tensord.shm.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ServingError,
+    Unavailable,
+    Unknown,
+    Unsupported,
+)
 from tensord.shm.messages import Parameter, PreparedRequest, RequestRecord
 
 if TYPE_CHECKING:
@@ -32,7 +44,28 @@ if TYPE_CHECKING:
     from tensord.workers.local_worker import Answers, LocalWorker
     from tensord.workers.models.model_version import ModelVersion
 
-__all__ = ["InvalidArgument", "Model", "ModelSequence", "NotFound", "ServingError", "Tensor", "Unavailable", "load"]
+__all__ = [
+    "AlreadyExists",
+    "Answer",
+    "Cancelled",
+    "DeadlineExceeded",
+    "Internal",
+    "InvalidArgument",
+    "Model",
+    "ModelSequence",
+    "NotFound",
+    "ServingError",
+    "Tensor",
+    "Timing",
+    "Unavailable",
+    "Unknown",
+    "Unsupported",
+    "load",
+]
+#: Kinds of DLPack devices whose memory the processor reads: the processor, and memory that is page-locked for CUDA or ROCm.
+_HOST = (1, 3, 11)
+#: Threads that wait for the answers of ``submit``.
+_WAITERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +78,51 @@ class Tensor:
     shape: tuple[int, ...]
 
 
-class Answer(dict[str, Array]):
-    """Outputs by name."""
+class Tensors(tuple[Tensor, ...]):
+    """The tensors of a model in its order, which are found by name as well: ``inputs["image"]``."""
 
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        for tensor in self:
+            if tensor.name == key:
+                return tensor
+        raise KeyError(key)
+
+
+class Timing(NamedTuple):
+    """Says what a request took: nanoseconds that it waited and that its execution took, and bytes copied for it."""
+
+    queue_ns: int
+    compute_ns: int
+    copied_bytes: int
+
+
+class Answer(dict[str, Array]):
+    """Outputs by name: the caller's own arrays."""
+
+    #: The version of the model that answered.
+    version: int = 0
     #: The parameters of the model's answer.
     parameters: Mapping[str, Parameter] = {}
+    #: None: it is one of several responses.
+    timing: Timing | None = None
+
+    @property
+    def copied_bytes(self) -> int | None:
+        """Returns how many bytes were copied for the request; None: it is one of several responses."""
+        return None if self.timing is None else self.timing.copied_bytes
+
+    def release(self) -> None:
+        """Does nothing: where a client's answer lies in the server's memory, it is given back."""
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
 
 
 def load(
@@ -138,10 +211,14 @@ class Model:
         self.name = version.name
         self.version = version.version
         described = msgspec.json.decode(version.loaded.metadata)
+        #: Seconds for an answer, of a stream for each response; None: any time.
+        self.timeout: float | None = None
         self.inputs = _tensors(described["inputs"])
         self.outputs = _tensors(described["outputs"])
         #: The completed configuration, as the protocol has it.
         self.config: dict[str, Any] = msgspec.json.decode(version.loaded.config)
+        #: Threads that wait for those who have submitted.
+        self._waiters = concurrent.futures.ThreadPoolExecutor(_WAITERS, "tensord-answers")
         # The worker is closed also where nobody does so, and at the end of the process.
         self._end = weakref.finalize(self, worker.close)
 
@@ -149,16 +226,22 @@ class Model:
         """Answers one request.
 
         Args:
-          inputs: name -> array, with the batch dimension where the model has one. What is no array yet, such as a list of
-            numbers, becomes one of the input's datatype.
+          inputs: name -> array, with the batch dimension where the model has one; nested mappings are flattened, with "/"
+            between their keys, or "." where the model's inputs are called so. What is no array yet, such as a list of numbers,
+            becomes one of the input's datatype.
           outputs: which are wanted; none: all.
 
         Raises: ServingError: what the client would be told.
         """
-        if self._version.loaded.streams:
-            raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
-        with contextlib.closing(self._ask(inputs, outputs, own)) as answers:
-            return _answer(next(answers))
+        answers, copied = self._ask(inputs, outputs, own, streams=False)
+        return self._waited(answers, copied)
+
+    def submit(
+        self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
+    ) -> concurrent.futures.Future[Answer]:
+        """Begins a request and returns its answer to come. Arguments are those of a call."""
+        answers, copied = self._ask(inputs, outputs, own, streams=False)
+        return self._waiters.submit(self._waited, answers, copied)
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
         """Returns an iterator over the responses to one request, as the model makes them; stopping early cancels it.
@@ -167,11 +250,15 @@ class Model:
 
         Raises: ServingError: with the response that is one.
         """
-        answers = self._ask(inputs, outputs, own)
+        answers, _ = self._ask(inputs, outputs, own, streams=True)
 
         def taken() -> Iterator[Answer]:
             with contextlib.closing(answers):
-                yield from map(_answer, answers)
+                for result in answers:
+                    answer = self._answer(result)
+                    for name in answer.keys() - set(outputs or answer):
+                        del answer[name]
+                    yield answer
 
         return taken()
 
@@ -188,6 +275,7 @@ class Model:
     def close(self) -> None:
         """Ends the model once all requests are answered. Idempotent."""
         self._end()
+        self._waiters.shutdown()
 
     def __enter__(self) -> Model:
         return self
@@ -197,13 +285,36 @@ class Model:
     ) -> None:
         self.close()
 
-    def _ask(self, inputs: Mapping[str, Any], outputs: Sequence[str], own: Own) -> Answers:
+    def _ask(self, inputs: Mapping[str, Any], outputs: Sequence[str], own: Own, streams: bool) -> tuple[Answers, int]:
+        """Begins a request. Returns also how many bytes of its inputs were copied."""
+        if self._version.loaded.streams and not streams:
+            raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
         datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
-        arrays = {name: _array(name, value, datatypes.get(name)) for name, value in inputs.items()}
+        given = _flat(inputs, datatypes)
+        arrays = {name: _array(name, value, datatypes.get(name)) for name, value in given.items()}
         said: Any = {"client_id" if name == "request_id" else name: value for name, value in own.items()}
         prepared = PreparedRequest(self.name, self.version, parameters=said.pop("parameters", {}))
         record = RequestRecord(next(self._worker.numbers), prepared, **said)
-        return self._worker.ask(prepared, record, arrays, outputs)
+        answers = self._worker.ask(prepared, record, arrays, outputs)
+        answers.timeout = self.timeout
+        return answers, sum(array.nbytes for array in arrays.values())
+
+    def _waited(self, answers: Answers, copied: int) -> Answer:
+        """Waits for the one answer to a request. Raises ServingError."""
+        with contextlib.closing(answers):
+            answer = self._answer(next(answers))
+        if answers.moments is not None and answers.request is not None:
+            began, _, computed = answers.moments
+            copied += sum(array.nbytes for array in answer.values())
+            answer.timing = Timing(began - answers.request.arrived_ns, computed - began, copied)
+        return answer
+
+    def _answer(self, result: dict[str, Array]) -> Answer:
+        """Copies a result, so that the caller may do with it as it likes."""
+        answer = Answer({name: np.array(array) for name, array in result.items()})
+        answer.version = self.version
+        answer.parameters = getattr(result, "parameters", {})
+        return answer
 
     def __repr__(self) -> str:
         return f"<Model {self.name}:{self.version}{'' if self._end.alive else ', closed'}>"
@@ -235,19 +346,62 @@ class ModelSequence:
             self._model.end_sequence(self.sequence_id)
 
 
-def _tensors(described: Sequence[Mapping[str, Any]]) -> tuple[Tensor, ...]:
-    return tuple(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
+def _tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
+    return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
+
+
+def _flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+    """Flattens nested mappings: their keys are joined by "/", or by "." where the model's inputs are called so.
+
+    Raises: InvalidArgument: a name is given twice.
+    """
+    found: dict[str, Any] = {}
+    for path, value in _leaves(inputs, ()):
+        name = "/".join(path)
+        if len(path) > 1 and name not in known and ".".join(path) in known:
+            name = ".".join(path)
+        if name in found:
+            raise InvalidArgument(f"input '{name}' is given twice")
+        found[name] = value
+    return found
+
+
+def _leaves(inputs: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in inputs.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, str(key)))
+        else:
+            yield (*path, str(key)), value
+
+
+def _foreign(name: str, value: Any) -> Array:
+    """Views another library's array. Raises InvalidArgument: it is on a device, or that library refuses."""
+    try:
+        if hasattr(value, "__array__"):
+            return np.asarray(value)
+        where = int(value.__dlpack_device__()[0])
+        if where not in _HOST:
+            raise InvalidArgument(f"input '{name}' lies on a device (DLPack type {where}): bring it to the host first")
+        return np.from_dlpack(value)
+    except InvalidArgument:
+        raise
+    except Exception as error:
+        raise InvalidArgument(f"input '{name}': {type(value).__name__} gives no array: {error}") from None
 
 
 def _array(name: str, value: Any, datatype: str | None) -> Array:
     """Makes an array that nobody else writes to, as requests have it."""
-    if not hasattr(value, "dtype") and datatype is not None:
+    if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
+        made = np.array(value if isinstance(value, np.ndarray) else _foreign(name, value))
+    elif datatype is not None:
         try:
             made = np.array(value, DTYPES[datatype])
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: {error}") from None
     else:
         made = np.array(value)
+    if not made.dtype.isnative:
+        made = made.astype(made.dtype.newbyteorder("="))
     if datatype_of(made.dtype) == "BYTES":
         from tensord.shm.arrays import strings
 
@@ -256,10 +410,3 @@ def _array(name: str, value: Any, datatype: str | None) -> Array:
         raise InvalidArgument(f"input '{name}': arrays of {made.dtype} have no datatype in the protocol")
     made.flags.writeable = False
     return made
-
-
-def _answer(result: dict[str, Array]) -> Answer:
-    """Copies a result, so that the caller may do with it as it likes."""
-    answer = Answer({name: np.array(array) for name, array in result.items()})
-    answer.parameters = getattr(result, "parameters", {})
-    return answer

@@ -26,7 +26,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.channel import pair
 from tensord.shm.control_records import Load
 from tensord.shm.cuda_regions import Driver
-from tensord.shm.errors import Internal, ServingError, Unavailable
+from tensord.shm.errors import DeadlineExceeded, Internal, ServingError, Unavailable
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.shm.status_page import SLOTS
@@ -55,26 +55,38 @@ class Answers:
 
     def __init__(self, worker: LocalWorker) -> None:
         self._worker = worker
-        self._came: queue.SimpleQueue[tuple[Result | None, bool]] = queue.SimpleQueue()
+        self._came: queue.SimpleQueue[tuple[Result | None, Moments | None, bool]] = queue.SimpleQueue()
         self._over = False
         #: The request, once it was validated.
         self.request: InnerRequest | None = None
+        #: Seconds that ``next`` waits; None: any time.
+        self.timeout: float | None = None
+        #: When the run of the last response began, had its inputs, had computed, in ns; None: that was not measured.
+        self.moments: Moments | None = None
 
     def take(self, request: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
         """Takes a response from the loop."""
-        self._came.put((result, final))
+        self._came.put((result, moments, final))
 
     def fail(self, error: ServingError) -> None:
         """Ends the responses with an error."""
-        self._came.put((error, True))
+        self._came.put((error, None, True))
 
     def __iter__(self) -> Answers:
         return self
 
     def __next__(self) -> dict[str, Array]:
-        """Waits for the next response. Raises ServingError: it is an error, which need not be the last response."""
+        """Waits for the next response.
+
+        Raises: ServingError: it is an error, which need not be the last response.  DeadlineExceeded: none came within the
+        timeout; the request is cancelled.
+        """
         while not self._over:
-            result, self._over = self._came.get()
+            try:
+                result, self.moments, self._over = self._came.get(timeout=self.timeout)
+            except queue.Empty:
+                self.close()
+                raise DeadlineExceeded from None
             request = self.request
             if request is not None and request.ahead:
                 self._worker.post(functools.partial(self._worker.took, request))
