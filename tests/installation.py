@@ -51,7 +51,7 @@ def made() -> tuple[Path, Path]:
     with only_one("wheel") as folder:
         finished = folder / "dist"
         if not finished.exists():
-            source, building = folder / "source", folder / "building"
+            source = folder / "source"
             shutil.rmtree(source, ignore_errors=True)
             source.mkdir()
             for name in _SOURCES:
@@ -59,18 +59,44 @@ def made() -> tuple[Path, Path]:
             for name in ROOMS:
                 ignored = shutil.ignore_patterns("*.so", "__pycache__")
                 shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-            shutil.rmtree(building, ignore_errors=True)
-            building.mkdir()
-            ran(sys.executable, "-c", _BACK_END, "build_sdist", building, cwd=source)
-            (archive,) = building.glob("*.tar.gz")
-            shutil.unpack_archive(archive, folder / "unpacked", filter="data")
-            (unpacked,) = (folder / "unpacked").iterdir()
-            ran(sys.executable, "-c", _BACK_END, "build_wheel", folder, cwd=unpacked)
-            (wheel,) = folder.glob("*.whl")
+            archive, wheel = built(source, folder)
+            building = archive.parent
             tool("auditwheel", "repair", "--wheel-dir", building, wheel, cwd=folder)
             building.rename(finished)
     (archive,) = finished.glob("*.tar.gz")
     (wheel,) = finished.glob("*.whl")
+    return archive, wheel
+
+
+def client_made() -> tuple[Path, Path]:
+    """The source archive of the client, and its wheel, made of that."""
+    with only_one("client-wheel") as folder:
+        finished = folder / "dist"
+        if not finished.exists():
+            source = folder / "source"
+            shutil.rmtree(source, ignore_errors=True)
+            ignored = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
+            shutil.copytree(ROOT / "client", source, ignore=ignored)
+            archive, wheel = built(source, folder)
+            shutil.move(wheel, archive.parent)
+            archive.parent.rename(finished)
+    (archive,) = finished.glob("*.tar.gz")
+    (wheel,) = finished.glob("*.whl")
+    return archive, wheel
+
+
+def built(source: Path, folder: Path) -> tuple[Path, Path]:
+    """Makes the source archive of what lies in ``source``, in ``folder / "building"``, and of that the wheel, in ``folder``."""
+    building, unpacked = folder / "building", folder / "unpacked"
+    for each in (building, unpacked):
+        shutil.rmtree(each, ignore_errors=True)
+    building.mkdir()
+    ran(sys.executable, "-c", _BACK_END, "build_sdist", building, cwd=source)
+    (archive,) = building.glob("*.tar.gz")
+    shutil.unpack_archive(archive, unpacked, filter="data")
+    (inside,) = unpacked.iterdir()
+    ran(sys.executable, "-c", _BACK_END, "build_wheel", folder, cwd=inside)
+    (wheel,) = folder.glob("*.whl")
     return archive, wheel
 
 

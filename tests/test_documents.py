@@ -17,9 +17,10 @@ import pytest
 
 from tests import run_folder
 from tests.daemon_process import ROOT, DaemonProcess
-from tests.installation import Installation, made, needs_compiler, neighbours, ran
+from tests.installation import Installation, client_made, made, needs_compiler, neighbours, ran
 
-README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
+README, MODELS, CLIENT = ROOT / "README.md", ROOT / "docs" / "models.md", ROOT / "docs" / "client.md"
+PAGES = (README, MODELS, CLIENT)
 #: A line of each block that nobody can run here -> why.
 NOT_RUN = {
     "make serve      #": "sets up a checkout; tests/examples has the example models",
@@ -29,6 +30,7 @@ NOT_RUN = {
     'outputs = {"scores": ("FP32[10]", "FP32[1]")}': "leaves the function's body to the reader",
     'parameters { key: "isolated" value': "is a line of a configuration; tests/protocol/test_isolated.py has it",
     "program = torch.export.export(": "needs PyTorch; tests/examples/test_frameworks.py has it where it is installed",
+    "pip install tensord-client ": "asks an index; tests/client/test_package.py installs it",
     'output { name: "y" data_type: TYPE_FP32 dims: 3 }': "is of the program before it",
 }
 
@@ -68,7 +70,13 @@ TRYING = 'with tensord.testing.load("models/digits") as model:'
 BESIDE = "import labels  # digits/1/labels.py or digits/labels.py"
 ASKED = '"temperature": ("FP32", 0.7),'
 RAGGED = 'batch_inputs = {"rows": ("SEGMENT_IDS", "INT32", "x")}'
-RUN = (*SERVED, EXPORTED, FACTORY, LAID_OUT, BY_HAND, TRYING, BESIDE, ASKED, RAGGED)
+#: Of the README, and of the client's page.
+CALLED, ASKED_OF, AWAITED = (
+    'print(digits({"image": images})',
+    'logits = digits({"image": images})',
+    "await asyncio.gather(",
+)
+RUN = (*SERVED, CALLED, ASKED_OF, AWAITED, EXPORTED, FACTORY, LAID_OUT, BY_HAND, TRYING, BESIDE, ASKED, RAGGED)
 
 
 class User:
@@ -113,11 +121,26 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> User:
 
 
 def test_each_block_is_run_or_has_a_reason() -> None:
-    for each in (*blocks(README), *blocks(MODELS)):
+    for each in (each for page in PAGES for each in blocks(page)):
         found = [part for part in (*RUN, *NOT_RUN) if part in each.text]
         assert len(found) == 1, f"{each}: {found}; run it in this file, or say there why not:\n{each.text}"
-    every = "".join(each.text for each in (*blocks(README), *blocks(MODELS)))
+    every = "".join(each.text for page in PAGES for each in blocks(page))
     assert not [part for part in (*RUN, *NOT_RUN) if part not in every]
+
+
+def test_the_client(user: User, tmp_path: Path) -> None:
+    """As a program beside a daemon has it, with its own wheel; the same images without a server."""
+    user.installation.install(client_made()[1])
+    shutil.copytree(ROOT / "examples/models/digits", tmp_path / "models" / "digits")
+    images = "import numpy as np\nimages = np.random.default_rng(0).random((3, 64), np.float32)\n"
+    with DaemonProcess(tmp_path, [tmp_path / "models"]) as daemon:
+        daemon.wait_ready()
+        for address in (f"127.0.0.1:{daemon.port}", str(tmp_path / "models")):
+            called = user.script(images + block(README, CALLED), TENSORD=address)
+            asked = user.script(images + block(CLIENT, ASKED_OF) + "print(logits.argmax(axis=1))", TENSORD=address)
+            awaited = user.script(images + block(CLIENT, AWAITED), TENSORD=address)
+            assert re.fullmatch(r"\[\d \d \d\]\n", called)
+            assert called == asked == awaited.replace(",", "")
 
 
 def test_the_readmes_own_model(user: User) -> None:

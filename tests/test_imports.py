@@ -122,6 +122,8 @@ FENCED = {
     "httptools": ("daemon/http/", "daemon/metrics/exchange.py"),
     # Clients' libraries: tests and examples have them, whoever serves needs none.
     **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_tools", "tritonclient"), ()),
+    # A distribution of its own, which needs none of ours.
+    "tensord_client": (),
     # What our ASGI server is compared with.
     "uvicorn": (),
     "hpack": ("daemon/grpc/",),

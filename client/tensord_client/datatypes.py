@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from tensord_client.errors import InvalidArgument
 
 DTYPES: dict[str, np.dtype] = {

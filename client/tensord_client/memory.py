@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from tensord_client.datatypes import typestr
 from tensord_client.errors import InvalidArgument, Unavailable
 from tensord_client.wire import Place

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from tensord_client import wire
 from tensord_client.call import Call
 from tensord_client.datatypes import decode_strings, dtype_of, typestr

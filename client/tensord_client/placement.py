@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from tensord_client import wire
 from tensord_client.call import Call
 from tensord_client.datatypes import datatype_of, encode_strings

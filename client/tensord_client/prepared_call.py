@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from tensord_client import msgpack, wire
 from tensord_client.call import Call
 from tensord_client.errors import (

@@ -104,7 +104,7 @@ def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
 
 
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
-    """Copies outputs to the places that they are wanted in, and returns those instead. Raises InvalidArgument: one does not fit."""
+    """Copies outputs to the places that they are wanted in, and returns those. Raises InvalidArgument: one has no room."""
     from tensord_client.errors import InvalidArgument
 
     for name, place in places.items():

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+
 from tensord_client import wire
 from tensord_client.errors import Internal, InvalidArgument, ServingError, Unavailable
 from tensord_client.memory import Memory, mapped

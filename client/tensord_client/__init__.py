@@ -1,0 +1,81 @@
+"""The client of tensord: JAX models of this host as functions of numpy arrays.
+
+    client = tensord_client.connect()
+    policy = client.model("policy", timeout=0.2)
+    actions = policy({"image": frame, "state": q})["actions"]
+
+It has the surface of ``tensord.testing``, and needs numpy alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tensord_client.client import Client, connect
+from tensord_client.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ResultsHeld,
+    ServingError,
+    Unavailable,
+    Unknown,
+    Unsupported,
+)
+from tensord_client.latest import Latest
+from tensord_client.model import Model, ModelSequence
+from tensord_client.results import Answer, Tensor, Timing
+
+if TYPE_CHECKING:
+    from tensord_client.asynchronous import AsyncClient, AsyncModel, connect_async
+    from tensord_client.in_jax import jax
+
+__all__ = [
+    "AlreadyExists",
+    "Answer",
+    "AsyncClient",
+    "AsyncModel",
+    "Cancelled",
+    "Client",
+    "DeadlineExceeded",
+    "Internal",
+    "InvalidArgument",
+    "Latest",
+    "Model",
+    "ModelSequence",
+    "NotFound",
+    "ResultsHeld",
+    "ServingError",
+    "Tensor",
+    "Timing",
+    "Unavailable",
+    "Unknown",
+    "Unsupported",
+    "connect",
+    "connect_async",
+    "jax",
+]
+_ASYNCHRONOUS = ("AsyncClient", "AsyncModel", "connect_async")
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs asyncio or JAX when it is first asked for, and computes ``__version__``, the distribution's."""
+    if name in _ASYNCHRONOUS:
+        from tensord_client import asynchronous
+
+        return getattr(asynchronous, name)
+    if name == "jax":
+        from tensord_client import in_jax
+
+        return in_jax.jax
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("tensord-client")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"

@@ -1,0 +1,127 @@
+"""The client for programs on an event loop of asyncio: the names of ``Client`` and ``Model``, to be awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tensord_client.call import Own, SequenceId
+from tensord_client.client import Client, Place, connection
+from tensord_client.model import Calls
+from tensord_client.results import Answer, Array, Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class AsyncClient:
+    """As ``Client``; any number of requests may be under way on one loop."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._connection = client._connection
+
+    async def model(self, name: str, version: int = 0, *, timeout: float | None = None) -> AsyncModel:
+        """Returns a model. As ``Client.model``."""
+        loop = asyncio.get_running_loop()
+        description = await loop.run_in_executor(None, self._connection.open, name, version)
+        return AsyncModel(self._connection, description, version, timeout)
+
+    def empty(self, tensor: Tensor | Sequence[int], dtype: Any = None, *, shape: Sequence[int] | None = None) -> Array:
+        """Makes an array in memory that the server shares. As ``Client.empty``."""
+        return self._client.empty(tensor, dtype, shape=shape)
+
+    async def close(self) -> None:
+        """Ends the connection. Idempotent."""
+        await asyncio.get_running_loop().run_in_executor(None, self._client.close)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<AsyncClient on {self._connection!r}>"
+
+
+class AsyncModel(Calls):
+    """As ``Model``, to be awaited. A task that is cancelled cancels its request."""
+
+    async def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
+        """Answers one request. As a call of ``Model``."""
+        return await self._connection.ask(self.call(inputs, outputs, own))
+
+    def submit(
+        self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
+    ) -> asyncio.Future[Answer]:
+        """Begins a request and returns its answer to come. The arrays may be written to as soon as this returns."""
+        pending = self._connection.ask(self.call(inputs, outputs, own))
+
+        async def answer() -> Answer:
+            return await pending
+
+        return asyncio.ensure_future(answer())
+
+    def stream(
+        self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
+    ) -> AsyncIterator[Answer]:
+        """Iterates over the responses to one request; ``aclose()`` cancels it. As ``Model.stream``."""
+        return self._connection.ask(self.call(inputs, outputs, own, streams=True)).async_responses(self.timeout)
+
+    def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
+        """Makes a sequence of requests. As ``Model.sequence``."""
+        return AsyncModelSequence(self, sequence_id or self.sequence_id())
+
+    async def end_sequence(self, sequence_id: SequenceId) -> None:
+        """Ends a sequence without a further request. As ``Model.end_sequence``."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._connection.end_sequence, self.name, sequence_id)
+
+    async def close(self) -> None:
+        """Ends the use of the model. Idempotent."""
+        self._closed = True
+
+    async def __aenter__(self) -> AsyncModel:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncModelSequence:
+    """A sequence of requests, one after the other: the first begins it, the one with ``end`` ends it."""
+
+    def __init__(self, model: AsyncModel, sequence_id: SequenceId) -> None:
+        self._model = model
+        self.sequence_id = sequence_id
+        self._begun = False
+        self._ended = False
+
+    async def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
+        """Runs the next step. Arguments and errors as for a call of the model."""
+        start, self._begun = not self._begun, True
+        self._ended = end
+        own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
+        return await self._model(inputs, **own)
+
+    async def __aenter__(self) -> AsyncModelSequence:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._begun and not self._ended:
+            await self._model.end_sequence(self.sequence_id)
+
+
+async def connect_async(address: Place | None = None, *, wait: float = 0.0, patience: float = 30.0) -> AsyncClient:
+    """Finds a server and connects to it. As ``connect``."""
+    loop = asyncio.get_running_loop()
+    return AsyncClient(Client(await loop.run_in_executor(None, connection, address, wait, patience)))

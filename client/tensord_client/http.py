@@ -1,0 +1,357 @@
+"""The way to a server over HTTP: the Open Inference Protocol with binary tensors, over a unix socket or TCP.
+
+    request   | JSON (Inference-Header-Content-Length bytes) | tensor | tensor | ...     in the order of ``inputs``
+    answer    | JSON                                         | tensor | ...              in the order of ``outputs``
+    stream    | JSON size u32, size of what follows u64, little-endian | JSON | tensor | ...     again and again
+
+Source: Open Inference Protocol, REST; Triton docs/protocol/extension_binary_data.md; tensord docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from tensord_client.call import Call
+from tensord_client.datatypes import datatype_of, decode, dtype_of
+from tensord_client.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    ServingError,
+    Unavailable,
+    Unsupported,
+    from_code,
+    from_status,
+)
+from tensord_client.http_channel import Address, Buffer, Response
+from tensord_client.http_pending import Exchange, HttpPending, Pool, Unreached, Waiter
+from tensord_client.results import Answer, Array, Description, written
+from tensord_client.tensors import content
+
+_PART = struct.Struct("<IQ")
+#: Kinds of requests and of answers of which the JSON is kept.
+_REMEMBERED = 256
+#: Tensors of fewer bytes are copied behind the head.
+_SMALL = 8192
+#: Seconds for a server's first answer.
+_LONGEST = 10.0
+_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
+
+#: Connections that begin anew in a process that is forked off.
+_connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
+
+
+class Pending(HttpPending):
+    """An inference request under way. ``await`` gives the answer as well."""
+
+    def result(self, timeout: float | None = None) -> Answer:
+        """Waits for the answer and returns it.
+
+        Raises: ServingError.  DeadlineExceeded: none came within so many seconds; the request is cancelled.
+        """
+        self.hurry(timeout)
+        return cast(Answer, self.waited())
+
+    def responses(self, timeout: float | None = None) -> Iterator[Answer]:
+        """Iterates over the responses, waiting for each at most so long; stopping early cancels the request."""
+        try:
+            while True:
+                self.hurry(timeout)
+                found = self.next()
+                if found is None:
+                    return
+                yield found
+        finally:
+            self.cancel()
+
+    def __await__(self) -> Generator[Any, None, Answer]:
+        yield from self.arrived().__await__()
+        return self.result()
+
+    async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
+        """Iterates over the responses on the running loop. As ``responses``."""
+        try:
+            while True:
+                self.hurry(timeout)
+                await self.arrived()
+                found = self.next()
+                if found is None:
+                    return
+                yield found
+        finally:
+            self.cancel()
+
+
+class HttpConnection:
+    """Asks a server over HTTP. Any thread may use it; a process that is forked off connects anew."""
+
+    def __init__(self, address: Address, limit: int = 64, patience: float = 30.0) -> None:
+        """Takes the most connections that are open at a time, and how many seconds a server that is gone is waited for."""
+        self.address = address
+        self._limit = limit
+        self._patience = patience
+        self._heads: dict[Any, tuple[bytes, int]] = {}
+        self._begin()
+        _connections.add(self)
+
+    def _begin(self) -> None:
+        self._pool = Pool(self.address, self._limit)
+        self._waiting: Waiter | None = None
+        self._lock = threading.Lock()
+        self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
+
+    def begin_anew(self) -> None:
+        """Forgets the connections of the process that this one was forked off."""
+        pool, waiting = self._pool, self._waiting
+        self._begin()
+        pool.abandon()
+        if waiting is not None:
+            waiting.abandon()
+
+    def _waiter(self) -> Waiter:
+        with self._lock:
+            if self._waiting is None:
+                self._waiting = Waiter()
+            return self._waiting
+
+    def get(self, path: str, patience: float | None = None, deadline: float | None = None) -> Any:
+        """Returns the JSON that a path answers with. Raises ServingError."""
+        head = b"GET " + path.encode() + self._fields + b"\r\n"
+        patience = self._patience if patience is None else patience
+        return HttpPending(self._pool, _Get([head], deadline, True), self._waiter, patience).waited()
+
+    def open(self, model: str, version: int = 0) -> Description:
+        """Describes a model; version 0 is the newest. Raises ServingError."""
+        path = _path(model, version)
+        metadata, config = self.get(path), self.config(model, version)
+        streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
+        sequences = "sequence_batching" in config
+        served = [int(each) for each in metadata.get("versions", ()) if str(each).isdigit()]
+        return Description(
+            {
+                "model": model,
+                "version": version or max(served, default=0),
+                "metadata": metadata,
+                "max_batch_size": int(config.get("max_batch_size", 0)),
+                "streams": streams,
+                "sequences": sequences,
+                "pure": config.get("platform") == "jax" and not (streams or sequences),
+            }
+        )
+
+    def config(self, model: str, version: int) -> dict[str, Any]:
+        """Returns a model's configuration; empty where the operator keeps it from us, or the server has none."""
+        try:
+            return cast("dict[str, Any]", self.get(f"{_path(model, version)}/config"))
+        except (Unavailable, Unsupported):
+            return {}
+
+    def ask(self, call: Call) -> Pending:
+        """Sends a request. What of it waits to be sent is copied: its arrays may be written to. Raises InvalidArgument."""
+        return self._send(self._infer(call))
+
+    def _send(self, exchange: Exchange) -> Pending:
+        return Pending(self._pool, exchange, self._waiter, self._patience)
+
+    def prepare(self, call: Call) -> PreparedCall:
+        """Encodes a request once, to be sent again and again with what its arrays hold then."""
+        return PreparedCall(self, call)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Makes an array; over HTTP its memory is this process's own."""
+        return np.empty(shape, dtype)
+
+    def end_sequence(self, model: str, sequence_id: int | str) -> None:
+        """Does nothing: over HTTP a sequence without an end is ended when it has been idle for long enough."""
+
+    def close(self) -> None:
+        """Ends what is idle; what is under way ends as it is answered. Idempotent."""
+        self._pool.close()
+        if self._waiting is not None:
+            self._waiting.close()
+
+    # --------------------------------------------------------------------------------------------------------- the codec
+
+    def _infer(self, call: Call) -> _Infer:
+        contents = [content(array) for array in call.inputs.values()]
+        head, size = self._head(call, contents)
+        tail = sum(map(len, contents))
+        lengths = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n" % (size, size + tail)
+        # What is small leaves in one piece.
+        first = head[:-size] + lengths + head[-size:]
+        pieces: list[Buffer] = [first, *contents] if tail > _SMALL else [b"".join([first, *contents])]
+        return _Infer(pieces, call)
+
+    def _head(self, call: Call, contents: list[Buffer]) -> tuple[bytes, int]:
+        """Returns request line, fields and JSON of a call, and the size of the JSON in bytes."""
+        key = None
+        if call.is_bare:
+            tensors = tuple((name, array.dtype, array.shape) for name, array in call.inputs.items())
+            sizes = tuple(map(len, contents))
+            key = call.model, call.version, call.streams, tuple(call.outputs), tensors, sizes
+            found = self._heads.get(key)
+            if found is not None:
+                return found
+        text = _request_json(call, contents)
+        path = _path(call.model, call.version) + ("/infer_stream" if call.streams else "/infer")
+        head = b"POST " + path.encode() + self._fields + b"Content-Type: application/octet-stream\r\n"
+        made = head + text, len(text)
+        if key is not None:
+            if len(self._heads) >= _REMEMBERED:
+                self._heads.clear()
+            self._heads[key] = made
+        return made
+
+    def __repr__(self) -> str:
+        return f"<HttpConnection to {self.address}>"
+
+
+class PreparedCall:
+    """A request that is asked again and again: its arrays are read anew for each call."""
+
+    def __init__(self, connection: HttpConnection, call: Call) -> None:
+        self._connection = connection
+        self._call = call
+
+    def __call__(self, timeout: float | None = None) -> Answer:
+        """Sends the request and waits for at most so many seconds. Raises ServingError."""
+        return self._connection.ask(self._call).result(timeout)
+
+
+class _Get(Exchange):
+    """A question without a body, answered by JSON."""
+
+    def read(self, response: Response) -> Any:
+        if response.status != 200:
+            raise _error(response)
+        return json.loads(response.text)
+
+
+class _Infer(Exchange):
+    """An inference request."""
+
+    def __init__(self, pieces: list[Buffer], call: Call) -> None:
+        super().__init__(pieces, call.deadline, call.pure)
+        self.streams = call.streams
+        self._places = call.places
+
+    def read(self, response: Response) -> Answer:
+        if response.status != 200:
+            raise _error(response)
+        tail = np.empty(0, np.uint8) if response.tail is None else response.tail
+        return self._answer(json.loads(response.text), tail)
+
+    def read_next(self, response: Response) -> Answer | None:
+        stream = response.stream
+        if len(stream) < _PART.size:
+            return None
+        text_size, tail_size = _PART.unpack_from(stream)
+        end = _PART.size + text_size + tail_size
+        if len(stream) < end:
+            return None
+        said = json.loads(bytes(stream[_PART.size : _PART.size + text_size]))
+        tail = np.empty(tail_size, np.uint8)
+        tail[:] = np.frombuffer(stream, np.uint8, tail_size, _PART.size + text_size)
+        del stream[:end]
+        if "error" in said:
+            raise from_code(said.get("code", "UNKNOWN"), said["error"])
+        return self._answer(said, tail)
+
+    def _answer(self, said: Mapping[str, Any], tail: Array) -> Answer:
+        outputs: dict[str, Array] = {}
+        offset = 0
+        try:
+            for each in said["outputs"]:
+                name, datatype, shape = each["name"], each["datatype"], tuple(each["shape"])
+                size = each.get("parameters", {}).get("binary_data_size")
+                if size is None:
+                    outputs[name] = _from_json(each.get("data", []), datatype, shape)
+                else:
+                    made = decode(tail[offset : offset + size], datatype, shape)
+                    outputs[name] = made if made.flags.aligned else made.copy()
+                    offset += size
+        except (ValueError, KeyError, TypeError) as error:
+            raise Internal(f"the server's answer cannot be read: {error}") from error
+        answer = Answer(written(outputs, self._places))
+        answer.version = int(said.get("model_version", 0))
+        answer.parameters = said.get("parameters", {})
+        return answer
+
+
+def _request_json(call: Call, contents: list[Buffer]) -> bytes:
+    parameters: dict[str, Any] = {"binary_data_output": True, **call.parameters}
+    for name, value in (("priority", call.priority), ("timeout", call.timeout_us), ("sequence_id", call.sequence_id)):
+        if value:
+            parameters[name] = value
+    if call.sequence_id:
+        parameters["sequence_start"] = call.sequence_start
+        parameters["sequence_end"] = call.sequence_end
+    said: dict[str, Any] = {"id": call.request_id} if call.request_id else {}
+    said["parameters"] = parameters
+    said["inputs"] = [
+        {
+            "name": name,
+            "datatype": datatype_of(array.dtype),
+            "shape": array.shape,
+            "parameters": {"binary_data_size": len(part)},
+        }
+        for (name, array), part in zip(call.inputs.items(), contents)
+    ]
+    if call.outputs:
+        said["outputs"] = [{"name": name} for name in call.outputs]
+    try:
+        return json.dumps(said, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"a parameter of the request cannot be sent: {error}") from None
+
+
+def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
+    """Reads an output that a server has written as JSON although binary was asked for."""
+    if datatype == "BYTES":
+        data = [str(each).encode() for each in data]
+    made = np.empty(len(data), dtype_of(datatype))
+    made[:] = data
+    return made.reshape(shape)
+
+
+def _error(response: Response) -> ServingError:
+    try:
+        message = str(json.loads(response.text)["error"])
+    except (ValueError, KeyError, TypeError):
+        message = f"the server answered with status {response.status}"
+    return from_status(response.status, message)
+
+
+def _path(model: str, version: int) -> str:
+    quoted = "".join(chr(each) if each in _PLAIN else f"%{each:02X}" for each in model.encode())
+    return f"/v2/models/{quoted}/versions/{version}" if version else f"/v2/models/{quoted}"
+
+
+def reached(address: Address, patience: float) -> HttpConnection:
+    """Connects to a server, which has to be there. Raises Unavailable: nobody is."""
+    connection = HttpConnection(address, patience=patience)
+    try:
+        connection.get("/v2/health/live", patience=0.0, deadline=time.monotonic() + _LONGEST)
+    except (Unreached, DeadlineExceeded) as error:
+        connection.close()
+        raise Unavailable(error.message) from None
+    except ServingError:
+        pass  # whoever refuses is there
+    return connection
+
+
+def _in_a_child() -> None:
+    for connection in list(_connections):
+        connection.begin_anew()
+
+
+os.register_at_fork(after_in_child=_in_a_child)

@@ -1,0 +1,327 @@
+"""A keep-alive connection over HTTP/1.1 that never blocks: it sends one request at a time and receives its answer.
+
+    send(pieces) ─▶ advance() ─▶ POLLOUT | POLLIN: call again then ─▶ 0: ``response`` is whole
+                        ╰─ OSError: it broke; ``sent`` says whether the request may have been taken
+
+Who waits (a thread, an event loop) does so outside. Source: RFC 9112.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple, Union
+
+import numpy as np
+
+from tensord_client.results import Array
+
+_MAX_HEAD = 64 << 10
+_MAX_LINE = 256
+_RECEIVE = 64 << 10
+#: Buffers of one system call; Linux takes 1024.
+_PIECES = 64
+
+Buffer = Union[bytes, memoryview]
+
+
+class Address(NamedTuple):
+    """Where a server listens: the path of a unix socket, or a host and a port."""
+
+    path: str
+    host: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+    @property
+    def authority(self) -> str:
+        """Returns what the Host field of a request says."""
+        return "localhost" if self.path else str(self)[len("http://") :]
+
+
+class Malformed(OSError):
+    """The server's answer is no HTTP."""
+
+
+class Response:
+    """An answer as far as it came. Sans-I/O."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.fields: dict[bytes, bytes] = {}
+        #: The JSON, or a body of any other kind.
+        self.text = bytearray()
+        #: What follows the JSON; its first byte is aligned as numpy aligns arrays.
+        self.tail: Array | None = None
+        #: What came of a body that is chunked and was not taken so far.
+        self.stream = bytearray()
+        self.is_chunked = False
+        self.whole = False
+        self.keep_alive = True
+        self._head = bytearray()
+        #: Parts of the body that were not filled so far.
+        self._places: list[memoryview] = []
+        self._to_end = False
+        #: Bytes that are left of a chunk and its line end; -1: a size line is next, -2: a trailer line is.
+        self._left = -1
+        self._line = bytearray()
+
+    @property
+    def begun(self) -> bool:
+        """Returns whether any byte came."""
+        return bool(self.status or self._head)
+
+    @property
+    def place(self) -> memoryview | None:
+        """Returns where the next bytes of a large body belong."""
+        return self._places[0] if self._places else None
+
+    def filled(self, count: int) -> None:
+        """Notes that so many bytes were written to ``place``."""
+        rest = self._places[0][count:]
+        if len(rest):
+            self._places[0] = rest
+        else:
+            del self._places[0]
+            self.whole = not self._places
+
+    def feed(self, data: Buffer) -> None:
+        """Takes bytes. Raises Malformed."""
+        if not self.status:
+            self._head += data
+            end = self._head.find(b"\r\n\r\n")
+            if end < 0:
+                if len(self._head) > _MAX_HEAD:
+                    raise Malformed(f"the head of an answer has more than {_MAX_HEAD} bytes")
+                return
+            data = bytes(self._head[end + 4 :])
+            self._read_head(bytes(self._head[:end]))
+            if not self.status:
+                self.feed(data)
+                return
+        self._take(memoryview(data))
+
+    def _read_head(self, head: bytes) -> None:
+        first, *lines = head.split(b"\r\n")
+        words = first.split(b" ", 2)
+        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+            raise Malformed("the answer is no HTTP/1.1")
+        self._head = bytearray()
+        if words[1][:1] == b"1":
+            return
+        self.status = int(words[1])
+        for line in lines:
+            name, _, value = line.partition(b":")
+            self.fields[name.strip().lower()] = value.strip()
+        fields = self.fields
+        self.keep_alive = words[0] != b"HTTP/1.0" and fields.get(b"connection", b"").lower() != b"close"
+        self.is_chunked = fields.get(b"transfer-encoding", b"").lower() == b"chunked"
+        length, json_size = fields.get(b"content-length"), fields.get(b"inference-header-content-length")
+        if self.is_chunked:
+            return
+        if length is None:
+            self._to_end, self.keep_alive = True, False
+            return
+        try:
+            size = int(length)
+            text_size = size if json_size is None else int(json_size)
+        except ValueError:
+            raise Malformed("a length in an answer's head is no number") from None
+        if not 0 <= text_size <= size:
+            raise Malformed(f"an answer of {size} bytes cannot begin with {text_size} bytes of JSON")
+        self.text = bytearray(text_size)
+        self._places = [memoryview(self.text)] if text_size else []
+        if json_size is not None:
+            self.tail = np.empty(size - text_size, np.uint8)
+            if size > text_size:
+                self._places.append(self.tail.data)
+        self.whole = not self._places
+
+    def _take(self, data: memoryview) -> None:
+        if self.is_chunked:
+            self._dechunk(data)
+            return
+        if self._to_end:
+            self.text += data
+            return
+        while len(data) and self._places:
+            part = data[: len(self._places[0])]
+            self._places[0][: len(part)] = part
+            self.filled(len(part))
+            data = data[len(part) :]
+        if len(data):
+            raise Malformed("bytes follow an answer that nobody asked for")
+
+    def _dechunk(self, data: memoryview) -> None:
+        while len(data) and not self.whole:
+            if self._left > 2:
+                part = data[: self._left - 2]
+                self.stream += part
+                self._left -= len(part)
+                data = data[len(part) :]
+                continue
+            if self._left > 0:
+                self._left -= 1
+                data = data[1:]
+                if not self._left:
+                    self._left = -1
+                continue
+            end = bytes(data[:_MAX_LINE]).find(b"\n")
+            self._line += data if end < 0 else data[: end + 1]
+            data = data[len(data) if end < 0 else end + 1 :]
+            if len(self._line) > _MAX_LINE:
+                raise Malformed("a line between the chunks of an answer is too long")
+            if end >= 0:
+                self._read_line(bytes(self._line).strip())
+                self._line = bytearray()
+
+    def _read_line(self, line: bytes) -> None:
+        if self._left == -2:
+            self.whole = not line
+            return
+        try:
+            size = int(line.partition(b";")[0], 16)
+        except ValueError:
+            raise Malformed("the size of a chunk is no number") from None
+        self._left = size + 2 if size else -2
+
+    def end(self) -> None:
+        """Takes the end of the connection. Raises ConnectionResetError: the answer is not whole."""
+        if not self._to_end:
+            raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")
+        self.whole = True
+
+
+class Channel:
+    """The connection. Errors of the system go up as OSError; afterwards it is of no use."""
+
+    def __init__(self, address: Address) -> None:
+        self.response = Response()
+        #: The request left completely: the server may have taken it.
+        self.sent = False
+        self._out: list[Buffer] = []
+        self._cut = False
+        family = socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._connecting = False
+        try:
+            if not address.path:
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            failed = self._socket.connect_ex(address.path or (address.host, address.port))
+            if failed == errno.EINPROGRESS:
+                self._connecting = True
+            elif failed:
+                raise OSError(failed, os.strerror(failed))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Ends the connection, and with it what was asked on it. Idempotent."""
+        self._socket.close()
+
+    @property
+    def is_stale(self) -> bool:
+        """Returns whether an idle connection is of no use any more: what comes while nothing is asked is its end."""
+        return self._is_answering()
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Returns whether another request may be sent after this one."""
+        return self.response.whole and self.response.keep_alive and not self._cut
+
+    def send(self, pieces: Sequence[Buffer]) -> None:
+        """Begins a request; ``advance`` sends it."""
+        self.response = Response()
+        self.sent = False
+        self._out = [piece for piece in pieces if len(piece)]
+
+    def keep(self) -> None:
+        """Copies what was not sent so far, because its owner may write to it from now on."""
+        self._out = [bytes(piece) for piece in self._out]
+
+    def advance(self) -> int:
+        """Sends and receives what is possible now. Returns 0 once the answer is whole, else what to wait for.
+
+        Of a chunked answer every call brings what came. Raises OSError: the connection broke, or the answer is no HTTP.
+        """
+        if self._connecting:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            if not poll.poll(0):
+                return select.POLLOUT
+            failed = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+            self._connecting = False
+        if self._out:
+            try:
+                self._send()
+            except BlockingIOError:
+                # It is looked at as well whether the server refuses before it has all of the request.
+                if not self._is_answering():
+                    return select.POLLOUT | select.POLLIN
+                self._give_up_sending()
+            except (BrokenPipeError, ConnectionResetError):
+                # A server that refuses says why before it closes.
+                if not self._is_answering():
+                    raise
+                self._give_up_sending()
+            else:
+                self.sent = True
+            return select.POLLIN
+        try:
+            return self._receive()
+        except BlockingIOError:
+            return select.POLLIN
+
+    def _is_answering(self) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _give_up_sending(self) -> None:
+        """Leaves the rest of the request unsent: the connection is not used again."""
+        self._out = []
+        self._cut = True
+
+    def _send(self) -> None:
+        out = self._out
+        while out:
+            count = self._socket.sendmsg(out[:_PIECES])
+            while count:
+                first = out[0]
+                if count >= len(first):
+                    count -= len(first)
+                    del out[0]
+                else:
+                    out[0] = memoryview(first)[count:]
+                    count = 0
+
+    def _receive(self) -> int:
+        response = self.response
+        while not response.whole:
+            place = response.place
+            if place is None:
+                data = self._socket.recv(_RECEIVE)
+                count = len(data)
+                if data:
+                    response.feed(data)
+            else:
+                count = self._socket.recv_into(place)
+                if count:
+                    response.filled(count)
+            if not count:
+                response.end()
+        return 0

@@ -1,0 +1,477 @@
+"""A request over HTTP that was asked and whose answer is waited for: by the calling thread, an event loop, or a thread of ours.
+
+    ask ─▶ Pool.take ─▶ Channel ─▶ result() │ await arrived() │ add_done_callback(...) ─▶ Waiter
+             ╰─ all are in use: in line          each calls step() until it is over
+
+What may be sent again: a request that has not left, or whose server says that it was not taken, as long as ``patience`` lasts;
+one that is pure also once after it has left. Anything else is told.
+"""
+
+from __future__ import annotations
+
+import collections
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tensord_client.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
+from tensord_client.http_channel import Address, Buffer, Channel, Malformed, Response
+
+#: A server closes connections that are idle for 75 seconds where nothing else is configured.
+_IDLE = 60.0
+_PAUSE = 0.05
+_LONGEST_PAUSE = 1.0
+_STOPPING = b"erver is stopping"
+
+
+class Unreached(Unavailable):
+    """Nobody serves at an address."""
+
+
+class Pool:
+    """Owns the connections of a client, at most ``limit``; requests beyond wait in line."""
+
+    def __init__(self, address: Address, limit: int) -> None:
+        self.address = address
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Channel, float]] = []
+        self._count = 0
+        self._line: collections.deque[HttpPending] = collections.deque()
+        self._closed = False
+
+    def take(self, pending: HttpPending) -> None:
+        """Gives a request a connection, or a place in line. Raises Unavailable: the client was closed; OSError: no server."""
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the client was closed")
+            while self._idle:
+                channel, since = self._idle.pop()
+                if time.monotonic() - since < _IDLE and not channel.is_stale:
+                    pending.grant(channel)
+                    return
+                channel.close()
+                self._count -= 1
+            if self._count >= self._limit:
+                self._line.append(pending)
+                return
+            self._count += 1
+        pending.grant(None)
+
+    def give(self, channel: Channel | None) -> None:
+        """Takes a connection back, None where it has ended. Whoever is first in line gets it."""
+        with self._lock:
+            if self._closed:
+                if channel is not None:
+                    channel.close()
+                return
+            if self._line:
+                self._line.popleft().grant(channel)
+            elif channel is None:
+                self._count -= 1
+            else:
+                self._idle.append((channel, time.monotonic()))
+
+    def leave_line(self, pending: HttpPending) -> bool:
+        """Takes a request out of the line. False: it was given a connection before."""
+        with self._lock:
+            if pending in self._line:
+                self._line.remove(pending)
+                return True
+            return False
+
+    def close(self) -> None:
+        """Ends the idle connections; those in use end as they are given back. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            line, self._line = self._line, collections.deque()
+        for channel, _ in idle:
+            channel.close()
+        for pending in line:
+            pending.fail(Unavailable("the client was closed"))
+
+    def abandon(self) -> None:
+        """Closes this process's copies of the idle connections, which belong to the process that it was forked off."""
+        for channel, _ in self._idle:
+            channel.close()
+
+
+class Exchange:
+    """Says what is asked and how its answer is read; the base of every request."""
+
+    #: Any number of results is expected; they are taken as they come.
+    streams = False
+
+    def __init__(self, pieces: Sequence[Buffer], deadline: float | None, pure: bool) -> None:
+        self.pieces = pieces
+        self.deadline = deadline
+        self.pure = pure
+
+    def read(self, response: Response) -> Any:
+        """Returns the result of a whole answer. Raises ServingError: it is one."""
+        raise NotImplementedError
+
+    def read_next(self, response: Response) -> Any:
+        """Returns a result of those that came, None where the next one is not whole. Raises ServingError: it is one."""
+        raise NotImplementedError
+
+
+class HttpPending:
+    """One request under way. It is driven by one of: the thread that waits in it, an event loop, the ``Waiter``."""
+
+    def __init__(self, pool: Pool, exchange: Exchange, waiter: Callable[[], Waiter], patience: float) -> None:
+        self._pool = pool
+        self._exchange = exchange
+        self._waiter = waiter
+        self._patience = patience
+        self._deadline = exchange.deadline
+        self._channel: Channel | None = None
+        self._granted = False
+        self._asked = False
+        #: When it is tried again; 0: it need not be.
+        self._again_at = 0.0
+        self._pause = _PAUSE
+        self._failing_since = 0.0
+        self._deaths = 0
+        self._result: Any = None
+        self._error: ServingError | None = None
+        self._over = False
+        #: The thread that drives it; None: whoever waits in it does.
+        self._driver: Waiter | None = None
+        #: Whoever waits for a place in line.
+        self._wake: Callable[[], None] = _nothing
+        try:
+            pool.take(self)
+        except ServingError as error:
+            self.fail(error)
+            return
+        self.step()
+        if self._channel is not None and not self._over:
+            self._channel.keep()
+
+    # ---------------------------------------------------------------------------------------------------------- progress
+
+    def grant(self, channel: Channel | None) -> None:
+        """Gives it a place of the pool: an open connection, or None where it opens one."""
+        self._channel, self._granted = channel, True
+        self._wake()
+
+    def fail(self, error: ServingError) -> None:
+        """Ends it with an error."""
+        self._error, self._over = error, True
+        self._wake()
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns whether ``result`` or ``next`` do not wait."""
+        return self._over or self._result is not None
+
+    def step(self) -> int:
+        """Goes on as far as possible without waiting. Returns what to wait for; 0: nothing, or for ``wake_at`` alone."""
+        if self.is_ready:
+            return 0
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._end(DeadlineExceeded())
+            return 0
+        if not self._granted or (self._again_at and time.monotonic() < self._again_at):
+            return 0
+        try:
+            if self._channel is None:
+                self._again_at, self._asked = 0.0, False
+                self._channel = Channel(self._pool.address)
+            if not self._asked:
+                self._channel.send(self._exchange.pieces)
+                self._asked = True
+            mask = self._channel.advance()
+            self._look(self._channel.response)
+            return 0 if self.is_ready else mask
+        except Malformed as error:
+            self._end(Unavailable(f"{self._pool.address}: {error}"))
+        except OSError as error:
+            self._broke(error)
+        except ServingError as error:
+            self._finish(error)
+        return 0
+
+    def _look(self, response: Response) -> None:
+        """Reads what came. Raises ServingError: it is an error."""
+        if self._exchange.streams and response.status == 200:
+            self._result = self._exchange.read_next(response)
+            if self._result is None and response.whole:
+                self._finish(None)
+        elif response.whole:
+            if response.status == 503 and _STOPPING in response.text:
+                assert self._channel is not None
+                self._channel.close()
+                self._channel = None
+                self._try_again(Unavailable(bytes(response.text).decode("utf-8", "replace")))
+                return
+            self._result = self._exchange.read(response)
+            self._finish(None)
+
+    def _finish(self, error: ServingError | None) -> None:
+        """Ends it with its answer; the connection goes back to the pool."""
+        channel, self._channel = self._channel, None
+        self._error, self._over = error, True
+        if channel is not None and not channel.may_be_kept:
+            channel.close()
+            channel = None
+        self._pool.give(channel)
+
+    def _end(self, error: ServingError) -> None:
+        """Ends it where no answer is waited for any more: its connection is closed, by which the server cancels it."""
+        self._error, self._over = error, True
+        if not self._granted and self._pool.leave_line(self):
+            return
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        self._pool.give(None)
+
+    def _broke(self, error: OSError) -> None:
+        """Sends it again where that is right, else ends it."""
+        channel, self._channel = self._channel, None
+        why = error.strerror or str(error)
+        if channel is None or not channel.sent:
+            if channel is not None:
+                channel.close()
+            self._try_again(Unreached(f"no server answers at {self._pool.address}: {why}"))
+            return
+        channel.close()
+        self._deaths += 1
+        if self._exchange.streams and channel.response.begun:
+            self._end(Unavailable(f"the server at {self._pool.address} ended in the middle of the responses"))
+        elif not self._exchange.pure:
+            said = "before it answered; the request may have run, and is not sent again"
+            self._end(Unavailable(f"the server at {self._pool.address} ended {said}"))
+        elif self._deaths > 1:
+            self._end(Unavailable(f"the server at {self._pool.address} ended twice before it answered"))
+        else:
+            self._try_again(Unavailable(f"the server at {self._pool.address} ended before it answered"))
+
+    def _try_again(self, otherwise: ServingError) -> None:
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        if now - self._failing_since >= self._patience:
+            self._end(otherwise)
+            return
+        self._again_at = now + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    @property
+    def wake_at(self) -> float | None:
+        """Returns when ``step`` has to be called at the latest; None: once something happens."""
+        times = [each for each in (self._again_at, self._deadline) if each]
+        return min(times) if times else None
+
+    # ----------------------------------------------------------------------------------------------------------- waiting
+
+    def fileno(self) -> int:
+        """Returns the descriptor that ``step`` told to wait for."""
+        assert self._channel is not None
+        return self._channel.fileno()
+
+    def _wait(self) -> None:
+        """Drives it in the calling thread until it is ready."""
+        while True:
+            mask = self.step()
+            if self.is_ready:
+                return
+            wake_at = self.wake_at
+            seconds = None if wake_at is None else max(0.0, wake_at - time.monotonic())
+            if mask:
+                poll = select.poll()
+                poll.register(self, mask)
+                poll.poll(None if seconds is None else seconds * 1e3 + 1)
+            elif self._granted:
+                time.sleep(seconds or 0.0)
+            else:
+                came = threading.Event()
+                self._wake = came.set
+                if not (self._granted or self._over):
+                    came.wait(seconds)
+                self._wake = _nothing
+
+    def hurry(self, timeout: float | None) -> None:
+        """Gives it so many seconds from now on; None: what it had."""
+        if timeout is not None:
+            self._deadline = time.monotonic() + timeout
+
+    def done(self) -> bool:
+        """Returns whether nothing comes any more."""
+        return self._over
+
+    def waited(self) -> Any:
+        """Waits for the result and returns it. Raises ServingError."""
+        self._wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def next(self) -> Any:
+        """Waits for the next response and returns it; None: there are no more. Raises ServingError."""
+        self._wait()
+        if self._result is None:
+            if self._error is not None:
+                raise self._error
+            return None
+        found, self._result = self._result, None
+        return found
+
+    async def arrived(self) -> None:
+        """Waits on the running event loop until ``result`` or ``next`` do not wait. Cancelled, it cancels the request."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                mask = self.step()
+                if self.is_ready:
+                    return
+                await self._something(loop, mask)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    async def _something(self, loop: Any, mask: int) -> None:
+        """Waits for a descriptor, a place in line, or ``wake_at``."""
+        came = loop.create_future()
+
+        def wake() -> None:
+            if not came.done():
+                came.set_result(None)
+
+        self._wake = lambda: loop.call_soon_threadsafe(wake)
+        wake_at = self.wake_at
+        timer = None if wake_at is None else loop.call_later(max(0.0, wake_at - time.monotonic()) + 1e-3, wake)
+        fd = self.fileno() if mask else -1
+        if mask & select.POLLIN:
+            loop.add_reader(fd, wake)
+        if mask & select.POLLOUT:
+            loop.add_writer(fd, wake)
+        try:
+            if mask or not self._granted or self._again_at:
+                await came
+        finally:
+            self._wake = _nothing
+            if timer is not None:
+                timer.cancel()
+            if mask & select.POLLIN:
+                loop.remove_reader(fd)
+            if mask & select.POLLOUT:
+                loop.remove_writer(fd)
+
+    def add_done_callback(self, called: Callable[[HttpPending], object]) -> None:
+        """Has a thread of the client's wait for it and call a function then. ``result`` does not wait in it."""
+        self._driver = self._waiter()
+        self._driver.add(self, called)
+
+    def cancel(self) -> None:
+        """Ends it; nobody waits for it any more. Idempotent."""
+        if self._driver is not None and not self._driver.is_current:
+            self._driver.cancel(self)
+        elif not self._over:
+            self._end(Cancelled("the request was cancelled"))
+
+
+def _nothing() -> None:
+    pass
+
+
+class Waiter:
+    """A thread that waits for the requests of those who do not: futures and callbacks. It ends with the client."""
+
+    def __init__(self) -> None:
+        import os
+
+        self._lock = threading.Lock()
+        self._new: list[tuple[HttpPending, Callable[[HttpPending], object]]] = []
+        self._wakes, self._wake_end = os.pipe()
+        os.set_blocking(self._wakes, False)
+        os.set_blocking(self._wake_end, False)
+        self._close_fd = os.close
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, name="tensord-client", daemon=True)
+        self._thread.start()
+
+    def add(self, pending: HttpPending, called: Callable[[HttpPending], object]) -> None:
+        """Drives a request from now on."""
+        pending._wake = self._wake
+        with self._lock:
+            self._new.append((pending, called))
+        self._wake()
+
+    def cancel(self, pending: HttpPending) -> None:
+        """Ends a request that it drives."""
+        with self._lock:
+            self._new.append((pending, HttpPending.cancel))
+        self._wake()
+
+    @property
+    def is_current(self) -> bool:
+        """Returns whether the calling thread is this one."""
+        return threading.current_thread() is self._thread
+
+    def _wake(self) -> None:
+        import os
+
+        try:
+            os.write(self._wake_end, b"\0")
+        except (BlockingIOError, OSError):
+            pass
+
+    def close(self) -> None:
+        """Ends the thread once nothing is waited for. Idempotent."""
+        self._closed = True
+        self._wake()
+
+    def abandon(self) -> None:
+        """Closes the descriptors in a process that was forked off, where the thread is not."""
+        self._close_fd(self._wakes)
+        self._close_fd(self._wake_end)
+
+    def _main(self) -> None:
+        import os
+
+        under_way: dict[HttpPending, Callable[[HttpPending], object]] = {}
+        while under_way or self._new or not self._closed:
+            with self._lock:
+                new, self._new = self._new, []
+            for pending, called in new:
+                if called is HttpPending.cancel:
+                    pending.cancel()
+                else:
+                    under_way[pending] = called
+            poll = select.poll()
+            poll.register(self._wakes, select.POLLIN)
+            wake_at: float | None = None
+            for pending in list(under_way):
+                mask = pending.step()
+                if pending.is_ready:
+                    _call(under_way.pop(pending), pending)
+                    continue
+                if mask:
+                    poll.register(pending, mask)
+                at = pending.wake_at
+                if at is not None:
+                    wake_at = at if wake_at is None else min(at, wake_at)
+            if self._closed and not under_way:
+                continue
+            poll.poll(None if wake_at is None else max(0.0, wake_at - time.monotonic()) * 1e3 + 1)
+            try:
+                os.read(self._wakes, 4096)
+            except BlockingIOError:
+                pass
+        self.abandon()
+
+
+def _call(called: Callable[[HttpPending], object], pending: HttpPending) -> None:
+    try:
+        called(pending)
+    except Exception:
+        import logging
+
+        logging.getLogger(__name__).exception("a callback of a request failed")

@@ -1,0 +1,96 @@
+"""A served model inside of a program that JAX compiles: the program leaves to the host, asks, and goes on with the answer.
+
+    jitted program ─▶ jax.pure_callback ─▶ Model.submit, one or many ─▶ outputs of the shapes that the metadata give
+
+Of a model with a batch dimension, what ``vmap`` adds goes into the batch; of another one each element is a request.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tensord_client.datatypes import dtype_of
+from tensord_client.errors import InvalidArgument
+from tensord_client.model import Model
+from tensord_client.results import Array, Tensor
+from tensord_client.tensors import flat
+
+if TYPE_CHECKING:
+    import jax as jax_library
+
+
+def jax(
+    model: Model, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Callable[[Mapping[str, Any]], dict[str, jax_library.Array]]:
+    """Makes a function of a model that may be called within ``jax.jit``, ``vmap`` and ``scan``. It has no derivative.
+
+    Args:
+      shapes: output -> its shape (without what ``vmap`` adds), where the metadata leave more open than the batch.
+    Returns: a function from inputs by name to outputs by name. It raises InvalidArgument, as it is traced, where an output's
+      shape is not known; what the server refuses is raised where the program runs.
+    """
+    import jax as library
+
+    inputs = {tensor.name: tensor for tensor in model.inputs}
+    batched = model.max_batch_size > 0
+
+    def ask(given: dict[str, Array]) -> dict[str, Array]:
+        given = {name: np.asarray(array) for name, array in given.items()}
+        added = {array.shape[: array.ndim - len(inputs[name].shape)] for name, array in given.items() if name in inputs}
+        (outer,) = added or {()}
+        if not outer:
+            return dict(model(given))
+        return _many(model, given, outer, batched)
+
+    def call(given: Mapping[str, Any]) -> dict[str, jax_library.Array]:
+        arrays = {
+            name: library.numpy.asarray(value, dtype_of(inputs[name].datatype) if name in inputs else None)
+            for name, value in flat(given, {tensor.name: tensor.datatype for tensor in model.inputs}).items()
+        }
+        rows = next((array.shape[0] for array in arrays.values() if array.ndim), 1) if batched else 0
+        wanted = {
+            tensor.name: library.ShapeDtypeStruct(_shape(tensor, rows, shapes or {}), dtype_of(tensor.datatype))
+            for tensor in model.outputs
+        }
+        found: dict[str, jax_library.Array] = library.pure_callback(ask, wanted, arrays, vmap_method="broadcast_all")
+        return found
+
+    return call
+
+
+def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Returns an output's shape for so many rows; 0: the model has no batch dimension. Raises InvalidArgument: it is open."""
+    if tensor.name in known:
+        return tuple(known[tensor.name])
+    shape = (rows, *tensor.shape[1:]) if rows else tensor.shape
+    if -1 in shape or tensor.datatype == "BYTES":
+        raise InvalidArgument(
+            f"output '{tensor.name}' is {tensor.datatype}{list(tensor.shape)}: a program needs its shape, give it by shapes="
+        )
+    return shape
+
+
+def _many(model: Model, given: dict[str, Array], outer: tuple[int, ...], batched: bool) -> dict[str, Array]:
+    """Asks for all elements of the axes that ``vmap`` added, and puts the answers together."""
+    count = int(np.prod(outer))
+    flattened = {name: array.reshape(count, *array.shape[len(outer) :]) for name, array in given.items()}
+    if batched:
+        rows = next(iter(flattened.values())).shape[1]
+        joined = {name: array.reshape(-1, *array.shape[2:]) for name, array in flattened.items()}
+        size = model.max_batch_size
+        parts = [slice(start, start + size) for start in range(0, count * rows, size)]
+        answers = [model.submit({name: array[part] for name, array in joined.items()}) for part in parts]
+        found = _gathered([answer.result() for answer in answers], np.concatenate)
+        return {name: array.reshape(*outer, rows, *array.shape[1:]) for name, array in found.items()}
+    answers = [model.submit({name: array[i] for name, array in flattened.items()}) for i in range(count)]
+    found = _gathered([answer.result() for answer in answers], np.stack)
+    return {name: array.reshape(*outer, *array.shape[1:]) for name, array in found.items()}
+
+
+def _gathered(answers: list[Any], gather: Callable[[list[Array]], Array]) -> dict[str, Array]:
+    names = list(dict.fromkeys(itertools.chain.from_iterable(answers)))
+    return {name: gather([answer[name] for answer in answers]) for name in names}

@@ -1,0 +1,222 @@
+"""Models served from a folder in this process, by ``tensord.testing``, which is imported only here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tensord_client.call import Call
+from tensord_client.errors import NotFound, Unavailable, from_code
+from tensord_client.results import Answer, Array, Description, Timing, written
+
+if TYPE_CHECKING:
+    import concurrent.futures
+
+    from tensord import testing
+
+
+@contextlib.contextmanager
+def _as_ours() -> Iterator[None]:
+    """Turns errors of the server's parts into the client's."""
+    from tensord import testing
+
+    try:
+        yield
+    except testing.ServingError as error:
+        raise from_code(error.code, error.message) from error
+
+
+class LocalConnection:
+    """A repository of models in this process. Each is loaded when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises Unavailable: tensord is not installed here."""
+        try:
+            import tensord.testing  # noqa: F401
+        except ImportError as error:
+            raise Unavailable(f"to serve models from a folder takes tensord in this process: {error}") from None
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._models: dict[tuple[str, int], testing.Model] = {}
+        self._closed = False
+
+    def open(self, model: str, version: int = 0) -> Description:
+        """Loads a model, unless it is loaded. Raises ServingError."""
+        loaded = self.loaded(model, version)
+        return Description(
+            {
+                "model": model,
+                "version": loaded.version,
+                "metadata": {
+                    "name": model,
+                    "versions": [str(loaded.version)],
+                    "platform": loaded.config.get("platform", ""),
+                    "inputs": [_described(each) for each in loaded.inputs],
+                    "outputs": [_described(each) for each in loaded.outputs],
+                },
+                "max_batch_size": int(loaded.config.get("max_batch_size", 0)),
+                "streams": bool(loaded.config.get("model_transaction_policy", {}).get("decoupled")),
+                "sequences": "sequence_batching" in loaded.config,
+                "pure": False,
+            }
+        )
+
+    def loaded(self, model: str, version: int) -> testing.Model:
+        """Returns a model, loading it if need be. Raises ServingError."""
+        from tensord import testing
+
+        with self._lock, _as_ours():
+            if self._closed:
+                raise Unavailable("the client was closed")
+            found = self._models.get((model, version))
+            if found is None:
+                if not (self._folder / model).is_dir():
+                    raise NotFound(f"Request for unknown model: '{model}' is not found")
+                if version and not (self._folder / model / str(version)).is_dir():
+                    raise NotFound(f"Request for unknown model: '{model}' version {version} is not found")
+                found = self._models[model, version] = testing.load(self._folder / model, version)
+            return found
+
+    def config(self, model: str, version: int) -> Mapping[str, Any]:
+        """Returns a model's completed configuration."""
+        return self.loaded(model, version).config
+
+    def ask(self, call: Call) -> LocalPending:
+        """Begins a request."""
+        return LocalPending(self.loaded(call.model, call.version), call)
+
+    def prepare(self, call: Call) -> LocalPrepared:
+        """Prepares a request that is asked again and again."""
+        return LocalPrepared(self, call)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Makes an array."""
+        return np.empty(shape, dtype)
+
+    def end_sequence(self, model: str, sequence_id: int | str) -> None:
+        """Ends a sequence without a further request."""
+        with self._lock:
+            loaded = [each for (name, _), each in self._models.items() if name == model]
+        for each in loaded:
+            each.end_sequence(sequence_id)
+
+    def close(self) -> None:
+        """Ends the models once all requests are answered. Idempotent."""
+        with self._lock:
+            self._closed = True
+            models, self._models = self._models, {}
+        for model in models.values():
+            model.close()
+
+    def __repr__(self) -> str:
+        return f"<LocalConnection to {str(self._folder)!r}>"
+
+
+def _described(tensor: testing.Tensor) -> dict[str, Any]:
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+
+
+class LocalPrepared:
+    """A request that is asked again and again."""
+
+    def __init__(self, connection: LocalConnection, call: Call) -> None:
+        self._connection = connection
+        self._call = call
+
+    def __call__(self, timeout: float | None = None) -> Answer:
+        """Asks with what the arrays hold now. Raises ServingError."""
+        return self._connection.ask(self._call).result(timeout)
+
+
+class LocalPending:
+    """A request to a model in this process: it is asked when somebody waits, or wants to be called."""
+
+    def __init__(self, model: testing.Model, call: Call) -> None:
+        self._model = model
+        self._call = call
+        self._own: Any = {
+            "parameters": call.parameters,
+            "request_id": call.request_id,
+            "priority": call.priority,
+            "timeout_us": call.timeout_us,
+            "sequence_id": call.sequence_id,
+            "sequence_start": call.sequence_start,
+            "sequence_end": call.sequence_end,
+        }
+        self._future: concurrent.futures.Future[testing.Answer] | None = None
+
+    def _timed(self, timeout: float | None) -> testing.Model:
+        """Returns the model with the time that is left."""
+        if timeout is None and self._call.deadline is not None:
+            timeout = max(0.0, self._call.deadline - time.monotonic())
+        made = copy.copy(self._model)
+        made.timeout = timeout
+        return made
+
+    def result(self, timeout: float | None = None) -> Answer:
+        """Waits for the answer and returns it. Raises ServingError."""
+        with _as_ours():
+            if self._future is not None:
+                return self._answer(self._future.result())
+            return self._answer(self._timed(timeout)(self._call.inputs, outputs=self._call.outputs, **self._own))
+
+    def _answer(self, found: testing.Answer) -> Answer:
+        answer = Answer(written(dict(found), self._call.places))
+        answer.version, answer.parameters = found.version, found.parameters
+        answer.timing = None if found.timing is None else Timing(*found.timing)
+        return answer
+
+    def responses(self, timeout: float | None = None) -> Iterator[Answer]:
+        """Iterates over the responses; stopping early cancels the request. Raises ServingError."""
+        with _as_ours():
+            found = self._timed(timeout).stream(self._call.inputs, outputs=self._call.outputs, **self._own)
+
+        def each() -> Iterator[Answer]:
+            with contextlib.closing(found), _as_ours():  # type: ignore[type-var]
+                yield from map(self._answer, found)
+
+        return each()
+
+    def submit(self) -> concurrent.futures.Future[testing.Answer]:
+        """Begins the request, unless it is begun."""
+        if self._future is None:
+            with _as_ours():
+                self._future = self._timed(None).submit(self._call.inputs, outputs=self._call.outputs, **self._own)
+        return self._future
+
+    def __await__(self) -> Generator[Any, None, Answer]:
+        import asyncio
+
+        yield from asyncio.wait([asyncio.wrap_future(self.submit())]).__await__()
+        return self.result()
+
+    async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
+        """Iterates over the responses on the running loop; each is waited for in a thread of it."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        responses = self.responses(timeout)
+        try:
+            while True:
+                found = await loop.run_in_executor(None, next, responses, None)
+                if found is None:
+                    return
+                yield found
+        finally:
+            await loop.run_in_executor(None, responses.close)  # type: ignore[attr-defined]
+
+    def add_done_callback(self, callback: Callable[[LocalPending], object]) -> None:
+        """Has a function called with this once it is answered, in a thread of the model's."""
+        self.submit().add_done_callback(lambda _: callback(self))
+
+    def cancel(self) -> None:
+        """Cancels what has not begun."""
+        if self._future is not None:
+            self._future.cancel()

@@ -1,0 +1,90 @@
+"""Arrays of whatever a caller gives for a model's inputs: nested mappings, other libraries' arrays, lists of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tensord_client.datatypes import datatype_of, dtype_of, encode_strings
+from tensord_client.errors import InvalidArgument
+from tensord_client.results import Array
+
+#: Kinds of DLPack devices whose memory the processor reads: the processor, and memory that is page-locked for CUDA or ROCm.
+_HOST = (1, 3, 11)
+
+
+def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+    """Flattens nested mappings: their keys are joined by "/", or by "." where the model's inputs are called so.
+
+    Args:
+      known: the model's inputs, name -> datatype.
+    Raises: InvalidArgument: a name is given twice.
+    """
+    found: dict[str, Any] = {}
+    for path, value in _leaves(inputs, ()):
+        name = "/".join(path)
+        if len(path) > 1 and name not in known and ".".join(path) in known:
+            name = ".".join(path)
+        if name in found:
+            raise InvalidArgument(f"input '{name}' is given twice")
+        found[name] = value
+    return found
+
+
+def _leaves(inputs: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in inputs.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, str(key)))
+        else:
+            yield (*path, str(key)), value
+
+
+def array(name: str, value: Any, datatype: str | None) -> Array:
+    """Makes a C-contiguous array of an input, without a copy where that is possible.
+
+    Args:
+      value: a numpy array; something with ``__array__``, or with ``__dlpack__`` on the host; anything else becomes an array
+        of the input's datatype.
+    Raises: InvalidArgument: it cannot be one, or has a dtype that the protocol lacks.
+    """
+    if isinstance(value, np.ndarray):
+        made = value
+    elif hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
+        made = _foreign(name, value)
+    else:
+        try:
+            made = np.array(value, None if datatype is None else dtype_of(datatype))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InvalidArgument(f"input '{name}' cannot be an array of {datatype}: {error}") from None
+    if datatype_of(made.dtype) is None:
+        raise InvalidArgument(f"input '{name}': arrays of {made.dtype} have no datatype in the protocol")
+    if not made.dtype.isnative:
+        made = made.astype(made.dtype.newbyteorder("="))
+    return made if made.flags.c_contiguous else np.ascontiguousarray(made)
+
+
+def _foreign(name: str, value: Any) -> Array:
+    """Views another library's array. Raises InvalidArgument: it is on a device, or that library refuses."""
+    try:
+        if hasattr(value, "__array__"):
+            return np.asarray(value)
+        where = int(value.__dlpack_device__()[0])
+        if where not in _HOST:
+            raise InvalidArgument(f"input '{name}' lies on a device (DLPack type {where}): bring it to the host first")
+        # numpy 1.22 has it under another name.
+        view = getattr(np, "from_dlpack", None) or np._from_dlpack  # type: ignore[attr-defined]
+        made: Array = view(value)
+        return made
+    except InvalidArgument:
+        raise
+    except Exception as error:
+        raise InvalidArgument(f"input '{name}': {type(value).__name__} gives no array: {error}") from None
+
+
+def content(values: Array) -> bytes | memoryview:
+    """Returns the bytes of an array as the protocol has them: a view, but of BYTES."""
+    if values.dtype.kind in "SUO":
+        return encode_strings(values)
+    return values.reshape(-1).view(np.uint8).data

@@ -1,0 +1,440 @@
+"""Which server a client finds, and what happens to calls when it goes away, is busy, or the process is forked."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensord_client
+from tensord_client import client as finding
+from tensord_client.http import HttpConnection
+from tensord_client.http_channel import Address
+
+from tests.daemon_process import PATIENCE, DaemonProcess, descriptors, wait_until
+from tests.repositories import deadly_model, scale_model, write_model
+
+
+class Server:
+    """A server of HTTP on a unix socket that answers each request by a function of its path, and counts connections."""
+
+    def __init__(self, path: Path, answer: Callable[[str, socket.socket], bytes | None]) -> None:
+        self.address = Address(str(path))
+        self.connections = 0
+        self.asked: list[str] = []
+        self._answer = answer
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(path))
+        self._listening.listen()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._open: list[socket.socket] = []
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            self.connections += 1
+            self._open.append(connection)
+            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+            self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as reading:
+            while line := reading.readline():
+                fields = {}
+                while field := reading.readline().strip().lower():
+                    name, _, value = field.partition(b":")
+                    fields[name] = value
+                reading.read(int(fields.get(b"content-length", b"0")))
+                path = line.decode().split()[1]
+                self.asked.append(path)
+                answer = self._answer(path, connection)
+                if answer is None:
+                    return
+                connection.sendall(answer)
+
+    def close(self) -> None:
+        if self._listening.fileno() < 0:
+            return
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for connection in self._open:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        for thread in self._threads:
+            thread.join()
+        Path(self.address.path).unlink()
+
+
+def said(content: Any, status: str = "200 OK") -> bytes:
+    body = json.dumps(content).encode()
+    return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n" % (status.encode(), len(body)) + body
+
+
+METADATA = {
+    "name": "m",
+    "versions": ["1"],
+    "inputs": [{"name": "x", "datatype": "INT32", "shape": [1]}],
+    "outputs": [{"name": "y", "datatype": "INT32", "shape": [1]}],
+}
+ANSWER = {
+    "model_name": "m",
+    "model_version": "1",
+    "outputs": [{"name": "y", "datatype": "INT32", "shape": [1], "data": [7]}],
+}
+
+
+def usual(path: str, connection: socket.socket) -> bytes | None:
+    if path.endswith("/m"):
+        return said(METADATA)
+    if path.endswith("/config"):
+        return said({"platform": "jax"})
+    return said(ANSWER if path.endswith("/infer") else {})
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tensord-test-") as short:
+        yield Path(short)
+
+
+@pytest.fixture
+def serve(folder: Path) -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def start(answer: Callable[[str, socket.socket], bytes | None] = usual, name: str = "http.sock") -> Server:
+        started.append(Server(folder / name, answer))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def clients_socket(path: Path, told: dict[str, Any]) -> tuple[socket.socket, threading.Thread]:
+    """A daemon's socket for clients, which answers one of them."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(str(path))
+    listening.listen()
+
+    def main() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection:
+                while connection.recv(4096):
+                    connection.send(json.dumps(told).encode())
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    return listening, thread
+
+
+# --------------------------------------------------------------------------------------------------------------- finding
+
+
+def test_addresses(serve: Callable[..., Server], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder, a socket, a path after unix:, and the same from the environment."""
+    server = serve()
+    path = str(folder / "http.sock")
+    for address in (folder, str(folder), path, f"unix:{path}"):
+        with tensord_client.connect(address) as client:
+            assert client.model("m")({"x": [1]})["y"].tolist() == [7]
+        monkeypatch.setenv("TENSORD", str(address))
+        with tensord_client.connect() as client:
+            assert client.model("m")({"x": [1]})["y"].tolist() == [7]
+    assert server.connections == 8
+
+
+def test_the_socket_for_clients_says_where_http_is(serve: Callable[..., Server], folder: Path) -> None:
+    server = serve(name="elsewhere.sock")
+    told = {"server": "tensord", "wire": 2, "lanes": False, "http": ["127.0.0.1:1", f"unix:{server.address.path}"]}
+    listening, thread = clients_socket(folder / "clients.sock", told)
+    for address in (folder, folder / "clients.sock"):
+        with tensord_client.connect(address) as client:
+            assert client.model("m")({"x": [1]})["y"].tolist() == [7]
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    thread.join()
+
+
+def test_the_usual_places(serve: Callable[..., Server], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service, then the user's own, where nobody else could have made it."""
+    monkeypatch.delenv("TENSORD", raising=False)
+    monkeypatch.setattr(finding, "SERVICE", str(folder / "service"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    (folder / "tensord").mkdir(mode=0o700)
+    assert list(finding._usual())[:2] == [f"{folder}/service/clients.sock", f"{folder}/tensord/clients.sock"]
+    assert list(finding._usual())[-1] == "localhost:8000"
+    (folder / "tensord").chmod(0o770)
+    assert f"{folder}/tensord/clients.sock" not in finding._usual()
+
+
+def test_nobody_is_there(folder: Path) -> None:
+    with pytest.raises(tensord_client.Unavailable, match=r"no tensord was found: .*/none: No such file or directory"):
+        tensord_client.connect(folder / "none")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(tensord_client.Unavailable, match=rf"no server answers at http://127.0.0.1:{port}"):
+            tensord_client.connect(f"127.0.0.1:{port}")
+    (folder / "file").touch()
+    with pytest.raises(tensord_client.Unavailable, match="file: Connection refused"):
+        tensord_client.connect(folder / "file")
+    with pytest.raises(tensord_client.InvalidArgument, match="'localhost:x' is no address of a server"):
+        tensord_client.connect("localhost:x")
+
+
+def test_waiting_for_a_server(serve: Callable[..., Server], folder: Path) -> None:
+    made: list[tensord_client.Client] = []
+    waiting = threading.Thread(target=lambda: made.append(tensord_client.connect(folder / "http.sock", wait=PATIENCE)))
+    waiting.start()
+    time.sleep(0.2)
+    assert not made
+    serve()
+    waiting.join()
+    made[0].close()
+
+
+# ------------------------------------------------------------------------------------------------------------ connections
+
+
+def test_a_connection_is_kept_and_an_ended_one_is_noticed(serve: Callable[..., Server]) -> None:
+    """A call of a model that may not run twice goes on where the connection ended between two calls."""
+    closing = threading.Event()
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        if path.endswith("/config"):
+            return said({"platform": "python"})
+        if closing.is_set() and path.endswith("/infer"):
+            closing.clear()
+            connection.sendall(said(ANSWER))
+            return None
+        return usual(path, connection)
+
+    server = serve(answer)
+    with tensord_client.connect(server.address.path) as client:
+        model = client.model("m")
+        for _ in range(5):
+            model({"x": [1]})
+        assert server.connections == 1
+        closing.set()
+        model({"x": [1]})
+        wait_until(lambda: len([t for t in server._threads if t.is_alive()]) == 1, "the connection to end")
+        for _ in range(5):
+            model({"x": [1]})
+        assert server.connections == 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "deaths", "text"),
+    [
+        ("jax", 1, ""),
+        ("jax", 2, "ended twice before it answered"),
+        ("python", 1, "the request may have run, and is not sent again"),
+    ],
+)
+def test_a_server_that_ends_under_a_request(
+    serve: Callable[..., Server], platform: str, deaths: int, text: str
+) -> None:
+    """What is pure is sent again, once; anything else is told."""
+    left = [deaths]
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        if path.endswith("/config"):
+            return said({"platform": platform})
+        if path.endswith("/infer") and left[0]:
+            left[0] -= 1
+            return None
+        return usual(path, connection)
+
+    server = serve(answer)
+    with tensord_client.connect(server.address.path) as client:
+        model = client.model("m")
+        if text:
+            with pytest.raises(tensord_client.Unavailable, match=text):
+                model({"x": [1]})
+        else:
+            assert model({"x": [1]})["y"].tolist() == [7]
+        assert server.asked.count("/v2/models/m/infer") == (1 if platform == "python" else 2)
+        assert model.submit({"x": [1]}).result(PATIENCE)["y"].tolist() == [7]
+
+
+def test_a_server_that_is_restarted(serve: Callable[..., Server]) -> None:
+    """Calls wait for the next one, whatever they are of: none of them has left."""
+    stopping = said({"error": "Server is stopping, scheduler for model has stopped"}, "503 Service Unavailable")
+    state = {"stops": True}
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        if path.endswith("/infer") and state["stops"]:
+            return stopping
+        return said({"platform": "python"}) if path.endswith("/config") else usual(path, connection)
+
+    server = serve(answer)
+    with tensord_client.connect(server.address.path) as client:
+        model = client.model("m")
+        got = [model.submit({"x": [i]}) for i in range(3)]
+        wait_until(lambda: server.asked.count("/v2/models/m/infer") >= 3, "requests to be refused")
+        server.close()
+        state["stops"] = False
+        serve()
+        assert [each.result(PATIENCE)["y"].tolist() for each in got] == [[7]] * 3
+    with pytest.raises(tensord_client.Unavailable, match="the client was closed"):
+        model({"x": [1]})
+
+
+def test_a_server_that_does_not_come_back(serve: Callable[..., Server]) -> None:
+    server = serve()
+    with tensord_client.connect(server.address.path, patience=0.1) as client:
+        model, hurried = client.model("m"), client.model("m", timeout=0.05)
+        server.close()
+        with pytest.raises(
+            tensord_client.Unavailable, match=r"no server answers at unix:.*: No such file or directory"
+        ):
+            model({"x": [1]})
+        with pytest.raises(tensord_client.DeadlineExceeded):
+            hurried({"x": [1]})
+        serve()
+
+
+def test_connections_have_a_bound(serve: Callable[..., Server]) -> None:
+    """Whoever comes when all are in use waits in line, in whatever way; cancelled, it leaves the line."""
+    go = threading.Event()
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        if path.endswith("/infer"):
+            go.wait(PATIENCE)
+        return usual(path, connection)
+
+    server = serve(answer)
+    connection = HttpConnection(server.address, limit=2)
+    with tensord_client.Client(connection) as client:
+        model = client.model("m")
+        futures = [model.submit({"x": [i]}) for i in range(20)]
+        assert futures[-1].cancel()
+        called: list[list[int]] = []
+        thread = threading.Thread(target=lambda: called.append(model({"x": [1]})["y"].tolist()))
+        thread.start()
+        wait_until(lambda: server.asked.count("/v2/models/m/infer") == 2, "both connections to be in use")
+        go.set()
+        assert [each.result(PATIENCE)["y"].tolist() for each in futures[:-1]] == [[7]] * 19
+        thread.join()
+        assert called == [[7]]
+        assert server.connections == 2
+
+
+def test_a_thousand_clients_leave_nothing(serve: Callable[..., Server]) -> None:
+    server = serve()
+    counts = []
+    for i in range(300):
+        with tensord_client.connect(server.address.path) as client:
+            client.model("m").submit({"x": [1]}).result(PATIENCE)
+        if i % 100 == 50:
+            gc.collect()
+            wait_until(lambda: len([t for t in server._threads if t.is_alive()]) == 1, "connections to end")
+            wait_until(lambda: not any(t.name == "tensord-client" for t in threading.enumerate()), "threads to end")
+            counts.append(len(descriptors()) - len([each for each in server._open if each.fileno() >= 0]))
+    assert len(set(counts)) == 1, counts
+
+
+def test_a_fork(serve: Callable[..., Server]) -> None:
+    """The child connects anew, with threads or without, and what the parent has under way stays the parent's."""
+    go = threading.Event()
+
+    def answer(path: str, connection: socket.socket) -> bytes | None:
+        if path.endswith("/infer"):
+            go.wait(PATIENCE)
+        return usual(path, connection)
+
+    server = serve(answer)
+    with tensord_client.connect(server.address.path) as client:
+        model = client.model("m")
+        under_way = model.submit({"x": [1]})
+        wait_until(lambda: server.asked.count("/v2/models/m/infer") == 1, "the request to be asked")
+        before = server.connections
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                client.model("m")
+                waiting = [model.submit({"x": [1]}) for _ in range(3)]
+                status = int([each.result(PATIENCE)["y"].tolist() for each in waiting] != [[7]] * 3)
+            finally:
+                os._exit(status)
+        wait_until(lambda: server.asked.count("/v2/models/m/infer") == 4, "the child to ask")
+        go.set()
+        assert os.waitpid(child, 0)[1] == 0
+        assert under_way.result(PATIENCE)["y"].tolist() == [7]
+        assert model({"x": [1]})["y"].tolist() == [7]
+        assert server.connections == before + 3
+
+
+# -------------------------------------------------------------------------------------------------------------- a daemon
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    repository = tmp_path_factory.mktemp("models")
+    scale_model(repository)
+    deadly_model(repository)
+    write_model(
+        repository,
+        "counts",
+        """
+        import os
+        inputs, outputs, host = {"x": "INT32[1]"}, {"y": "INT32[1]"}, True
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                while True:
+                    yield {"y": inputs["x"]}
+            return apply, None
+        """,
+    )
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as daemon:
+        daemon.wait_ready()
+        yield daemon
+
+
+def test_a_worker_that_is_killed(daemon: DaemonProcess) -> None:
+    with tensord_client.connect(f"127.0.0.1:{daemon.port}") as client:
+        model, counts = client.model("scale"), client.model("counts")
+        call = model.prepare({"x": np.ones((1, 4), np.float32)})
+        responses = counts.stream({"x": [1]})
+        next(responses)
+        assert call()["y"].tolist() == [[4.0] * 4]
+        (worker,) = daemon.workers
+        os.kill(worker.pid, signal.SIGKILL)
+        assert call()["y"].tolist() == [[4.0] * 4]
+        with pytest.raises(tensord_client.ServingError):
+            for _ in responses:
+                pass
+        with pytest.raises(tensord_client.Internal):
+            client.model("deadly")({"x": [-1]})
+
+
+def test_a_stream_that_is_left_ends_on_the_server(daemon: DaemonProcess) -> None:
+    """Nobody else waits for it: the model has one instance."""
+    with tensord_client.connect(f"127.0.0.1:{daemon.port}") as client:
+        model = client.model("counts")
+        for _ in range(3):
+            responses = model.stream({"x": [5]})
+            assert [int(next(responses)["y"][0]) for _ in range(50)] == [5] * 50
+            responses.close()  # type: ignore[attr-defined]

@@ -1,0 +1,195 @@
+"""The distribution of the client: complete, importable anywhere, and light."""
+
+from __future__ import annotations
+
+import ast
+import email
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.daemon_process import ROOT, DaemonProcess
+from tests.installation import Installation, client_made, ran
+from tests.repositories import scale_model
+
+CLIENT = ROOT / "client"
+MODULES = sorted((CLIENT / "tensord_client").rglob("*.py"))
+#: What a module may import besides the standard library and its own package.
+FOREIGN = {"numpy": None, "typing_extensions": None, "ml_dtypes": {"datatypes.py"}, "tensord": {"local.py"}}
+#: Versions of Python and of numpy.
+ENVIRONMENTS = [
+    ("3.9", "numpy==1.22.*"),
+    ("3.10", "numpy==1.24.*"),
+    ("3.11", "numpy==1.26.*"),
+    ("3.12", "numpy==1.26.*"),
+    ("3.13", "numpy>=2"),
+]
+
+#: Prints what an import adds to numpy's own: modules, KiB of memory, milliseconds.
+_MEASURE = """
+import json, re, sys, time
+import numpy
+
+def kib():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+before, modules, began = kib(), set(sys.modules), time.perf_counter()
+import tensord_client
+took = time.perf_counter() - began
+print(json.dumps([sorted(set(sys.modules) - modules), kib() - before, round(took * 1e3, 1)]))
+"""
+#: Asks the model scale of the server that is named.
+_ASK = """
+import asyncio, os, sys
+import numpy as np, tensord_client
+
+x = np.arange(8, dtype=np.float32).reshape(2, 4)
+with tensord_client.connect(sys.argv[1]) as client:
+    model = client.model("scale", timeout=60)
+    assert (model({"x": x})["y"] == 3 * x + 1).all()
+    assert (model.submit({"x": x}).result(60)["y"] == 3 * x + 1).all()
+    assert [(each["y"] == 3 * x + 1).all() for each in model.stream({"x": x})] == [True]
+    child = os.fork()
+    if not child:
+        os._exit(int(not (model({"x": x})["y"] == 3 * x + 1).all()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert (model({"x": x})["y"] == 3 * x + 1).all()
+    try:
+        model({"x": x[:, :3]})
+    except tensord_client.InvalidArgument as error:
+        assert "unexpected shape" in error.message
+    else:
+        raise AssertionError
+
+async def main():
+    async with await tensord_client.connect_async(sys.argv[1]) as client:
+        model = await client.model("scale")
+        return await asyncio.gather(*(model({"x": x + i}) for i in range(9)))
+
+assert all((got["y"] == 3 * (x + i) + 1).all() for i, got in enumerate(asyncio.run(main())))
+print(sys.version_info[:2], np.__version__, tensord_client.__version__)
+"""
+
+
+@pytest.fixture(scope="module")
+def distributions() -> tuple[Path, Path]:
+    """Its source archive, and the wheel that is made of that."""
+    return client_made()
+
+
+def test_what_is_in_it(distributions: tuple[Path, Path]) -> None:
+    archive, wheel = distributions
+    expected = {str(path.relative_to(CLIENT)) for path in MODULES} | {"tensord_client/py.typed"}
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+        assert {name for name in names if ".dist-info/" not in name} == expected
+        (metadata,) = (email.message_from_bytes(opened.read(name)) for name in names if name.endswith("/METADATA"))
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert (metadata["Name"], metadata["Requires-Python"]) == ("tensord-client", ">=3.9")
+    assert metadata.get_all("Requires-Dist") == ["numpy>=1.22"]
+    assert "has the surface of `tensord.testing`" in str(metadata.get_payload())
+    with tarfile.open(archive) as packed:
+        inside = {name.partition("/")[2] for name in packed.getnames()}
+    assert expected | {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"} <= inside
+
+
+def test_importing_it_costs_little(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    installed = Installation(tmp_path / "venv")
+    installed.install(distributions[1])
+    modules, kib, took = json.loads(ran(installed.python, "-I", "-c", _MEASURE, cwd=tmp_path).splitlines()[-1])
+    print(f"importing the client adds {len(modules)} modules, {kib} KiB and {took} ms to numpy's")
+    roots = {name.partition(".")[0] for name in modules}
+    assert not roots & {
+        "jax",
+        "jaxlib",
+        "google",
+        "grpc",
+        "tensord",
+        "asyncio",
+        "concurrent",
+        "http",
+        "ssl",
+        "ml_dtypes",
+    }
+    # What of these numpy has imported already differs from one edition to the next.
+    assert len([name for name in modules if not name.startswith("tensord_client")]) <= 24, modules
+    assert kib <= 4096
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_it_is_of_python_3_9_and_needs_numpy_alone(path: Path) -> None:
+    tree = ast.parse(path.read_text(), feature_version=(3, 9))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            found.add(str(node.module).partition(".")[0])
+    for name in found - set(sys.stdlib_module_names) - {"tensord_client"}:
+        assert name in FOREIGN, f"{path.name} imports {name}"
+        where = FOREIGN[name]
+        assert where is None or path.name in where, f"{path.name} imports {name}"
+
+
+def interpreter(version: str) -> Path | None:
+    """Finds that Python on the path, or where pyenv keeps its versions."""
+    candidates = [Path(found) for found in [shutil.which(f"python{version}")] if found]
+    candidates += sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+    for candidate in candidates:
+        if subprocess.run([candidate, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+            return candidate
+    return None
+
+
+@pytest.mark.parametrize("version", [each for each, _ in ENVIRONMENTS])
+def test_every_python_reads_it(version: str, tmp_path: Path) -> None:
+    """The syntax alone: without an index there is no numpy for it."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version} here")
+    copied = tmp_path / "tensord_client"
+    shutil.copytree(CLIENT / "tensord_client", copied, ignore=shutil.ignore_patterns("__pycache__"))
+    ran(python, "-W", "error", "-m", "compileall", "-q", copied, cwd=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
+    repository = scale_model(tmp_path_factory.mktemp("models"))
+    return DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository])
+
+
+def test_a_fresh_environment(distributions: tuple[Path, Path], daemon: DaemonProcess, tmp_path: Path) -> None:
+    installed = Installation(tmp_path / "venv")
+    installed.install(distributions[1])
+    with daemon:
+        daemon.wait_ready()
+        ran(installed.python, "-I", "-W", "error", "-c", _ASK, f"127.0.0.1:{daemon.port}", cwd=tmp_path)
+
+
+def test_other_environments(
+    distributions: tuple[Path, Path], daemon: DaemonProcess, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """With the numpy that an index has for each Python."""
+    if not pytestconfig.getoption("--from-index"):
+        pytest.skip("downloads from the package index: make test-wheel")
+    tried = 0
+    with daemon:
+        daemon.wait_ready()
+        for version, numpy in ENVIRONMENTS:
+            python = interpreter(version)
+            if python is None:
+                continue
+            venv = tmp_path / version
+            ran(python, "-m", "venv", venv, cwd=tmp_path)
+            pip = venv / "bin/python", "-m", "pip", "-q", "--disable-pip-version-check"
+            ran(*pip, "install", distributions[1], numpy, cwd=tmp_path)
+            print(ran(venv / "bin/python", "-I", "-c", _ASK, f"127.0.0.1:{daemon.port}", cwd=tmp_path))
+            tried += 1
+    assert tried

@@ -1,0 +1,489 @@
+"""One surface: the same cases on every way to a model, with the same answers and the same exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensord_client
+from tensord_client import errors
+
+from tensord import testing
+from tests import run_folder
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.protocol.stepped_models import COUNTS
+from tests.repositories import echo_models, faulty_models, scale_model, write_model
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples/models"
+WAYS = ("testing", "folder", "tcp", "unix", "lane", "awaited", "lane awaited")
+
+
+def models(repository: Path) -> Path:
+    scale_model(repository)
+    scale_model(repository, factor=5.0, version=2)
+    (repository / "scale/config.pbtxt").write_text("version_policy { all {} }")
+    echo_models(repository, ("BF16", "FP16", "BOOL", "INT64"))
+    faulty_models(repository)
+    shutil.rmtree(repository / "does_not_load")
+    write_model(repository, "counts", COUNTS)
+    shutil.copytree(EXAMPLES / "running_mean", repository / "running_mean")
+    write_model(
+        repository,
+        "nested",
+        """
+        inputs = {"text": {"ids": "INT32[2]"}, "plain/name": "INT32[2]"}
+        outputs = {"y": "INT32[2]"}
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": inputs["text"]["ids"] + 10 * inputs["plain/name"]}), {}
+        """,
+    )
+    write_model(
+        repository,
+        "waits",
+        """
+        import pathlib, time
+        inputs, outputs, host = {"path": "BYTES[1]"}, {"y": "INT32[1]"}, True
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                until = pathlib.Path(inputs["path"][0].decode())
+                until.with_suffix(".begun").touch()
+                while not until.exists():
+                    time.sleep(0.01)
+                return {"y": __import__("numpy").ones(1, "int32")}
+            return apply, None
+        """,
+    )
+    write_model(
+        repository,
+        "three",
+        """
+        import numpy as np
+        inputs, outputs, host = {"n": "INT32[1]"}, {"i": "INT32[2,n]", "h": "FP16[1]", "s": "BYTES[1]"}, True
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                for i in range(int(inputs["n"][0])):
+                    yield {
+                        "i": np.full((2, i + 1), i, np.int32),
+                        "h": np.full(1, i, np.float16),
+                        "s": np.array([b"\\xff%d" % i], object),
+                    }
+                    if i == 3:
+                        raise ValueError("three is enough")
+            return apply, None
+        """,
+    )
+    return repository
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def daemon(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with tempfile.TemporaryDirectory(prefix="tensord-test-") as short:
+        options = {"clients": {"socket": f"{short}/clients.sock"}, "workers": {"cpu": 2}}
+        with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as daemon:
+            daemon.wait_ready()
+            newest = "/v2/models/scale/versions/2/ready"
+            wait_until(lambda: daemon.get(newest)[0] == 200, "the newest version to be ready", daemon)
+            yield daemon
+
+
+class Loaded:
+    """``tensord.testing``, with the names of a client."""
+
+    def __init__(self, repository: Path) -> None:
+        self._repository = repository
+        self._models: list[testing.Model] = []
+
+    def model(self, name: str, version: int = 0, timeout: float | None = None) -> testing.Model:
+        model = testing.load(self._repository / name, version)
+        model.timeout = timeout
+        self._models.append(model)
+        return model
+
+    def close(self) -> None:
+        for model in self._models:
+            model.close()
+
+
+class Awaited:
+    """An asynchronous client, a model or a sequence of its, waited for on a loop in another thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, made: Any) -> None:
+        self._loop = loop
+        self._made = made
+
+    def _wait(self, awaited: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(awaited, self._loop).result(PATIENCE)
+
+    def model(self, name: str, version: int = 0, timeout: float | None = None) -> Awaited:
+        return Awaited(self._loop, self._wait(self._made.model(name, version, timeout=timeout)))
+
+    def __call__(self, inputs: Any, **own: Any) -> Any:
+        return self._wait(self._made(inputs, **own))
+
+    def submit(self, inputs: Any, **own: Any) -> Any:
+        async def begin() -> Any:
+            return self._made.submit(inputs, **own)
+
+        async def answer() -> Any:
+            return await begun
+
+        begun = self._wait(begin())
+        return asyncio.run_coroutine_threadsafe(answer(), self._loop)
+
+    def stream(self, inputs: Any, **own: Any) -> Iterator[Any]:
+        async def begun() -> AsyncIterator[Any]:
+            return self._made.stream(inputs, **own)  # type: ignore[no-any-return]
+
+        responses = self._wait(begun())
+
+        def each() -> Iterator[Any]:
+            try:
+                while (found := self._wait(anext(responses, None))) is not None:
+                    yield found
+            finally:
+                self._wait(responses.aclose())
+
+        return each()
+
+    def sequence(self, *arguments: Any) -> Awaited:
+        return Awaited(self._loop, self._made.sequence(*arguments))
+
+    def __enter__(self) -> Awaited:
+        self._wait(self._made.__aenter__())
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._wait(self._made.__aexit__(*raised))
+
+    def close(self) -> None:
+        self._wait(self._made.close())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def client(request: pytest.FixtureRequest, repository: Path) -> Iterator[Any]:
+    way = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())
+        if way in ("testing", "folder"):
+            made: Any = Loaded(repository) if way == "testing" else tensord_client.connect(repository)
+            yield made
+            made.close()
+            return
+        daemon: DaemonProcess = request.getfixturevalue("daemon")
+        socket = Path(daemon.sections["clients"]["socket"])
+        address = {"tcp": f"http://127.0.0.1:{daemon.port}", "lane": str(socket)}.get(way.split()[0])
+        address = address or f"unix:{socket.with_name('http.sock')}"
+        if way.endswith("awaited"):
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever)
+            thread.start()
+            found = asyncio.run_coroutine_threadsafe(tensord_client.connect_async(address), loop).result(PATIENCE)
+            made = Awaited(loop, found)
+            yield made
+            made.close()
+            asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result(PATIENCE)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+            return
+        with tensord_client.connect(address) as made:
+            yield made
+
+
+class Raises:
+    """Expects an error of that name and text, of either family."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        assert error is not None, f"nothing was raised, {self._name} was expected"
+        assert (kind.__name__, error.message) == (self._name, self._text) or (
+            kind.__name__ == self._name and self._text.endswith("...") and error.message.startswith(self._text[:-3])
+        ), repr(error)
+        assert isinstance(error, (errors.ServingError, testing.ServingError))
+        return True
+
+
+X = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def test_answers(client: Any) -> None:
+    model = client.model("scale")
+    got = model({"x": X})
+    np.testing.assert_array_equal(got["y"], 5 * X + 1)
+    assert got["y"].dtype == np.float32
+    assert (got.version, dict(got.parameters), model.name, model.version) == (2, {}, "scale", 2)
+    (x,), (y,) = model.inputs, model.outputs
+    assert (x.name, x.datatype, x.shape) == ("x", "FP32", (-1, 4))
+    assert model.outputs["y"] is y
+    with pytest.raises(KeyError):
+        model.outputs["z"]
+    assert model.config["max_batch_size"] == 8
+    with got:
+        pass
+    got.release()
+
+
+def test_a_version(client: Any) -> None:
+    model = client.model("scale", 1)
+    got = model({"x": X}, outputs=["y"], request_id="me", priority=0, parameters={"a": 1, "b": "c", "d": True})
+    np.testing.assert_array_equal(got["y"], 3 * X + 1)
+    assert (model.version, got.version) == (1, 1)
+
+
+@pytest.mark.parametrize("given", [X.astype(">f4"), np.asfortranarray(X), X[:, ::-1][:, ::-1], X.tolist()])
+def test_any_array(client: Any, given: Any) -> None:
+    np.testing.assert_array_equal(client.model("scale")({"x": given})["y"], 5 * X + 1)
+
+
+class Foreign:
+    """An array of another library, on the host or, it says, on a device."""
+
+    def __init__(self, device: int = 1) -> None:
+        self._device = device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return X.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device, 0
+
+
+def test_arrays_of_other_libraries(client: Any) -> None:
+    import jax.numpy
+
+    model = client.model("scale")
+    for given in (Foreign(), jax.numpy.asarray(X)):
+        np.testing.assert_array_equal(model({"x": given})["y"], 5 * X + 1)
+    with Raises("InvalidArgument", "input 'x' lies on a device (DLPack type 2): bring it to the host first"):
+        model({"x": Foreign(2)})
+
+
+@pytest.mark.parametrize("datatype", ["bf16", "fp16", "bool", "int64"])
+def test_datatypes(client: Any, datatype: str) -> None:
+    model = client.model(f"echo_{datatype}")
+    got = model({"x": [0, 1, 1]})["y"]
+    assert got.tolist() == [0, 1, 1]
+    assert model({"x": got})["y"].dtype == got.dtype
+    assert model({"x": got[:0]})["y"].shape == (0,)
+
+
+def test_strings(client: Any) -> None:
+    model = client.model("echo_bytes")
+    for given in (["a", "ö", ""], np.array(["a", "ö", ""]), np.array([b"a", "ö".encode(), b""], object)):
+        assert model({"x": given})["y"].tolist() == [b"a", "ö".encode(), b""]
+    assert model({"x": np.array([b"\xff" * 100_000], object)})["y"].tolist() == [b"\xff" * 100_000]
+
+
+def test_nested_mappings(client: Any) -> None:
+    model = client.model("nested")
+    got = model({"text": {"ids": [1, 2]}, "plain": {"name": np.array([3, 4], np.int32)}})
+    assert got["y"].tolist() == [31, 42]
+    with Raises("InvalidArgument", "input 'plain/name' is given twice"):
+        model({"text.ids": [1, 2], "plain": {"name": [3, 4]}, "plain/name": [3, 4]})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "text"),
+    [
+        ({}, (), "[request id: <id_unknown>] expected 1 inputs but got 0 inputs for model 'scale'..."),
+        ({"z": [[1.0] * 4]}, (), "unexpected inference input 'z' for model 'scale'"),
+        (
+            {"x": np.zeros((1, 4))},
+            (),
+            "[request id: <id_unknown>] inference input 'x' data-type is 'FP64', but model 'scale' expects 'FP32'",
+        ),
+        (
+            {"x": [[1.0] * 3]},
+            (),
+            "[request id: <id_unknown>] unexpected shape for input 'x' for model 'scale'. Expected [-1,4], got [1,3]...",
+        ),
+        (
+            {"x": [[1.0] * 4] * 9},
+            (),
+            "[request id: <id_unknown>] inference request batch-size must be <= 8 for 'scale'",
+        ),
+        ({"x": [[1.0] * 4]}, ("z",), "unexpected inference output 'z' for model 'scale'"),
+        ({"x": [["a"] * 4]}, (), "input 'x' cannot be an array of FP32: could not convert string to float: 'a'"),
+        ({"x": np.zeros((1, 4), np.complex64)}, (), "input 'x': arrays of complex64 have no datatype in the protocol"),
+    ],
+)
+def test_refusals(client: Any, inputs: dict[str, Any], outputs: tuple[str, ...], text: str) -> None:
+    model = client.model("scale")
+    with Raises("InvalidArgument", text):
+        model(inputs, outputs=outputs)
+    with Raises("InvalidArgument", text):
+        model.submit(inputs, outputs=outputs).result(PATIENCE)
+
+
+def test_arguments_that_no_request_has(client: Any) -> None:
+    with pytest.raises(TypeError):
+        client.model("scale")({"x": X}, color="red")
+
+
+def test_a_model_that_fails(client: Any) -> None:
+    with Raises("Internal", "model 'raises' version 1 failed with ValueError"):
+        client.model("raises")({"x": [1.0, 2.0]})
+
+
+def test_submit(client: Any) -> None:
+    model = client.model("scale")
+    given = [np.full((1, 4), i, np.float32) for i in range(100)]
+    futures = [model.submit({"x": each}) for each in given]
+    for each in given:
+        each[:] = -1
+    for i, future in enumerate(futures):
+        assert future.result(PATIENCE)["y"].tolist() == [[5.0 * i + 1] * 4]
+
+
+def test_large_tensors(client: Any) -> None:
+    model = client.model("echo_int64")
+    given = np.arange(1 << 20)
+    futures = [model.submit({"x": given + i}) for i in range(4)]
+    for i, future in enumerate(futures):
+        np.testing.assert_array_equal(future.result(PATIENCE)["y"], given + i)
+
+
+def test_many_threads(client: Any) -> None:
+    model = client.model("scale")
+    with ThreadPoolExecutor(16) as threads:
+        got = threads.map(lambda i: model({"x": [[i] * 4]})["y"][0, 0], range(400))
+        assert list(got) == [5.0 * i + 1 for i in range(400)]
+
+
+def test_a_timeout(client: Any, tmp_path: Path) -> None:
+    until = tmp_path / "until"
+    model = client.model("waits", timeout=0.25)
+    with Raises("DeadlineExceeded", "Deadline Exceeded"):
+        model({"path": [str(until)]})
+    with Raises("DeadlineExceeded", "Deadline Exceeded"):
+        model.submit({"path": [str(until)]}).result(PATIENCE)
+    until.touch()
+    assert client.model("waits", timeout=PATIENCE)({"path": [str(until)]})["y"].tolist() == [1]
+
+
+def test_cancelling_what_waits(client: Any, tmp_path: Path) -> None:
+    """The others go on. What has begun runs on where it is; nobody waits for it."""
+    model = client.model("waits")
+    first = model.submit({"path": [str(tmp_path / "first")]})
+    wait_until((tmp_path / "first.begun").exists, "the first to begin")
+    second = model.submit({"path": [str(tmp_path / "second")]})
+    if second.cancel():
+        with pytest.raises(CancelledError):
+            second.result()
+    (tmp_path / "first").touch()
+    (tmp_path / "second").touch()
+    assert first.result(PATIENCE)["y"].tolist() == [1]
+
+
+def test_a_stream(client: Any) -> None:
+    model = client.model("three")
+    got = list(model.stream({"n": [3]}))
+    assert [each["i"].tolist() for each in got] == [[[i] * (i + 1)] * 2 for i in range(3)]
+    assert [each["h"].tolist() for each in got] == [[0], [1], [2]]
+    assert [each["s"].tolist() for each in got] == [[b"\xff%d" % i] for i in range(3)]
+    assert [each.version for each in got] == [1] * 3
+    assert [list(each) for each in model.stream({"n": [1]}, outputs=["h"])] == [["h"]]
+    assert list(model.stream({"n": [0]})) == []
+    with Raises("InvalidArgument", "model 'three' answers a request with several responses: use stream()"):
+        model({"n": [3]})
+
+
+def test_a_stream_that_fails(client: Any) -> None:
+    responses = client.model("three").stream({"n": [9]})
+    assert [next(responses)["h"].tolist() for _ in range(4)] == [[0], [1], [2], [3]]
+    with Raises("Internal", "model 'three' version 1 failed with ValueError"):
+        next(responses)
+    with Raises("InvalidArgument", "unexpected inference input 'm' for model 'three'"):
+        list(client.model("three").stream({"m": [1]}))
+
+
+def test_a_stream_that_is_left(client: Any) -> None:
+    model = client.model("counts")
+    counted = model.stream({"start": [1, 2, 3]}, parameters={"count": 5})
+    assert [int(each["y"][0]) for each in counted] == [6, 7, 8, 9, 10]
+    left = model.stream({"start": [1] * 10}, parameters={"ends": False})
+    assert [int(next(left)["y"][0]) for _ in range(5)] == [10, 11, 12, 13, 14]
+    left.close()
+
+
+def test_a_stream_of_one(client: Any) -> None:
+    (got,) = client.model("scale").stream({"x": X})
+    np.testing.assert_array_equal(got["y"], 5 * X + 1)
+
+
+def test_sequences(client: Any) -> None:
+    model = client.model("running_mean")
+    (x,), (y,) = model.inputs, model.outputs
+
+    def step(sequence: Any, value: float, end: bool = False) -> float:
+        rows = np.full((1, *x.shape[1:]), value, np.float32)
+        return float(sequence({x.name: rows}, end=end)[y.name].ravel()[0])
+
+    with model.sequence() as first, model.sequence("two") as second:
+        assert [step(first, 1), step(second, 10), step(first, 3), step(second, 20, end=True)] == [1, 10, 2, 15]
+        step(first, 1, end=True)
+    with Raises(
+        "InvalidArgument",
+        f"inference request for sequence {first.sequence_id} to model 'running_mean' must specify the START flag on the "
+        "first request of the sequence",
+    ):
+        model({x.name: np.zeros((1, *x.shape[1:]), np.float32)}, sequence_id=first.sequence_id)
+
+
+def test_models_that_are_not_served(client: Any) -> None:
+    if isinstance(client, Loaded):
+        return  # it loads a folder: there is no server to say what it serves
+    with Raises("NotFound", "Request for unknown model: 'none' is not found"):
+        client.model("none")
+    with Raises("NotFound", "Request for unknown model: 'scale' version 3 is not found"):
+        client.model("scale", 3)
+
+
+def test_prepared_calls_and_places(client: Any) -> None:
+    if isinstance(client, (Loaded, Awaited)):
+        return
+    model = client.model("scale")
+    x, y = client.empty(model.inputs["x"], shape=(3, 4)), client.empty((3, 4), np.float32)
+    call = model.prepare({"x": x}, out={"y": y})
+    for i in range(3):
+        x[:] = X + i
+        assert call()["y"] is y
+        np.testing.assert_array_equal(y, 5 * (X + i) + 1)
+    assert client.empty(model.inputs["x"]).shape == (1, 4)
+    with pytest.raises(tensord_client.InvalidArgument, match="'y'"):
+        model.prepare({"x": x}, out={"y": client.empty((2, 4), np.float32)})()
+    with Raises("InvalidArgument", "an array that is shared has a datatype of fixed size"):
+        client.empty(client.model("echo_bytes").inputs["x"])
+
+
+def test_a_closed_model(client: Any) -> None:
+    model = client.model("scale")
+    model.close()
+    model.close()
+    with Raises("Unavailable", "the model was closed"):
+        model({"x": X})
