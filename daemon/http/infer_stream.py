@@ -15,7 +15,7 @@ import msgspec
 from tensord.daemon.front.status import http_status
 from tensord.daemon.http import request_codec, response_codec
 from tensord.daemon.http.body import PlacedBody
-from tensord.daemon.http.decoded_request import DecodedRequest, Part
+from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest
 from tensord.daemon.http.generate import GenerateStream
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.submit.placement import InferenceRequest, InputContent
@@ -56,7 +56,7 @@ class InferStream(GenerateStream):
         inputs: list[tuple[str, str, tuple[int, ...], InputContent]] = []
         for name, datatype, shape, source in decoded.inputs:
             content: InputContent
-            if not isinstance(source, Part):
+            if not isinstance(source, BinaryPart):
                 assert isinstance(source, bytes | RegionSlice)  # which the data of so short a text are
                 content = source
             elif isinstance(body, PlacedBody):

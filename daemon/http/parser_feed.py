@@ -43,7 +43,11 @@ _EVENTS_A_TURN = 64
 #: Requests a client may send ahead on one connection before the first is answered.
 _MAX_PIPELINED = 256
 #: What leads a request of each endpoint but ``infer``.
-_ENDPOINTS = {"infer_stream": InferStream, "generate": Generate, "generate_stream": GenerateStream}
+_ENDPOINTS: dict[str, type[InferStream | Generate | GenerateStream]] = {
+    "infer_stream": InferStream,
+    "generate": Generate,
+    "generate_stream": GenerateStream,
+}
 _find_coding = re.compile(rb"transfer-encoding", re.IGNORECASE).search
 #: A run of line ends from its first line feed without a carriage return on, and whether a request may begin behind it: there the
 #: parser passes over it. (It begins with the line feed, because only so it is searched for as fast as memory is read, and takes
