@@ -84,6 +84,7 @@ def main() -> None:
     from tensord.workers.devices import device_cuda
     from tensord.workers.imports import import_system
     from tensord.workers.loading.loader import Loader
+    from tensord.workers.loading.target import LoadTarget
     from tensord.workers.threads.inbox import Inbox
 
     if device_name.platform == "cpu":
@@ -99,15 +100,8 @@ def main() -> None:
     explicit = options.repository.control_mode == "explicit"
     try:
         device = device_name.open(options.workers.devices_per_worker)
-        loader = Loader.configured(
-            options,
-            device_name.gpu,
-            device,
-            Inbox(),
-            StatusPage.create(),
-            desk=Apart(explicit),
-            alone=bool(device_name.model),
-        )
+        target = LoadTarget.configured(options, device, device_name.gpu, alone=bool(device_name.model))
+        loader = Loader(target, Inbox(), StatusPage.create(), Apart(explicit))
         kept: list[LoadedModel] = []
         outcomes = (_tried(loader, load, say, kept) for load in asked.loads)
     except NoDevice as error:

@@ -34,6 +34,7 @@ from tensord.workers.engine import Engine
 from tensord.workers.imports import import_system
 from tensord.workers.loading.ensemble_declaration import joined
 from tensord.workers.loading.loader import Loader
+from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
@@ -119,9 +120,8 @@ class LocalWorker:
         # Programs from JAX's own cache cannot be stored again; whether that cache is on is up to the process.
         theirs_is_on = jax.config.values["jax_compilation_cache_dir"]
         kept = None if theirs_is_on else cache_directory(options.executables.cache_directory)
-        self._loader = Loader.configured(
-            options, gpu, device, self._inbox, engine.page, cache=ExecutableCache(kept), desk=self._dispatcher.calls
-        )
+        target = LoadTarget.borrowed(options, device, gpu, ExecutableCache(kept))
+        self._loader = Loader(target, self._inbox, engine.page, self._dispatcher.calls)
         self._ours, theirs = pair()
         arenas = options.arenas
         # The lane stays unused: answers are passed as arrays.

@@ -49,6 +49,7 @@ from tensord.workers.dispatch.poller import Datagram, Poller
 from tensord.workers.engine import Engine
 from tensord.workers.jax_internals import interfaces
 from tensord.workers.loading.loader import Loader
+from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
@@ -118,18 +119,16 @@ class Worker:
         in_place = device_name.platform == "cpu" and options.executables.place_outputs and output_memory.attach()
         self._page.outputs = Outputs.IN_PLACE if in_place else Outputs.COPIED
         outside = options.executables.compile_processes if device_name.platform == "cpu" else 0
-        loader = Loader.configured(
+        target = LoadTarget.configured(
             options,
-            device_name.gpu,
             device,
-            self._inbox,
-            self._page,
+            device_name.gpu,
             self._cuda,
-            desk=self._dispatcher.calls,
-            outside=outside_compiler(outside, options.executables.long_compile),
-            aside=(thread := WorkThread("loader", self._inbox)).standing_aside,
-            alone=bool(device_name.model),
+            outside_compiler(outside, options.executables.long_compile),
+            bool(device_name.model),
         )
+        thread = WorkThread("loader", self._inbox)
+        loader = Loader(target, self._inbox, self._page, self._dispatcher.calls, thread.standing_aside)
         operations = self._dispatcher.calls.daemon = DaemonOperations(channel, thread, self._inbox)
         self._control = Control(
             self,

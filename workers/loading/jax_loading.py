@@ -12,12 +12,12 @@ from tensord.workers.declarations import artifact
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.imports.model_imports import python_source
 from tensord.workers.loading.parameters import parted
+from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.free_state import FreeState, travelling
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.jitted_instance import JittedInstance
 from tensord.workers.models.warmup import Sample
 from tensord.workers.processor.processor import Processor
-from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Apply, Executables
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.run_errors import CheckDevice
@@ -50,11 +50,7 @@ def jitted_model(
     instances: int,
     alone: bool,
     several: SeveralDevices | None,
-    *,
-    cache: ExecutableCache,
-    max_unexpected: int,
-    device: ExecutionDevice,
-    max_state_byte_size: int,
+    target: LoadTarget,
 ) -> JaxModel:
     """Makes a jitted model, whose programs are not compiled yet.
 
@@ -65,10 +61,11 @@ def jitted_model(
     Raises: InvalidArgument, Unsupported: it cannot be served.
     """
     apply, parameters, first = created
+    limits = target.options.executables
     initial = initial_state(message, described.states, first, Path(record.model_path)) if described.states else None
     free: FreeState | None = None
     if described.free and initial is not None:
-        free = FreeState(described, buckets, initial, max_state_byte_size)
+        free = FreeState(described, buckets, initial, limits.max_state_byte_size)
         apply, initial = travelling(apply, described), None
     apply, parameters = parted(apply, parameters)
     source = python_source(Path(record.version_path)) + artifact.digest(Path(record.version_path))
@@ -77,10 +74,10 @@ def jitted_model(
         buckets,
         apply,
         parameters,
-        cache,
+        target.cache,
         source,
-        max_unexpected,
-        device if several is None else Processor(),
+        limits.max_unexpected_shapes,
+        target.execution if several is None else Processor(),
         initial,
         several,
     )

@@ -13,17 +13,14 @@ import dataclasses
 import functools
 import importlib
 import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-import jax
 import msgspec
 
 from tensord.config import ensemble_checks, model_checks, model_config, rate_limits
 from tensord.config.model_config import ModelConfig
-from tensord.config.options import Options
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, Unsupported
 from tensord.shm.status_page import StatusPage
@@ -45,8 +42,6 @@ from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.declarations.request_inputs import request_inputs
 from tensord.workers.declarations.sequence_declaration import sequence_plan
 from tensord.workers.declarations.step_declaration import declare_steps
-from tensord.workers.devices.device_cuda import CudaDevice
-from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.imports import own_flags
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.imports.own_flags import OwnFlags
@@ -56,6 +51,7 @@ from tensord.workers.loading.instance_groups import Aside, Starting, compiling_a
 from tensord.workers.loading.jax_loading import jitted_model, run_samples
 from tensord.workers.loading.parameters import warn_of_keys, warn_of_leaves
 from tensord.workers.loading.step_loading import load_stepped
+from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.author_error import described_failure, without_frames
 from tensord.workers.models.free_state import program_signature
 from tensord.workers.models.generator_model import GeneratorModel
@@ -69,12 +65,7 @@ from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.python_model import PythonModel, auto_complete
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.models.warmup import prepared_samples
-from tensord.workers.processor.outside_compiler import OutsideCompiler
-from tensord.workers.processor.processor import Processor
 from tensord.workers.programs.carry import check_state_size
-from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
-from tensord.workers.programs.execution_device import ExecutionDevice
-from tensord.workers.programs.jax_cache import use_persistent_cache
 from tensord.workers.programs.load_progress import LoadProgress, Tell, nobody
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.run_errors import CheckDevice
@@ -93,106 +84,33 @@ class Loader:
 
     def __init__(
         self,
-        device: jax.Device,
-        gpu: int | None,
-        cache: ExecutableCache,
+        target: LoadTarget,
         inbox: Inbox,
         page: StatusPage,
-        max_queue_size: int,
-        max_unexpected_shapes: int,
-        max_batch_byte_size: int,
-        execution: ExecutionDevice | None = None,
-        max_state_byte_size: int = sys.maxsize,
-        limits: Mapping[str, int] | None = None,
         desk: Desk | None = None,
-        shared: bool = True,
         aside: Aside = contextlib.nullcontext,
-        long_compile: float = 0.0,
     ) -> None:
         """
         Args:
-          execution: the device for the thread that will run what is loaded; None: the processor.
           desk: takes models' calls; None: nothing will be served.
           aside: makes a context that the loader's thread enters while other loads may go on.
-          long_compile: seconds after which a program that is being compiled lets other models be compiled beside it; 0: never.
-          shared: whether process-wide state is left alone, because the process also serves others, or is one model's own.
         """
         own_flags.prepare()
-        self._compiling = functools.partial(compiling_alone, aside, Turns(1, long_compile))
-        self._process = None if shared else ProcessState()
+        self._target = target
+        options, execution = target.options, target.execution
+        self._compiling = functools.partial(compiling_alone, aside, Turns(1, options.executables.long_compile))
+        self._process = None if target.shared else ProcessState()
         self._desk = desk
         #: Metrics that models keep themselves.
         self.metrics = MetricRegistry()
-        self._device = device
-        #: Devices of the worker, of which a model may have several.
-        self._devices = device.client.local_devices()
-        self._gpu = gpu
-        self._execution = execution = execution or Processor()
+        self._devices = target.devices
+        self._gpu = target.gpu
         #: The device for the loader's thread, where samples run while the loop gathers requests on its own.
         self._own = execution.beside()
         self._check: CheckDevice = execution.check
-        self._cache = cache
-        self._max_queue_size = max_queue_size
-        self._max_batch_byte_size = max_batch_byte_size
-        self._max_state_byte_size = max_state_byte_size
-        self._load_stepped = functools.partial(
-            load_stepped, device=device, cache=cache, execution=execution, limit=max_state_byte_size
-        )
-        self._jitted_model = functools.partial(
-            jitted_model,
-            cache=cache,
-            max_unexpected=max_unexpected_shapes,
-            device=execution,
-            max_state_byte_size=max_state_byte_size,
-        )
-        self._starting = Starting(gpu, limits, len(self._devices), inbox, page, self._check, aside)
-
-    @classmethod
-    def configured(
-        cls,
-        options: Options,
-        gpu: int | None,
-        device: jax.Device,
-        inbox: Inbox,
-        page: StatusPage,
-        cuda: CudaDevice | None = None,
-        cache: ExecutableCache | None = None,
-        desk: Desk | None = None,
-        outside: OutsideCompiler | None = None,
-        aside: Aside = contextlib.nullcontext,
-        alone: bool = False,
-    ) -> Loader:
-        """Makes a loader as configured.
-
-        Args:
-          cache: None: the configured cache, with JAX's own turned on in this process, which is the loader's alone.
-          outside: compiles for that cache.
-          aside: as in the constructor.
-          alone: whether one model has the process to itself, and may change its state.
-        """
-        small = options.workers.single_thread_flops
-        execution = Processor.opened(device, small) if cuda is None else Gpu(cuda)
-        shared = cache is not None
-        if cache is None:
-            directory = cache_directory(options.executables.cache_directory)
-            cache = ExecutableCache(directory, use_persistent_cache(directory), outside)
-        return cls(
-            device,
-            gpu,
-            cache,
-            inbox,
-            page,
-            options.requests.max_queue_size,
-            options.executables.max_unexpected_shapes,
-            options.executables.max_batch_byte_size,
-            execution,
-            options.executables.max_state_byte_size,
-            rate_limits.limits(options.rate_limit, gpu),
-            desk,
-            shared or alone,
-            aside,
-            options.executables.long_compile,
-        )
+        self._max_queue_size = options.requests.max_queue_size
+        limits = rate_limits.limits(options.rate_limit, target.gpu)
+        self._starting = Starting(target.gpu, limits, len(self._devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
         """Brings a version into memory. ``tell`` and ``cancellation`` are those of ``LoadProgress``.
@@ -224,7 +142,7 @@ class Loader:
             importlib.invalidate_caches()
             file = message.default_model_filename or "model.py"
             if artifact.is_artifact(folders[0], file):
-                module = artifact.module(folders[0], message, self._device.platform)
+                module = artifact.module(folders[0], message, self._target.device.platform)
             else:
                 with flags.code():
                     module = imports.run(folders[0] / file)
@@ -292,7 +210,7 @@ class Loader:
         is_ready_calls: IsReadyCalls | None = None
         if steps is not None:
             with self._compiling(progress):
-                stepped = self._load_stepped(record, message, module, taken, steps, asked, flags, progress)
+                stepped = load_stepped(record, message, module, taken, steps, asked, flags, progress, self._target)
                 stepped.warm(prepared_samples(record, message, taken, made_inputs))
         elif message.backend == "python":
             if not callable(getattr(module.TritonPythonModel, "execute", None)):
@@ -379,8 +297,9 @@ class Loader:
             threads = False
         count = groups.active if threads else 1
         if not host:
-            check_size(buckets, self._max_batch_byte_size)
-            check_state_size(buckets.signature, count, self._max_state_byte_size)
+            limits = self._target.options.executables
+            check_size(buckets, limits.max_batch_byte_size)
+            check_state_size(buckets.signature, count, limits.max_state_byte_size)
         with precision(described), flags.code():
             returned = create(message.name, module, Path(record.version_path), model_config.to_dict(message), given)
         apply, parameters, first = created(module, described, returned, made_inputs.asked)
@@ -402,7 +321,7 @@ class Loader:
         warn_of_leaves(message.name, parameters)
         alone = message.HasField("sequence_batching") or bool(made_inputs)
         with self._compiling(progress):
-            jitted = self._jitted_model(
+            jitted = jitted_model(
                 record,
                 message,
                 described,
@@ -411,6 +330,7 @@ class Loader:
                 count,
                 threads or alone,
                 spread,
+                self._target,
             )
             jitted.executables.warm(progress)
             jitted.prepare_series(progress.cancellation)
@@ -431,7 +351,7 @@ class Loader:
 
     def _jitted_instances(self, _: ModelConfig, jitted: JaxModel | None) -> Callable[[str], Instantiated]:
         assert jitted is not None
-        return lambda _: JittedInstance(jitted, self._execution.beside())
+        return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
         """Returns a serving version with another number of instances, or None where more has changed and it has to be loaded.

@@ -9,8 +9,6 @@ import dataclasses
 from pathlib import Path
 from types import ModuleType
 
-import jax
-
 from tensord.config import model_config
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
@@ -23,9 +21,8 @@ from tensord.workers.declarations.step_declaration import StepDeclaration, check
 from tensord.workers.imports.model_imports import python_source
 from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.loading.parameters import parted, warn_of_leaves
+from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.stepped_model import SteppedModel
-from tensord.workers.programs.executable_cache import ExecutableCache
-from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.step_executables import StepExecutables
@@ -42,17 +39,12 @@ def load_stepped(
     asked: RequestInputs | None,
     flags: OwnFlags,
     progress: LoadProgress,
-    *,
-    device: jax.Device,
-    cache: ExecutableCache,
-    execution: ExecutionDevice,
-    limit: int,
+    target: LoadTarget,
 ) -> SteppedModel:
     """Creates a stepped model and compiles its programs.
 
     Args:
-      described: its signature; inputs include properties of requests that insert asks for.
-      limit: bytes that the carry may have.
+          described: its signature; inputs include properties of requests that insert asks for.
     Raises: ServingError, or whatever the model raises.
     """
     check_stepped(message, described)
@@ -62,7 +54,7 @@ def load_stepped(
     check_buckets(buckets)
     folder, rules = Path(record.version_path), declared.rules
     with precision(described), flags.code():
-        returned = create(message.name, module, folder, model_config.to_dict(message), device)
+        returned = create(message.name, module, folder, model_config.to_dict(message), target.device)
     if flags.wide:
         described = dataclasses.replace(described, doubles=True)
         buckets = choose_buckets(message, module, described)
@@ -80,10 +72,12 @@ def load_stepped(
         declared.step_slots,
         declared.insert_rows,
         parts[0][1],
-        cache,
+        target.cache,
         python_source(folder),
-        execution,
+        target.execution,
     )
-    executables.check_size(limit)
+    executables.check_size(target.options.executables.max_state_byte_size)
     executables.warm(progress)
-    return SteppedModel(record.version, described, buckets, executables, rows, declared, device.platform != "cpu")
+    return SteppedModel(
+        record.version, described, buckets, executables, rows, declared, target.device.platform != "cpu"
+    )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import jax
 import numpy as np
 import pytest
 
@@ -23,13 +22,13 @@ from tensord.workers.loading.loader import Loader
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
-from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
 from tests.records import Tensor, WholeAnswer, WholeRequest, noting
 from tests.repositories import scale_model, write_model
+from tests.workers.loading.targets import target
 
 OPTIONS = Options(
     arenas=Arenas(byte_size=1 << 20, max_byte_size=1 << 20, inline_byte_size=64, wait=600),
@@ -76,7 +75,7 @@ class Bench:
         self.dispatcher = Dispatcher(
             OPTIONS, self.models, self.regions, self.page, cast(WorkThread, self.compiler), time.monotonic_ns
         )
-        self.loader = Loader(jax.devices()[0], None, ExecutableCache(None), self.inbox, self.page, 50, 2, 1 << 30)
+        self.loader = Loader(target(50, 2, 1 << 30), self.inbox, self.page)
         self.lane = ALane()
         self.submitter = Submitter(7, cast(Any, self.lane))
         self._number = 0

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -25,12 +24,12 @@ from tensord.workers.imports import import_system
 from tensord.workers.loading.loader import Loader
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.loaded_model import LoadedModel
-from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.queue import QueuePolicy
 from tensord.workers.threads.inbox import Inbox
 from tests.repositories import write_model
+from tests.workers.loading.targets import target
 from tests.workers.made_requests import request_of
 
 Loading = Callable[..., LoadedModel]
@@ -41,7 +40,7 @@ def load(tmp_path: Path) -> Iterator[Loading]:
     """Writes a model, loads it, and ends its instances after the test."""
     import_system.prepare()
     inbox, page = Inbox(), StatusPage.create()
-    loader = Loader(jax.devices()[0], None, ExecutableCache(None), inbox, page, 100, 4, 1 << 20)
+    loader = Loader(target(), inbox, page)
     loaded: list[LoadedModel] = []
 
     def load_model(source: str, config: str = "", name: str = "m", version: int = 1) -> LoadedModel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,9 +14,9 @@ from tensord.shm.status_page import StatusPage
 from tensord.workers.imports import import_system
 from tensord.workers.loading.loader import Loader
 from tensord.workers.models.loaded_model import LoadedModel
-from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.threads.inbox import Inbox
 from tests.repositories import write_model
+from tests.workers.loading.targets import target
 
 MODEL = """
     import jax.numpy as jnp, numpy as np
@@ -51,9 +50,7 @@ def load(tmp_path: Path, source: str, config: str = "", state: int = 1 << 20) ->
     message.name = "m"
     inbox, page = Inbox(), StatusPage.create()
     try:
-        loader = Loader(
-            jax.devices()[0], None, ExecutableCache(None), inbox, page, 100, 4, 1 << 20, max_state_byte_size=state
-        )
+        loader = Loader(target(state=state), inbox, page)
         made = loader.load(Load("m", 1, str(folder.parent), str(folder), message.SerializeToString()))
         made.imports.forget()
         return made
