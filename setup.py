@@ -38,13 +38,13 @@ setup(
             "_arrivals.c",
             "_fast_path.c",
             "_lanes.c",
-            "_lone_runs.c",
             "_native.h",
             "_output_memory.c",
             "_plans.c",
             "_records.c",
             "_runs.c",
             "_sequences.c",
+            "_single_runs.c",
         ),
     ]
 )

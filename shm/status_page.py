@@ -8,7 +8,7 @@ is and which requests it was running. Nameless and sealed like every segment; on
     slot k   at word 512 * (k + 1):     count, then count x (submitter, request id); word 510 model (``model_key``), 511 since
 
 A slot belongs to one execution thread. ``begin`` writes the count last and ``end`` clears it, so a reader of a dead worker's page
-never sees an id of an earlier batch. Slot 0 is the main loop's: what that executes shows in word 0 as well.
+never sees an id of an earlier batch. Slot 0 is the main loop's: what that executes is its state as well.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _WORDS = 512
 _MODEL, _SINCE = 510, 511
 #: The number of slots: further execution threads have none, and what they run is not recorded.
 SLOTS = 63
+#: The main loop's slot.
+LOOP_SLOT = 0
 #: Ids beyond this in one batch are not recorded, so those requests are run again without a crash being counted.
 IDS_PER_SLOT = (_MODEL - 1) // 2
 _BYTE_SIZE = (SLOTS + 1) * _WORDS * 8
@@ -73,6 +75,8 @@ class StatusPage:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._words = segment.view.cast("Q")
+        #: The state of the main loop between executions.
+        self.resting = WorkerState.IDLE
 
     @classmethod
     def create(cls) -> StatusPage:
@@ -126,11 +130,16 @@ class StatusPage:
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Notes which requests, (submitter, request id) each, the slot's thread starts to run. ``model``: its ``model_key``."""
+        """Notes which requests, (submitter, request id) each, the slot's thread starts to run. ``model``: its ``model_key``.
+
+        The main loop is in state EXECUTING from then on.
+        """
         if slot >= SLOTS:
             return
         at = _WORDS * (slot + 1)
         words = self._words
+        if slot == LOOP_SLOT:
+            words[0], words[1], words[2] = WorkerState.EXECUTING, now_ns, now_ns
         words[at + _MODEL] = model
         words[at + _SINCE] = now_ns
         if len(requests) == 1:
@@ -143,10 +152,13 @@ class StatusPage:
             words[at + 2 + 2 * i] = request_id
         words[at] = len(recorded)
 
-    def end(self, slot: int) -> None:
-        """Notes that the thread of that slot runs nothing."""
+    def end(self, slot: int, now_ns: int) -> None:
+        """Notes that the thread of that slot runs nothing; the main loop rests."""
         if slot < SLOTS:
-            self._words[_WORDS * (slot + 1)] = 0
+            words = self._words
+            words[_WORDS * (slot + 1)] = 0
+            if slot == LOOP_SLOT:
+                words[0], words[1], words[2] = self.resting, now_ns, now_ns
 
     def executing(self) -> set[tuple[int, int]]:
         """Returns every (submitter, request id) being run; for a dead worker those that it died with."""

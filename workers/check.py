@@ -32,7 +32,7 @@ from tensord.workers.devices import device_cpu
 from tensord.workers.devices.device import DeviceName, NoDevice
 
 if TYPE_CHECKING:
-    from tensord.workers.calls.call import Call
+    from tensord.workers.calls.call import ModelCall
     from tensord.workers.calls.caller import ModelPort
     from tensord.workers.loading.loader import Loader
     from tensord.workers.models.loaded_model import LoadedModel
@@ -53,11 +53,11 @@ class Apart:
             raise Unavailable(NOT_EXPLICIT)
         return b""
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: ModelCall) -> None:
         call.refused = True
         call.answered(Unavailable(f"model '{call.prepared.model}' is not asked while another one is only tried"), True)
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: ModelCall) -> None:
         """Does nothing: the call has ended."""
 
     stop = took = abandon = cancel

@@ -156,7 +156,7 @@ class LocalWorker:
     def _adopt(self, loaded: LoadedModel) -> ModelVersion:
         for instance in (*loaded.instances, *loaded.passive):
             # None is of use where nobody looks for who killed this process.
-            instance.desk = SLOTS
+            instance.status_slot = SLOTS
         return self._engine.adopt(loaded)
 
     def call(self, function: Callable[[], T]) -> T:

@@ -33,7 +33,7 @@ from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import CLIENT_BYTE_SIZE, Instruction, WorkerLane
 from tensord.shm.messages import Cancel, Prepare, SegmentClosed, Taken
-from tensord.shm.status_page import SLOTS, Outputs, WorkerState, model_key
+from tensord.shm.status_page import LOOP_SLOT, SLOTS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
 from tensord.workers.devices.device import DeviceName
@@ -42,9 +42,8 @@ from tensord.workers.devices.host_staging import StagingPool
 from tensord.workers.devices.idle_look import IdleLook
 from tensord.workers.devices.pinned_budget import PinnedBudget
 from tensord.workers.devices.pinned_memory import PinnedMemory
-from tensord.workers.dispatch.dispatcher import FIRST_INSTANCE_DESK
+from tensord.workers.dispatch.dispatcher import FIRST_INSTANCE_SLOT
 from tensord.workers.dispatch.fast_path import FastPath
-from tensord.workers.dispatch.loop_runs import LOOP_DESK
 from tensord.workers.dispatch.poller import Datagram, Poller
 from tensord.workers.engine import Engine
 from tensord.workers.jax_internals import interfaces
@@ -146,7 +145,7 @@ class Worker:
         #: Those that have something to be flushed.
         self._unflushed: list[Submitter[Request]] = []
         self._received = new_buffer()
-        self._free_desks = list(range(SLOTS - 1, FIRST_INSTANCE_DESK - 1, -1))
+        self._free_slots = list(range(SLOTS - 1, FIRST_INSTANCE_SLOT - 1, -1))
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
         self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
@@ -157,11 +156,11 @@ class Worker:
                 self._epoll,
                 look_ns,
                 self._page,
-                LOOP_DESK,
+                LOOP_SLOT,
                 self._regions,
                 self._sequences,
                 self._models,
-                self._dispatcher.ensembles.chains,
+                self._dispatcher.ensembles.pipelines,
             )
             if extensions.available
             else Poller(self._epoll, look_ns)
@@ -435,10 +434,10 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Gives each instance a desk on the status page for as long as it lives."""
+        """Gives each instance a slot on the status page for as long as it lives."""
         for instance in loaded.instances:
             # Those of the version before it have one.
-            instance.desk = instance.desk or (self._free_desks.pop() if self._free_desks else SLOTS)
+            instance.status_slot = instance.status_slot or (self._free_slots.pop() if self._free_slots else SLOTS)
             instance.page_key = model_key(loaded.name, loaded.version)
         version = self._engine.adopt(loaded)
         if loaded.cached and self._cache.max_byte_size:
@@ -448,8 +447,8 @@ class Worker:
                 "model '%s' asks for the response cache, and there is none: response_cache.byte_size is 0", loaded.name
             )
         version.when_closed(
-            lambda: self._free_desks.extend(
-                instance.desk for instance in version.own_instances if 0 < instance.desk < SLOTS
+            lambda: self._free_slots.extend(
+                instance.status_slot for instance in version.own_instances if 0 < instance.status_slot < SLOTS
             )
         )
         return version
@@ -458,7 +457,7 @@ class Worker:
         """Ends the loop once all is answered, or when that time has passed."""
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
-        self._dispatcher.loop_runs.resting_state = WorkerState.STOPPING
+        self._page.resting = WorkerState.STOPPING
         for version in self._models:
             version.planner.stop()
         self._dispatcher.ask_all()

@@ -44,7 +44,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
         "Time from arrival to answer, of all successful requests together",
         lambda c: c.request_ns // 1000,
     ),
-    ("nv_inference_queue_duration_us", "Of that, waiting for their turn", lambda c: c.queue_ns // 1000),
+    ("nv_inference_queue_duration_us", "Of that, waiting in queues", lambda c: c.queue_ns // 1000),
     (
         "nv_inference_compute_input_duration_us",
         "Of that, gathering the inputs",
@@ -189,7 +189,7 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Metric]:
             first.add_metric(labels, buckets, counts.first_ns / 1e6)
     yield first
     pending = GaugeMetricFamily(
-        "nv_inference_pending_request_count", "Inference requests that wait for their turn now", labels=_MODEL
+        "nv_inference_pending_request_count", "Inference requests that wait in queues now", labels=_MODEL
     )
     yield _filled(pending, [(labels, total.pending) for labels, total in models])
     stateful = [(labels, total, total.sequences) for labels, total in models if total.sequences is not None]
@@ -211,12 +211,12 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     )
     yield _filled(copied, [(labels, total.counts.copied_byte_size) for labels, total in models])
     rows_of_nobody = CounterMetricFamily(
-        "tensord_padded_rows_total", "Rows of batches that filled a bucket up and belonged to nobody", labels=_MODEL
+        "tensord_padded_rows_total", "Rows of batches that padded a bucket and belonged to no request", labels=_MODEL
     )
     yield _filled(rows_of_nobody, [(labels, total.counts.padded_rows) for labels, total in models])
     padded = CounterMetricFamily(
         "tensord_padded_elements_total",
-        "Elements of inputs that filled buckets up, of rows and of axes",
+        "Elements of inputs that padded buckets, in rows and in axes",
         labels=_MODEL,
     )
     yield _filled(padded, [(labels, total.counts.padded_elements) for labels, total in models])
@@ -232,7 +232,7 @@ def _gpus(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     yield _filled(energy, [((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None])
     errors = CounterMetricFamily(
         "tensord_gpu_errors_total",
-        "What a GPU has met: an XID of the driver, or memory errors",
+        "Errors of a GPU: XIDs of the driver, and memory errors",
         labels=["gpu_uuid", "kind"],
     )
     yield _filled(errors, list(snapshot.gpu_errors.items()))
@@ -265,7 +265,7 @@ def _workers(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     yield _filled(up, [(of, slot.up) for of, slot in workers])
     answered = GaugeMetricFamily(
         "tensord_worker_answered",
-        "Whether it told its figures for this scrape; if not, its last ones are shown",
+        "Whether it answered this scrape; if not, its last figures are shown",
         labels=labels,
     )
     yield _filled(answered, [(of, slot.answered) for of, slot in workers])
@@ -322,14 +322,16 @@ def _fronts(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     rows = [((*of, why.value), count) for of, slot in fronts for why, count in slot.refused.items()]
     yield _filled(refused, rows)
     known = GaugeMetricFamily(
-        "tensord_front_forms", "Kinds of requests that came again and have a number on the lanes now", labels=labels
+        "tensord_front_forms", "Prepared requests that have a number on the lanes now", labels=labels
     )
     yield _filled(known, [(of, slot.forms) for of, slot in fronts])
-    minted = CounterMetricFamily("tensord_front_forms_minted_total", "Kinds that were given a number", labels=labels)
+    minted = CounterMetricFamily(
+        "tensord_front_forms_minted_total", "Prepared requests that were given a number", labels=labels
+    )
     yield _filled(minted, [(of, slot.forms_minted) for of, slot in fronts])
     evicted = CounterMetricFamily(
         "tensord_front_forms_evicted_total",
-        "Kinds that were forgotten because others took their numbers",
+        "Prepared requests that were forgotten because others took their numbers",
         labels=labels,
     )
     yield _filled(evicted, [(of, slot.forms_evicted) for of, slot in fronts])

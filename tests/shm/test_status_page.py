@@ -11,9 +11,8 @@ def test_what_the_worker_notes_is_what_others_read() -> None:
     page = StatusPage.create()
     reader = StatusPage.attach(os.dup(page.fd))
     assert reader.state == (WorkerState.STARTING, 0)
-    page.set_state(WorkerState.EXECUTING, 5)
-    page.beat(7)
     page.begin(0, [(1, 2), (3, 2**63 - 1)], 2**64 - 1, 5)
+    page.beat(7)
     page.begin(SLOTS - 1, [(9, 9)], 1, 5)
     page.begin(SLOTS, [(4, 4)], 1, 5)
     page.close()
@@ -24,14 +23,31 @@ def test_what_the_worker_notes_is_what_others_read() -> None:
     reader.close()
 
 
+def test_the_loop_is_executing_while_its_slot_is_in_use() -> None:
+    page = StatusPage.create()
+    page.set_state(WorkerState.IDLE, 1)
+    page.begin(3, [(1, 2)], 1, 2)
+    assert page.state == (WorkerState.IDLE, 1)
+    page.begin(0, [], 1, 3)
+    page.end(3, 4)
+    assert page.state == (WorkerState.EXECUTING, 3)
+    page.end(0, 5)
+    assert (page.state, page.last_beat_ns) == ((WorkerState.IDLE, 5), 5)
+    page.resting = WorkerState.STOPPING
+    page.begin(0, [], 1, 6)
+    page.end(0, 7)
+    assert page.state == (WorkerState.STOPPING, 7)
+    page.close()
+
+
 def test_a_batch_that_ended_is_gone_and_a_huge_one_is_cut() -> None:
     page = StatusPage.create()
     page.begin(3, [(1, i) for i in range(IDS_PER_SLOT + 50)], 1, 5)
     assert len(page.executing()) == IDS_PER_SLOT
-    page.end(3)
+    page.end(3, 9)
     page.begin(3, [(1, 999)], 1, 5)
     assert page.executing() == {(1, 999)}
-    page.end(3)
-    page.end(SLOTS)
+    page.end(3, 9)
+    page.end(SLOTS, 9)
     assert page.executing() == set()
     page.close()

@@ -14,7 +14,7 @@ from tensord.shm.channel import pair
 from tensord.shm.lane import WorkerLane
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
-from tensord.workers.models.model_version import Part
+from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import ModelStatistics
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.submitter import Submitter
@@ -38,7 +38,7 @@ class Loop:
         self.front = ours
         self.lane = WorkerLane(theirs, MEBIBYTE, MEBIBYTE, 0)
         self.now_ns = 1
-        self.agenda: Agenda[Part] = Agenda()
+        self.agenda: Agenda[AgendaPart] = Agenda()
         outbox = Outbox(ARENAS, self.agenda)
         self.responses = Responses(ARENAS, outbox, lambda call: call(), lambda: self.now_ns, MEBIBYTE, self.agenda)
         version = Version(
@@ -47,7 +47,7 @@ class Loop:
         submitter: Submitter[Any] = Submitter(1, self.lane)
         request = request_of({}, version=cast(Any, version), submitter=submitter, request_id=1)
         self.responses.open([request], self.now_ns)
-        self.sender: ResponseSender[Any] = version.senders[request]
+        self.sender: ResponseSender = version.senders[request]
 
     def send(self, work: Work) -> None:
         made = {"y": np.zeros(16, np.float32)}

@@ -10,7 +10,7 @@ import numpy as np
 from tensord.shm.arrays import Array, datatype_of, strings
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, PreparedRequest, RequestRecord
-from tensord.workers.calls.call import Call
+from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import asker
 from tensord.workers.requests.result import Result
 
@@ -37,7 +37,7 @@ class Asked(Own, total=False):
 class Pending:
     """A call that was begun, whose result is to come."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ModelCall) -> None:
         self._call = call
         self._answer: Result | None = None
 
@@ -68,7 +68,7 @@ def stream(
     return _responses(call)
 
 
-def _responses(call: Call) -> Iterator[dict[str, Array]]:
+def _responses(call: ModelCall) -> Iterator[dict[str, Array]]:
     final = False
     try:
         while not final:
@@ -79,9 +79,9 @@ def _responses(call: Call) -> Iterator[dict[str, Array]]:
         call.cancel()
 
 
-def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: Asked, streams: bool) -> Call:
+def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: Asked, streams: bool) -> ModelCall:
     found = asker()
-    if found is None or not found.may_call or found.port.desk is None:
+    if found is None or not found.may_call or found.port.server is None:
         raise InvalidArgument(f"model '{model}' can be called only by a model, while it works on a request")
     if unknown := own.keys() - Asked.__annotations__.keys():
         raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
@@ -101,7 +101,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
     hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"
     # A call that is made for a whole batch is traced with one of its traced requests.
     traced = next((request.timeline for request in found.requests if request.timeline is not None), None)
-    return Call(found, prepared, said, arrays, tuple(outputs), streams, hint, traced)
+    return ModelCall(found, prepared, said, arrays, tuple(outputs), streams, hint, traced)
 
 
 def _array(model: str, name: str, value: Any) -> Array:

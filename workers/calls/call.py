@@ -1,6 +1,6 @@
 """A model's request to another model, on the side of the calling thread.
 
-    Call ─▶ desk (loop): an inner request ─▶ answered, answered, ... ─▶ next, next, ... in whichever thread takes them
+    ModelCall ─▶ server (loop): an inner request ─▶ answered, answered, ... ─▶ next, next, ... in whichever thread takes them
                                                                   ◀─ took: there is room for a further response
 
 Where the model that is called answers with many responses, at most ``responses.max_ahead`` bytes of them wait here.
@@ -21,16 +21,16 @@ from tensord.workers.requests.result import Result
 from tensord.workers.requests.timeline import RequestTimeline
 
 
-class Call:
+class ModelCall:
     """A call: ``begin`` once, then ``next`` until the last response. ``answered`` and ``abandoned`` are for the loop."""
 
     __slots__ = (
         "_answered",
         "_asked",
         "_came",
-        "_desk",
         "_first",
         "_over",
+        "_server",
         "_taken",
         "_thread",
         "abandoned",
@@ -67,8 +67,8 @@ class Call:
           hint: the error where the model streams, and the call does not.
           timeline: of the traced request that the call is traced with, if any.
         """
-        assert caller.port.desk is not None
-        self._desk = caller.port.desk
+        assert caller.port.server is not None
+        self._server = caller.port.server
         self.caller = caller
         #: Requests that the call is made for: it ends with them.
         self.requests = caller.requests
@@ -97,7 +97,7 @@ class Call:
         """Begins the call; the calling thread or coroutine has to wait for it next."""
         self._thread = 0 if by_coroutine else threading.get_ident()
         self._asked = 1
-        self._desk.begin(self)
+        self._server.begin(self)
 
     @property
     def thread(self) -> int:
@@ -125,7 +125,7 @@ class Call:
         result, final = self._came.get()
         self._over = final
         if self.streams and not final:
-            self._desk.took(self)
+            self._server.took(self)
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
@@ -151,18 +151,18 @@ class Call:
     def cancel(self) -> None:
         """Ends the call with an error, if it has not ended. Idempotent."""
         if not self._over:
-            self._desk.cancel(self)
+            self._server.cancel(self)
 
     def stop(self) -> None:
         """Tells the called model that it may stop; responses that it still sends come. Idempotent."""
         if not self._over:
-            self._desk.stop(self)
+            self._server.stop(self)
 
     def abandon(self) -> None:
         """Discards the responses that are still to come."""
         if not self._over:
             self._over = True
-            self._desk.abandon(self)
+            self._server.abandon(self)
 
     def __repr__(self) -> str:
-        return f"<Call to {self.prepared.model!r} by {self.caller!r}>"
+        return f"<ModelCall to {self.prepared.model!r} by {self.caller!r}>"

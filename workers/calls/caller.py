@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tensord.workers.requests.request import Request
 
 
-class Desk(Protocol):
-    """Takes models' calls to the worker's loop, from any thread; a ``tensord.workers.calls.call.Call`` gets the responses."""
+class CallServer(Protocol):
+    """Takes calls of models to the worker's loop, from any thread; a ``calls.call.ModelCall`` gets the responses."""
 
     def begin(self, call: Any) -> None:
         """Has a call made."""
@@ -75,18 +75,18 @@ class ModelPort:
         self,
         name: str,
         version: int,
-        desk: Desk | None,
+        server: CallServer | None,
         metrics: MetricRegistry | None = None,
         code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """
         Args:
-          desk: None where nothing is served, as in a check.
+          server: None where nothing is served, as in a check.
           code: makes a context that threads of the worker enter to run the model's code.
         """
         self.name = name
         self.version = version
-        self.desk = desk
+        self.server = server
         self.metrics = MetricRegistry() if metrics is None else metrics
         self.code = code
         #: Called in the model's thread each time that its code has run.
@@ -116,7 +116,7 @@ class ModelPort:
         return f"<ModelPort of {self.name}:{self.version}>"
 
 
-class Phase(enum.Enum):
+class CallerPhase(enum.Enum):
     """A phase of a model's life, which decides what its code may ask for."""
 
     #: It may call, load and unload other models.
@@ -137,7 +137,7 @@ class Caller:
         port: ModelPort,
         requests: Sequence[Request] = (),
         execution: object = None,
-        phase: Phase = Phase.SERVING,
+        phase: CallerPhase = CallerPhase.SERVING,
     ) -> None:
         """
         Args:
@@ -154,7 +154,7 @@ class Caller:
     @property
     def may_call(self) -> bool:
         """True while other models may be called."""
-        return self.phase is Phase.SERVING and not (self is self.port.detached and self.port.loading)
+        return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
         """Forgets the requests, which are done: a task that is left behind calls for none of them."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
-from tensord.workers.calls.caller import Phase, asker
+from tensord.workers.calls.caller import CallerPhase, asker
 
 _MAX_FILES = 256
 _MAX_BYTE_SIZE = 128 << 20
@@ -45,6 +45,6 @@ def is_ready(name: str, version: int = 0) -> bool:
 
 def _ask(operation: LoadModel | UnloadModel | ModelReady) -> bytes:
     found = asker()
-    if found is None or found.port.desk is None or found.phase is Phase.APART:
+    if found is None or found.port.server is None or found.phase is CallerPhase.APART:
         raise NotAllowed("models are loaded only by a model that is being loaded or served")
-    return found.port.desk.ask(operation, found.port)
+    return found.port.server.ask(operation, found.port)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tensord.shm.record import encoder
-from tensord.workers.compiling.records import TO_PROCESS, Compile, Compiled, Refused
+from tensord.workers.compiling.records import TO_PROCESS, Compile, Compiled, CompileRefused
 from tensord.workers.jax_internals.interfaces import CUSTOM_CALLS, XLA_CLIENT
 
 #: The process ends after so long without work, to give memory back. Starting another one takes a quarter of a second.
@@ -64,7 +64,7 @@ class Compiler:
     def __init__(self) -> None:
         self._clients: dict[tuple[int, int], Any] = {}
 
-    def compile(self, asked: Compile) -> Compiled | Refused:
+    def compile(self, asked: Compile) -> Compiled | CompileRefused:
         """Compiles one program for a client like the worker's."""
         try:
             xla = _xla()
@@ -77,7 +77,7 @@ class Compiler:
             )
             return Compiled(client.serialize_executable(made))
         except Exception as error:  # whatever XLA says to a program
-            return Refused(f"{type(error).__name__}: {error}")
+            return CompileRefused(f"{type(error).__name__}: {error}")
 
     def _client(self, xla: Any, threads: int, device_count: int) -> Any:
         client = self._clients.get((threads, device_count))

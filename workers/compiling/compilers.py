@@ -19,7 +19,7 @@ from collections import deque
 from multiprocessing import Pipe
 
 from tensord.shm.record import encoder
-from tensord.workers.compiling.records import FROM_PROCESS, Compile, Compiled, Refused
+from tensord.workers.compiling.records import FROM_PROCESS, Compile, Compiled, CompileRefused
 from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.turns import Turns
 
@@ -38,7 +38,7 @@ class Compilers:
         # The process that was used last is taken first, so that the others become idle and end.
         self._free: deque[_Process] = deque()
 
-    def compile(self, asked: Compile, cancellation: Cancellation) -> Compiled | Refused:
+    def compile(self, asked: Compile, cancellation: Cancellation) -> Compiled | CompileRefused:
         """Has a program compiled. Raises CompilerDied; Cancelled: nobody wants it any more; OSError: no process can start."""
         with self._turns.turn(cancellation):
             while True:
@@ -89,7 +89,7 @@ class _Process:
         # The process may end at any time, and is reaped then.
         threading.Thread(target=self._bury, name="compile process", daemon=True).start()
 
-    def compile(self, asked: Compile) -> Compiled | Refused | None:
+    def compile(self, asked: Compile) -> Compiled | CompileRefused | None:
         """Has the process compile a program. Returns None if it had ended before. Raises CompilerDied."""
         if self._process.poll() is not None:
             return None

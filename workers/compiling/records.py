@@ -1,7 +1,7 @@
 """Records between a worker and its compile processes, each in a message of its own.
 
 worker    Compile ─▶
-          ◀─ Compiled | Refused        one answer for each, in their order
+          ◀─ Compiled | CompileRefused        one answer for each, in their order
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Compiled(Record, frozen=True):
     executable: bytes
 
 
-class Refused(Record, frozen=True):
+class CompileRefused(Record, frozen=True):
     """Answers with what the compiler raised."""
 
     reason: str
 
 
 TO_PROCESS = msgspec.msgpack.Decoder(Compile)
-FROM_PROCESS: msgspec.msgpack.Decoder[Compiled | Refused] = msgspec.msgpack.Decoder(Compiled | Refused)
+FROM_PROCESS: msgspec.msgpack.Decoder[Compiled | CompileRefused] = msgspec.msgpack.Decoder(Compiled | CompileRefused)

@@ -137,9 +137,9 @@ def created_steps(model: str, returned: object, asked: RequestInputs | None) -> 
             "three functions and their parameters"
         )
     made = StepFunctions(*functions)
-    told = ["request"] if asked is not None else []
+    further = ["request"] if asked is not None else []
     check_arguments(model, "init of create()", made.init, ["params", "slots"])
-    check_arguments(model, "insert of create()", made.insert, ["params", "carry", "slot", "inputs", *told])
+    check_arguments(model, "insert of create()", made.insert, ["params", "carry", "slot", "inputs", *further])
     check_arguments(model, "step of create()", made.step, ["params", "carry", "active"])
     if asked is not None:
         insert, part = made.insert, asked.parted

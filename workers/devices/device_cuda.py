@@ -44,7 +44,7 @@ _LINE = 64
 _MAX_VIEWS = 1024
 #: One input of a batch: its name, dtype, the shape the executable wants, and the requests' arrays (or ``CudaTensor``), which
 #: follow each other along the first axis and are at most as large; what they do not fill is zeros.
-Part = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
+GatheredPart = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 
 
 def prepare_environment(options: Workers) -> None:
@@ -78,14 +78,14 @@ class CudaDevice:
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
-    def gather(self, parts: Sequence[Part]) -> tuple[dict[str, jax.Array], int]:
+    def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
         """Gathers the arguments of a batch on the device. Returns them, and how many bytes were copied.
 
         Raises: InvalidArgument: a region cannot be read any more.  Unavailable: no memory for the staging buffer.  DeviceLost.
         """
         arguments: dict[str, jax.Array] = {}
         needed, copied = 0, 0
-        staged: list[tuple[Part, int]] = []
+        staged: list[tuple[GatheredPart, int]] = []
         for part in parts:
             name, dtype, shape, arrays = part
             only = arrays[0]
@@ -159,7 +159,7 @@ class CudaDevice:
             self._staging = self.context.allocate(size)
         self._staging_byte_size = size
 
-    def _fill_together(self, staged: Sequence[tuple[Part, int]], byte_size: int) -> int:
+    def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
         """Queues one transfer of tensors in host memory, then copies of those on the device. Returns the bytes copied."""
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | DeviceArray]] = []

@@ -1,1 +1,1 @@
-"""The way of a request through the worker: validated, queued, run, answered."""
+"""Code that takes a request through the worker: validates, queues, runs and answers it."""

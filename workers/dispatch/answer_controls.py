@@ -1,4 +1,4 @@
-"""Of which sequence the steps of an ensemble are that come after a model: its answer may say so."""
+"""Reads sequence controls in a model's answer, by which later steps of an ensemble join a sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = {"sequence_id", "sequence_start", "sequence_end"}
 
 
 def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
-    """What a model's answer says of the sequence of later steps; None: nothing. What it leaves out of the flags is not set.
+    """Returns the sequence controls that a model's answer sets for later steps, or None; flags that it leaves out are not set.
 
     Args:
       controls: of its own request.

@@ -1,4 +1,4 @@
-"""From a result to an answer: every output is put where its client wants it, and only then it is announced.
+"""Makes an answer of a result: puts every output where its client wants it, and only then announces it.
 
     places found (workers/requests/places.py) ─▶ written, unless the program or the GPU has done so itself ─▶ announced
 
@@ -34,7 +34,7 @@ _MAX_MESSAGE = 8192
 
 
 def failure(request_id: int, error: ServingError, version: int = 0, final: bool = True) -> AnswerRecord:
-    """Says what went wrong. A model may say it in any characters and at any length."""
+    """Makes the answer that reports an error, whose text a model may write in any characters and at any length."""
     message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
@@ -50,7 +50,7 @@ def complete(
     places: Places | None = None,
     final: bool = True,
 ) -> AnswerRecord | None:
-    """Puts the outputs into place. The answer has no number.
+    """Puts the outputs into place and returns the answer, without a number.
 
     None: the response arena is full now; nothing was written anywhere, ask again later.
 
@@ -78,7 +78,7 @@ def complete(
 def _put(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places
 ) -> tuple[list[PreparedTensor], list[SentContent]]:
-    """Writes what is not there already. Raises InvalidArgument: a region is not there any more."""
+    """Writes the outputs that are not in their places yet. Raises InvalidArgument: a region is not there any more."""
     tensors: list[PreparedTensor] = []
     contents: list[SentContent] = []
     queued = _Queued()
@@ -119,7 +119,7 @@ def _put(
 def _choose(
     request: Request, result: dict[str, Array], signature: Signature
 ) -> dict[str, tuple[str, tuple[int, ...], Content]]:
-    """Name -> datatype, shape and content of what is asked for, in the order the model made it."""
+    """Returns name -> datatype, shape and content of each requested output, in the order in which the model made them."""
     chosen: dict[str, tuple[str, tuple[int, ...], Content]] = {}
     for name, array in result.items():
         wanted = request.outputs.get(name)
@@ -141,7 +141,7 @@ def _byte_size(content: Content) -> int:
 
 
 class _Queued:
-    """The copies of one answer into GPU memory: under way until ``settle``, and their sources kept as long."""
+    """Copies of one answer into GPU memory, under way until ``settle``; their sources are kept as long."""
 
     __slots__ = ("_regions", "_sources")
 
@@ -150,7 +150,7 @@ class _Queued:
         self._sources: list[Array | DeviceArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
-        """Raises InvalidArgument: the region cannot be written any more.  DeviceLost."""
+        """Begins a copy. Raises InvalidArgument: the region cannot be written any more.  DeviceLost."""
         if not _byte_size(content):
             return
         self._regions.append(region)
@@ -165,19 +165,19 @@ class _Queued:
         region.write(offset, address_of(flat), flat.nbytes)
 
     def settle(self) -> None:
-        """Returns when the bytes are there. Raises as ``write``."""
+        """Waits until the bytes are there. Raises as ``write``."""
         for region in self._regions:
             region.settle()
 
     def abandon(self) -> None:
-        """The answer is an error: only nothing may be under way any more when the sources go."""
+        """Waits for copies whose result does not matter, because the answer is an error, so that their sources can be freed."""
         for region in self._regions:
             with contextlib.suppress(ServingError):
                 region.settle()
 
 
 def _write_snapshot(region: SnapshotRegion, offset: int, content: Content) -> None:
-    """The one copy into a client's memory that is not mapped. Raises InvalidArgument: the bytes are not there any more."""
+    """Copies an output into a client's memory that is not mapped. Raises InvalidArgument: the bytes are not there any more."""
     if isinstance(content, bytes):
         region.write(offset, content)
     elif content.nbytes:
@@ -185,7 +185,7 @@ def _write_snapshot(region: SnapshotRegion, offset: int, content: Content) -> No
 
 
 def _write(view: memoryview, content: Content) -> None:
-    """The one copy on the way out."""
+    """Copies an output into mapped memory: the one copy on the way out."""
     if isinstance(content, bytes):
         view[:] = content
     elif isinstance(content, DeviceArray):

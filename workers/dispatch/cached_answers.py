@@ -1,4 +1,4 @@
-"""A request that was answered before is answered without its model, where that has a response cache.
+"""Answers requests from the response cache, where their model has one and the same request was answered before.
 
 Belongs to the worker's loop.
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class CachedAnswers:
-    """One per worker."""
+    """Looks up and stores answers in the response cache; a worker has one."""
 
     def __init__(self, outbox: Outbox, clock: Callable[[], int]) -> None:
         self._outbox = outbox

@@ -1,4 +1,4 @@
-"""Calls that wait for themselves: found by whom each call, each instance and each request waits for.
+"""Finds calls that wait for themselves, by whom each call, each instance and each request waits for.
 
     a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls that these wait for ─▶ ...
                                                                     └▶ whoever does not take their responses
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tensord.workers.calls.call import Call
+from tensord.workers.calls.call import ModelCall
 from tensord.workers.dispatch.ensembles import EnsembleRuns
 from tensord.workers.models.instance import Instance
 from tensord.workers.models.model_version import ModelVersion
@@ -30,8 +30,8 @@ _LOOK_NS = 250_000_000
 _Node = InnerRequest | Instance
 
 
-def path(call: Call) -> list[str]:
-    """The models on the way to a call, from the client's request on; the last one is its caller's."""
+def path(call: ModelCall) -> list[str]:
+    """Returns the models on the way to a call, from the client's request on; the last one is its caller's."""
     names = [call.caller.port.name]
     request: Request | None = next(iter(call.requests), None)
     while isinstance(request, InnerRequest) and request.origin is not None:
@@ -43,21 +43,20 @@ def path(call: Call) -> list[str]:
 class CallCircles:
     """Belongs to the worker's loop."""
 
-    def __init__(self, calls: dict[Call, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
-        """``calls``: those that have not ended."""
+    def __init__(self, calls: dict[ModelCall, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
+        """``calls``: the calls that have not ended."""
         self._calls = calls
         self._ensembles = ensembles
         self._limiter = limiter
         #: Whether a model's own thread was on the way.
         self._by_thread = False
 
-    def find(self, now_ns: int) -> tuple[Call | None, int]:
-        """The call that was made last of those that wait for themselves. Also, when to look again although nothing changes."""
+    def find(self, now_ns: int) -> tuple[ModelCall | None, int]:
+        """Returns the latest of the calls that wait for themselves, and when to look again although nothing changes."""
         again_ns = NEVER
         for call in reversed(self._calls):
             inner = self._calls[call]
             version = inner.version
-            assert isinstance(version, ModelVersion)
             if not version.loaded.instances and version.loaded.ensemble is None:
                 continue
             again_ns = now_ns + _LOOK_NS
@@ -71,7 +70,7 @@ class CallCircles:
 
     @staticmethod
     def is_within(version: ModelVersion, origin: Request | None) -> bool:
-        """Whether a request that was made for that one would be for a version that has one of them already."""
+        """Returns whether a request, or one that it was made for in turn, is for that version already."""
         while origin is not None:
             if origin.version is version:
                 return True
@@ -83,7 +82,6 @@ class CallCircles:
 
     def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:
         version = inner.version
-        assert isinstance(version, ModelVersion)
         if version.loaded.ensemble is not None:
             return self._ensembles.steps(inner) or ()
         instances = version.loaded.instances
@@ -136,13 +134,12 @@ class CallCircles:
         return threads
 
     def _taker(self, request: Request) -> Instance | None:
-        """The instance whose model is to take the responses to that request. None: a client does, or a thread."""
+        """Returns the instance whose model takes the responses to a request, or None where a client or a thread does."""
         origin: Request | None = request
         while isinstance(origin, InnerRequest):
             for call, inner in self._calls.items():
                 if inner is origin and not call.abandoned and call.requests:
                     version = call.requests[0].version
-                    assert isinstance(version, ModelVersion)
                     return next(
                         (each for each in version.loaded.instances if each.running is call.caller.execution), None
                     )

@@ -1,6 +1,6 @@
-"""Calls between models: each is a request in the queue of the model that is called, beside those of clients.
+"""Makes calls between models: each is a request in the queue of the called model, beside those of clients.
 
-    thread of a model ── Call ──▶ inner request ─▶ queue, batch, answer ─▶ what became of it ──▶ that thread
+    thread of a model ── ModelCall ──▶ inner request ─▶ queue, batch, answer ─▶ what became of it ──▶ that thread
 
 Whoever calls may hold an instance while it waits, so calls can wait for each other in a circle: the last one of such a circle
 ends with an error (``tensord.workers.dispatch.call_circles``). A call ends with the requests that it was made for.
@@ -16,13 +16,13 @@ from msgspec.structs import replace
 
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
-from tensord.workers.calls.call import Call
+from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import ModelPort
 from tensord.workers.dispatch.call_circles import CallCircles, path
 from tensord.workers.dispatch.ensembles import EnsembleRuns
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.model_table import ModelTable
-from tensord.workers.models.model_version import ModelVersion, Part
+from tensord.workers.models.model_version import AgendaPart, ModelVersion
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.prepared import validate_inner
@@ -37,17 +37,17 @@ MAX_DEPTH = 16
 
 
 class Daemon(Protocol):
-    """Whoever carries out operations on models."""
+    """Carries out operations on models."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """As ``tensord.workers.calls.caller.Desk``."""
+        """Implements ``tensord.workers.calls.caller.CallServer.ask``."""
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
-        """Whether any worker serves that version, or any (0): says so later, on the loop."""
+        """Finds out whether any worker serves a version, or any (0), and says so later, on the loop."""
 
 
 class Calls:
-    """One per worker. What ``Desk`` says is for any thread; the rest belongs to the loop."""
+    """Serves the calls of a worker's models. Any thread may use the methods of ``CallServer``; the rest belongs to the loop."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Calls:
         responses: Responses,
         ensembles: EnsembleRuns,
         limiter: RateLimiter,
-        agenda: Agenda[Part],
+        agenda: Agenda[AgendaPart],
         clock: Callable[[], int],
         post: Callable[[Callable[[], None]], None],
         enter: Callable[[ModelVersion, Request, int], None],
@@ -78,9 +78,9 @@ class Calls:
         self._withdraw = withdraw
         self._max_calls = max_calls
         #: Those that have not ended.
-        self._open: dict[Call, InnerRequest] = {}
+        self._open: dict[ModelCall, InnerRequest] = {}
         #: Of each request those that are made for it.
-        self._of: dict[Request, dict[Call, None]] = {}
+        self._of: dict[Request, dict[ModelCall, None]] = {}
         #: Whose calls have no request.
         self._nobody: Submitter[Request] = Submitter(0, cast(Any, None))
         #: Who has the daemon load models and the like; None: there is no daemon.
@@ -89,19 +89,19 @@ class Calls:
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: ModelCall) -> None:
         self._post(lambda: self._begin(call))
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: ModelCall) -> None:
         self._post(lambda: self._end(call, Cancelled("the request was cancelled")))
 
-    def stop(self, call: Call) -> None:
+    def stop(self, call: ModelCall) -> None:
         self._post(lambda: self._stop(call))
 
-    def took(self, call: Call) -> None:
+    def took(self, call: ModelCall) -> None:
         self._post(lambda: self._took(call))
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: ModelCall) -> None:
         self._post(lambda: self._abandon(call))
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
@@ -114,7 +114,7 @@ class Calls:
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def cancelled(self, request: Request) -> None:
-        """Nobody waits for it any more: calls that are made for it end, if they are made for no other one besides."""
+        """Ends the calls that are made for a request which nobody waits for, unless they are made for others besides."""
         for call in list(self._of.get(request, ())):
             if all(each.cancelled for each in call.requests):
                 self._end(call, Cancelled("the request was cancelled"))
@@ -129,7 +129,7 @@ class Calls:
             found.refused = True
             self._end(found, Internal(f"model '{found.prepared.model}' waits for itself ({names}): {why}"))
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: ModelCall) -> None:
         call.began_ns = now_ns = self._clock()
         try:
             inner = self._made(call, now_ns)
@@ -151,14 +151,13 @@ class Calls:
             self._of.setdefault(request, {})[call] = None
         try:
             version = inner.version
-            assert isinstance(version, ModelVersion)
             self._enter(version, inner, now_ns)
         except ServingError as error:
             call.refused = True
             self._end(call, error.with_traceback(None))
         self._agenda.wake(self.settle)
 
-    def _not_here(self, call: Call, error: NotFound) -> None:
+    def _not_here(self, call: ModelCall, error: NotFound) -> None:
         """Answers a call of a model that this worker has not, when it is known whether others have it."""
 
         def said(elsewhere: bool) -> None:
@@ -173,7 +172,7 @@ class Calls:
         else:
             self.daemon.is_ready(call.prepared.model, call.prepared.version, said)
 
-    def _made(self, call: Call, now_ns: int) -> InnerRequest:
+    def _made(self, call: ModelCall, now_ns: int) -> InnerRequest:
         """Raises ServingError: what is wrong with it."""
         caller, prepared = call.caller, call.prepared
         if caller.in_flight >= self._max_calls:
@@ -221,7 +220,7 @@ class Calls:
             )
         return inner
 
-    def _responded(self, call: Call, request: Request, result: Result | None, final: bool) -> None:
+    def _responded(self, call: ModelCall, request: Request, result: Result | None, final: bool) -> None:
         if call not in self._open:
             return
         self._agenda.wake(self.settle)
@@ -236,30 +235,29 @@ class Calls:
         if call.abandoned:
             self._took(call)
 
-    def _took(self, call: Call) -> None:
+    def _took(self, call: ModelCall) -> None:
         inner = self._open.get(call)
         if inner is not None and inner.ahead:
             self._responses.took(inner)
 
-    def _abandon(self, call: Call) -> None:
+    def _abandon(self, call: ModelCall) -> None:
         call.abandoned = True
         inner = self._open.get(call)
         while inner is not None and inner.ahead:
             self._responses.took(inner)
 
-    def _stop(self, call: Call) -> None:
-        """A model that runs in a thread of its own is told, and goes on as it likes; anything else ends."""
+    def _stop(self, call: ModelCall) -> None:
+        """Asks a model in a thread of its own to stop, which it may ignore; ends any other call."""
         inner = self._open.get(call)
         if inner is None:
             return
         version = inner.version
-        assert isinstance(version, ModelVersion)
         if inner in version.senders and version.loaded.instances:
             inner.may_stop = True
         else:
             self._end(call, Cancelled("the request was cancelled"))
 
-    def _end(self, call: Call, error: ServingError) -> None:
+    def _end(self, call: ModelCall, error: ServingError) -> None:
         """Answers it at once; what runs for it ends by itself."""
         inner = self._open.get(call)
         if inner is not None:
@@ -267,7 +265,7 @@ class Calls:
             call.answered(error, True)
             self._withdraw(inner)
 
-    def _close(self, call: Call) -> None:
+    def _close(self, call: ModelCall) -> None:
         del self._open[call]
         call.caller.in_flight -= 1
         self._agenda.wake(self.settle)

@@ -1,4 +1,4 @@
-"""The classification extension: instead of a tensor, its largest elements as ``value:index[:label]``.
+"""Implements the classification extension: a tensor's largest elements as ``value:index[:label]``, in its place.
 
 Source: Triton docs/protocol/extension_classification.md; ties and number formats as observed.
 """
@@ -13,7 +13,7 @@ from tensord.workers.tensors.signature import TensorSpec
 
 
 def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Array:
-    """The ``count`` largest classes, largest first, the lower index first among equals; BYTES [k] or [batch, k].
+    """Returns the ``count`` largest classes, largest first, the lower index first among equals: BYTES [k] or [batch, k].
 
     Raises: InvalidArgument: elements of that datatype have no order that anybody agreed on.
     """
@@ -32,7 +32,7 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
 
 
 def _largest(row: Array) -> Array:
-    """Indices, largest value first. Sorted on the values themselves: negating would wrap unsigned and extreme integers.
+    """Returns indices, largest value first. It sorts the values themselves: negating would wrap unsigned and extreme integers.
 
     What is not a number is no class that anybody would choose: it comes last.
     """

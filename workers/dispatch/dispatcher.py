@@ -1,4 +1,4 @@
-"""The way of a request through the worker: validate, queue, run, answer. Belongs to the worker's loop.
+"""Takes a request through the worker: validates, queues, runs and answers it. Belongs to the worker's loop.
 
     submit ─▶ queue of its version ─▶ batch ─▶ right here (one instance)  ─▶ answer in place ─▶ completion on the lane
                                             └▶ an instance's thread       ─▶
@@ -35,11 +35,11 @@ from tensord.workers.dispatch.instance_runs import InstanceRuns
 from tensord.workers.dispatch.loop_runs import LoopRuns
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
-from tensord.workers.dispatch.shape_compiler import COMPILER_DESK, ShapeCompiler
+from tensord.workers.dispatch.shape_compiler import COMPILER_SLOT, ShapeCompiler
 from tensord.workers.dispatch.stepping import SteppingRuns
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
-from tensord.workers.models.model_version import ModelVersion, Part, by_version
+from tensord.workers.models.model_version import AgendaPart, ModelVersion, by_version
 from tensord.workers.models.rate_limiter import RateLimiter
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.run_errors import CheckDevice, works
@@ -53,16 +53,16 @@ from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 #: Of the places on the status page those behind the loop's and the compiler's.
-FIRST_INSTANCE_DESK = COMPILER_DESK + 1
+FIRST_INSTANCE_SLOT = COMPILER_SLOT + 1
 
 
 def _at_once(call: Callable[[], None]) -> None:
-    """Where no other thread calls."""
+    """Calls directly, where no other thread posts calls to a loop."""
     call()
 
 
 class Dispatcher:
-    """One per worker."""
+    """Dispatches the requests of one worker."""
 
     def __init__(
         self,
@@ -84,9 +84,8 @@ class Dispatcher:
         """
         self._models = models
         self._regions = regions
-        self._page = page
         self._clock = clock
-        self._agenda: Agenda[Part] = Agenda()
+        self._agenda: Agenda[AgendaPart] = Agenda()
         self._outbox = Outbox(options.arenas, self._agenda)
         self._cached = CachedAnswers(self._outbox, clock)
         self.responses = Responses(options.arenas, self._outbox, post, clock, options.responses.max_ahead, self._agenda)
@@ -211,7 +210,7 @@ class Dispatcher:
             self._expiry.note(version.sequences, now_ns)
 
     def _changed(self, version: ModelVersion) -> None:
-        """Something may have made requests ready that wait for that version."""
+        """Has a version asked again, because something may have made its waiting requests ready."""
         if version in self._active:
             self._agenda.wake(version)
 
@@ -227,10 +226,9 @@ class Dispatcher:
             self.withdraw(request)
 
     def withdraw(self, request: Request) -> None:
-        """As ``cancel``, of one that is in flight or was made inside the worker."""
+        """Cancels a request that is in flight or was made inside the worker."""
         version, request.cancelled = request.version, True
         request.submitter.returned = NEVER_LOOKED
-        assert isinstance(version, ModelVersion)
         answers = version.planner.cancelled(request)
         if not answers and version.runs_ahead and self._instances.take_back(version, request):
             sender = version.senders.get(request)
@@ -245,7 +243,7 @@ class Dispatcher:
         self.calls.cancelled(request)
 
     def taken(self, submitter: Submitter[Request], record: Taken) -> None:
-        """Responses of a request have reached its client. Ignores what is not in flight.
+        """Notes that responses of a request have reached its client. Ignores a request that is not in flight.
 
         Raises: InvalidArgument: a client says that it has taken more than was sent.
         """
@@ -256,7 +254,7 @@ class Dispatcher:
             self.responses.taken(request, record.byte_size)
 
     def drop(self, submitter: Submitter[Request]) -> None:
-        """The submitter is gone: its waiting requests go, its running ones are forgotten when they end."""
+        """Removes the waiting requests of a submitter that is gone; its running ones are forgotten when they end."""
         submitter.closed = True
         for request in list(submitter.in_flight.values()):
             self.withdraw(request)
@@ -284,8 +282,6 @@ class Dispatcher:
         again = False
         if self._stepping.living:
             again = self._stepping.step(now_ns, wait=not agenda.woken and agenda.due_ns > now_ns)
-            if again:
-                self._page.set_state(self.loop_runs.resting_state, self._clock())
         waits = self._active or blocked or kept
         self.idle = not (waits or (self._stepping.living and self._stepping.waits))
         if blocked or kept:
@@ -301,7 +297,7 @@ class Dispatcher:
             self._restore(version, requests)
         self.responses.retry(now_ns)
 
-    def _ask(self, parts: list[Part], now_ns: int) -> None:
+    def _ask(self, parts: list[AgendaPart], now_ns: int) -> None:
         due: list[tuple[Run, ModelVersion]] = []
         for part in parts:
             if not isinstance(part, ModelVersion):
@@ -343,7 +339,7 @@ class Dispatcher:
         return None
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
-        """The next batch, without requests of submitters that do not take their answers."""
+        """Takes the next batch, without requests of submitters that do not take their answers."""
         batch = version.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
@@ -381,8 +377,7 @@ class Dispatcher:
         if execution.lost:
             lost = version.lose(execution.requests[0].slot.instance, now_ns)
             self._outbox.fail_all(lost, now_ns, Failure.BACKEND)
-        version.planner.done(execution.requests, now_ns)
-        version.planner.done(execution.streamed, now_ns)
+        version.planner.done([*execution.requests, *execution.streamed], now_ns)
         self._changed(version)
         if execution.again and version.loaded.sequences is not None:
             for request in execution.again:

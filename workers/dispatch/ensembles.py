@@ -1,4 +1,4 @@
-"""Requests to ensembles on their way: each has a run, whose steps are requests in the queues of other models of this worker.
+"""Runs requests to ensembles: each has a run, whose steps are requests in the queues of other models of this worker.
 
     begin ─▶ run: steps that may start ─▶ inner requests ─▶ what became of them ─▶ further steps ─▶ ... ─▶ answer
 
@@ -15,28 +15,26 @@ from collections.abc import Callable
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, from_code
 from tensord.shm.messages import PreparedRequest, RequestRecord
-from tensord.shm.status_page import StatusPage
+from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.dispatch.answer_controls import controls_said
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
-from tensord.workers.models.ensemble_chain import EnsembleChain, EnsembleChains
+from tensord.workers.models.ensemble_pipeline import EnsemblePipeline, EnsemblePipelines
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
-from tensord.workers.programs.chain_program import ChainProgram
+from tensord.workers.programs.pipeline_program import PipelineProgram
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.prepared import fitting, validate_inner
 from tensord.workers.requests.request import Moments, Request, controls_of
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
-from tensord.workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
+from tensord.workers.scheduling.ensemble_run import EnsembleAnswer, EnsembleRun, StepStart
 from tensord.workers.tensors.signature import TensorSpec
 
 _log = logging.getLogger(__name__)
-#: The place of the worker's loop on the status page.
-_DESK = 0
 
 
 class _Run:
@@ -72,15 +70,15 @@ class _Run:
         #: Of the steps together, in ns: queued, input, infer.
         self.durations = [0, 0, 0]
         #: Of an ensemble that streams.
-        self.sender: ResponseSender[Request] | None = None
+        self.sender: ResponseSender | None = None
         #: Its answer that has not been sent, until it is known whether it is the last one.
         self.unsent: dict[str, Array] | None = None
         #: Responses of steps that stream which are not taken yet, because enough others are being worked on.
-        self.untaken: deque[tuple[Start[Array], InnerRequest, Result]] = deque()
+        self.untaken: deque[tuple[StepStart[Array], InnerRequest, Result]] = deque()
 
 
 class EnsembleRuns:
-    """One per worker; belongs to its loop."""
+    """Runs the ensembles of one worker; belongs to its loop."""
 
     def __init__(
         self,
@@ -98,7 +96,7 @@ class EnsembleRuns:
         self._outbox = outbox
         self._responses = responses
         self._page = page
-        self.chains = EnsembleChains(models)
+        self.pipelines = EnsemblePipelines(models)
         self._clock = clock
         self._enter = enter
         self._finish = finish
@@ -106,7 +104,7 @@ class EnsembleRuns:
         #: Request -> its run.
         self._runs: dict[Request, _Run] = {}
         #: What is to be done: a step may answer while it is started, and its run is not entered twice.
-        self._due: deque[tuple[_Run, Start[Array] | None]] = deque()
+        self._due: deque[tuple[_Run, StepStart[Array] | None]] = deque()
         self._working = False
 
     def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> bool:
@@ -117,28 +115,33 @@ class EnsembleRuns:
         # What is traced is told of each step, and of what was being executed when a worker died each step is blamed for itself.
         steps = [request for request in batch if request.timeline is not None or request.own.strikes]
         together = [request for request in batch if request not in steps] if steps else batch
-        found = self.chains.find(version, graph, together) if together else None
-        ran = found is not None and self._run_chain(version, *found, together, now_ns)
+        found = self.pipelines.find(version, graph, together) if together else None
+        ran = found is not None and self._run_pipeline(version, *found, together, now_ns)
         for request in steps if ran else batch:
             self.begin(version, graph, request)
         return ran
 
-    def _run_chain(
-        self, version: ModelVersion, chain: EnsembleChain, program: ChainProgram, batch: list[Request], now_ns: int
+    def _run_pipeline(
+        self,
+        version: ModelVersion,
+        pipeline: EnsemblePipeline,
+        program: PipelineProgram,
+        batch: list[Request],
+        now_ns: int,
     ) -> bool:
-        """False: it failed, and the steps will say of whom."""
+        """Runs a batch through a pipeline. Returns False if it failed; the steps will find out for which request."""
         execution = Execution(batch, now_ns)
         self._page.begin(
-            _DESK, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
+            LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
         )
         try:
-            chain.run(execution, program)
+            pipeline.run(execution, program)
         except Exception:
             return False
         finally:
-            self._page.end(_DESK)
+            self._page.end(LOOP_SLOT, self._clock())
         self._finish(version, execution)
-        chain.count(execution)
+        pipeline.count(execution)
         return True
 
     def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
@@ -167,7 +170,7 @@ class EnsembleRuns:
         self._work()
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for it any more: what of it only waits ends now, and nothing more is started."""
+        """Ends the waiting steps of a request that nobody waits for; no more are started."""
         run = self._runs.get(request)
         if run is None:
             return
@@ -178,7 +181,7 @@ class EnsembleRuns:
         self._work()
 
     def steps(self, request: Request) -> list[InnerRequest] | None:
-        """What it waits for. None: it has not begun."""
+        """Returns the requests that an ensemble's request waits for, or None where it has not begun."""
         run = self._runs.get(request)
         return None if run is None else list(run.waiting)
 
@@ -186,9 +189,9 @@ class EnsembleRuns:
         for inner in list(run.waiting):
             self._withdraw(inner)
 
-    def _go_on(self, run: _Run, instructions: list[Start[Array] | Answer[Array]]) -> None:
+    def _go_on(self, run: _Run, instructions: list[StepStart[Array] | EnsembleAnswer[Array]]) -> None:
         for instruction in instructions:
-            if isinstance(instruction, Start):
+            if isinstance(instruction, StepStart):
                 self._due.append((run, instruction))
                 continue
             outputs = _fitted(instruction.outputs, run.version.signature.outputs, run.version.signature.batches)
@@ -216,7 +219,7 @@ class EnsembleRuns:
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
-    def _start(self, run: _Run, start: Start[Array]) -> None:
+    def _start(self, run: _Run, start: StepStart[Array]) -> None:
         request, member = run.request, run.members[start.step]
         step, own, now_ns = run.graph.steps[start.step], request.own, self._clock()
         controls = start.controls or controls_of(own)
@@ -260,7 +263,7 @@ class EnsembleRuns:
     def _responded(
         self,
         run: _Run,
-        start: Start[Array],
+        start: StepStart[Array],
         inner: InnerRequest,
         result: Result | None,
         moments: Moments | None,
@@ -286,7 +289,7 @@ class EnsembleRuns:
         self._work()
 
     def _take(self, run: _Run) -> None:
-        """Goes on with the responses of steps, as many as may be worked on at a time and as its client takes answers."""
+        """Goes on with responses of steps: as many as may be worked on at a time, and as the client takes answers."""
         while run.untaken and run.error is None:
             start, inner, result = run.untaken[0]
             if run.run.running:
@@ -299,7 +302,7 @@ class EnsembleRuns:
                 self._responses.took(inner)
             self._go_on_with(run, start, result)
 
-    def _go_on_with(self, run: _Run, start: Start[Array], result: Result) -> None:
+    def _go_on_with(self, run: _Run, start: StepStart[Array], result: Result) -> None:
         if isinstance(result, ServingError):
             self._fail(run, result)
             return
@@ -313,7 +316,7 @@ class EnsembleRuns:
         self._go_on(run, run.run.responded(start, result, controls))
 
     def _must_wait(self, run: _Run) -> bool:
-        """Whether its client does not take answers now; it goes on when that does."""
+        """Returns whether a run has to wait for its client, and has it go on once that takes answers."""
 
         def go_on() -> None:
             self._take(run)
@@ -323,7 +326,7 @@ class EnsembleRuns:
         return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
 
     def _fail(self, run: _Run, error: ServingError) -> None:
-        """The first error is the answer, once the other steps have ended."""
+        """Keeps a run's first error, which is its answer once the other steps have ended."""
         if run.error is None:
             run.error = from_code(error.code, f"in ensemble '{run.version.name}', {error.message}")
             run.untaken.clear()
@@ -364,12 +367,12 @@ class EnsembleRuns:
 
     @staticmethod
     def _send_unsent(run: _Run) -> None:
-        """Further answers may follow it."""
+        """Sends a streaming step's answer that waited, which others may follow."""
         outputs, run.unsent = run.unsent, None
         if outputs is not None and run.sender is not None:
             run.sender.send(outputs, wait=False)
 
-    def _end_stream(self, run: _Run, sender: ResponseSender[Request]) -> None:
+    def _end_stream(self, run: _Run, sender: ResponseSender) -> None:
         """Ends it with the answer with which no step is left, which is the last one, or with an error behind it."""
         error, sender.returned = run.error, True
         if error is None:
@@ -387,7 +390,7 @@ class EnsembleRuns:
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
-    """Tensors of an ensemble as somebody declares them who may batch or not."""
+    """Returns an ensemble's tensors in the shapes that a model declares, which may batch or not."""
     return {
         name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
     }

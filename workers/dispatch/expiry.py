@@ -1,4 +1,4 @@
-"""Requests whose time is up while they wait, and sequences that were silent for too long. Both end here.
+"""Ends requests whose time is up while they wait, and sequences that were silent for too long.
 
     a request of a sequence ─▶ note: nobody is silent too long before that ─▶ the moment comes ─▶ end: all models are looked after
 
@@ -15,16 +15,16 @@ from tensord.shm.refusals import Refusal
 from tensord.workers.dispatch.instance_runs import in_order
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.model_table import ModelTable
-from tensord.workers.models.model_version import ModelVersion, Part
+from tensord.workers.models.model_version import AgendaPart, ModelVersion
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 
 
 class Expiry:
-    """One per worker; belongs to its loop."""
+    """Ends what has expired on one worker; belongs to its loop."""
 
-    def __init__(self, models: ModelTable, outbox: Outbox, agenda: Agenda[Part]) -> None:
+    def __init__(self, models: ModelTable, outbox: Outbox, agenda: Agenda[AgendaPart]) -> None:
         self._models = models
         self._outbox = outbox
         self._agenda = agenda
@@ -32,7 +32,7 @@ class Expiry:
         self.next_ns = NEVER
 
     def note(self, sequences: SequenceBatcher[Request], now_ns: int) -> None:
-        """A request of one of them has come."""
+        """Notes that a request of a sequence has come, so that the sequence's end is looked for in time."""
         silent_ns = sequences.table.silent_ns(now_ns)
         if silent_ns < self.next_ns:
             self.next_ns = silent_ns

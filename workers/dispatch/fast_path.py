@@ -1,14 +1,14 @@
-"""Requests that repeat themselves, answered outside of Python: what the C part (``workers/native/_fast_path.c``) does by itself.
+"""Has the C part (``workers/native/_fast_path.c``) answer requests that repeat themselves, outside of Python.
 
     answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from
-                                  │     a large one: what runs it where its tensors lie (``workers/processor/lone_run.py``)
+                                  │     a large one: what runs it where its tensors lie (``workers/processor/single_run.py``)
                                   ╰─ from then on ``wait`` receives, runs and answers such requests, and returns for anything else
 
 Of a model with sequences the planner says once for each run who goes on (``workers/dispatch/sequence_runs.py``).
 
-It decides nothing. What it was told holds until a table changes: models, regions, series programs, the numbers of answers. All of
-these change between two calls of ``wait`` and never during one, because what changes them comes as an event, with which ``wait``
-returns. Everything that is not exactly as it was told goes to Python untouched.
+It decides nothing. What it has learned holds until a table changes: models, regions, grouped programs, the numbers of answers.
+All of these change between two calls of ``wait`` and never during one, because what changes them comes as an event, with which
+``wait`` returns. Everything that is not exactly as it was learned goes to Python untouched.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tensord.shm.regions import Region
 from tensord.shm.status_page import StatusPage, WorkerState
 from tensord.workers.dispatch.poller import Poller, Woken
 from tensord.workers.dispatch.sequence_runs import SequenceRuns
-from tensord.workers.models.ensemble_chain import EnsembleChain, EnsembleChains
+from tensord.workers.models.ensemble_pipeline import EnsemblePipeline, EnsemblePipelines
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.sequence_register import SequenceRegister
-from tensord.workers.models.statistics import Turns
+from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.native.extensions import available
-from tensord.workers.programs.chain_program import ChainProgram
 from tensord.workers.programs.executable import Executable
-from tensord.workers.programs.series_program import SeriesProgram
+from tensord.workers.programs.grouped_program import GroupedProgram
+from tensord.workers.programs.pipeline_program import PipelineProgram
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionTable, check_intact
 from tensord.workers.requests.answer_plan import AnswerPlan
@@ -49,16 +49,16 @@ if available:
 
 #: Bytes of inputs in regions from which on a request is run by itself, where they lie.
 _LARGE = 1 << 16
-AnyProgram = Executable | SeriesProgram | ChainProgram
+AnyProgram = Executable | GroupedProgram | PipelineProgram
 
 
 class _Batch:
-    """Requests that can share a run: those of one load and one shape."""
+    """Requests of one load and one shape, which can share a run."""
 
     def __init__(
-        self, version: ModelVersion, model: JaxModel | EnsembleChain, key: Shapes, runs: SequenceRuns | None = None
+        self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
     ) -> None:
-        """``runs``: of a model with sequences."""
+        """``runs``: runs the requests of a model with sequences; None: it has none."""
         self.version = version
         self.model = model
         self._key = key
@@ -67,29 +67,29 @@ class _Batch:
         #: By the number of rows that wait, one and more.
         self.programs: Sequence[AnyProgram | None] = model.programs(key, most) if most <= _native.MAX_ROWS else []
         #: Runs of other sizes have computed something for nobody.
-        self._full = None if isinstance(model, EnsembleChain) else model.full_sizes
+        self._full = None if isinstance(model, EnsemblePipeline) else model.full_sizes
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
-        """What one of them takes; they all take the same."""
+        """Name, address of the first row and distance of rows of each input, which are the same for all programs."""
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _native.Batch:
-        """The batch as the C part wants it."""
+        """Returns the batch as the C part takes it."""
         made: list[AnyProgram] = []
         by_rows: list[int] = []
         for program in self.programs:
             if program is not None and program not in made:
                 made.append(program)
             by_rows.append(-1 if program is None else made.index(program))
-        rules, series = self.version.loaded.queue_rules, self.model.series is not None
-        sequences = None if self._runs is None else (self._runs.seat, self._runs.fail)
+        rules, grouped = self.version.loaded.queue_rules, self.model.grouped is not None
+        sequences = None if self._runs is None else (self._runs.choose, self._runs.fail)
         return (
             self,
             self.version.page_key,
             rules.max_size,
             max([program.share / program.rows for program in made], default=0.0),
-            series,
+            grouped,
             tuple([self._callable(program) for program in made]),
             tuple(by_rows),
             sequences,
@@ -101,10 +101,10 @@ class _Batch:
             run = self._runs.program(program)
         return run, program.rows, program.clears, memory
 
-    def count(self, turns: Turns) -> None:
-        """Counts what was done of them."""
+    def count(self, turns: NativeRuns) -> None:
+        """Counts the requests that the C part has answered."""
         self.version.statistics.add(turns)
-        if isinstance(self.model, EnsembleChain):
+        if isinstance(self.model, EnsemblePipeline):
             self.model.credit(turns)
             return
         if self._full is not None and not self._full.issuperset([size for size, *_ in turns.batches]):
@@ -112,7 +112,7 @@ class _Batch:
 
 
 class _Alone:
-    """Large requests of one load and one shape, each of which is run by itself."""
+    """Large requests of one load and one shape, each of which runs by itself."""
 
     def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
         self._version = version
@@ -120,46 +120,46 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _native.Batch:
-        """The batch as the C part wants it: where several wait and fit into one run, no program of those is for them."""
+        """Returns the batch as the C part takes it: without programs that run several requests together."""
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
         most = min(self._version.batcher.at_once(shapes), _native.MAX_ROWS)
         share = self.executable.share / self.executable.rows
         return self, self._version.page_key, rules.max_size, share, False, (), (-1,) * max(1, most), None
 
-    def count(self, turns: Turns) -> None:
-        """Counts what was done of them."""
+    def count(self, turns: NativeRuns) -> None:
+        """Counts the requests that the C part has answered."""
         self._version.statistics.add(turns)
         # So that it is not forgotten as one that was not used for long.
         self._model.executables.find(self.executable.wanted)
 
 
 class FastPath(Poller):
-    """One per worker; belongs to its loop. ``desk``: where the status page says what runs."""
+    """Answers repeated requests of one worker in C while its loop waits; belongs to the loop."""
 
     def __init__(
         self,
         epoll: select.epoll,
         look_ns: int,
         page: StatusPage,
-        desk: int,
+        slot: int,
         regions: RegionTable,
         register: SequenceRegister,
         models: ModelTable,
-        chains: EnsembleChains,
+        pipelines: EnsemblePipelines,
     ) -> None:
         super().__init__(epoll, look_ns)
         states = WorkerState.IDLE, WorkerState.EXECUTING
         self._native = _native.FastPath(
-            epoll.fileno(), self._spin, page.memory, page.word(desk), *states, register.left
+            epoll.fileno(), self._spin, page.memory, page.word(slot), *states, register.left
         )
         self._submitters: dict[int, Submitter[Request]] = {}
         self._register = register
         self._models = models
-        self._chains = chains
+        self._pipelines = pipelines
         self._regions = regions
         #: What the tables had changed when anything was learned.
         self._seen = self._changes
-        self._batches: dict[tuple[JaxModel | EnsembleChain, Hashable], _Batch] = {}
+        self._batches: dict[tuple[JaxModel | EnsemblePipeline, Hashable], _Batch] = {}
         self._alone: dict[tuple[ModelVersion, Hashable], _Alone] = {}
         #: What was learned: numbers, by the descriptor of their lane.
         self._numbers: dict[int, set[int]] = {}
@@ -220,10 +220,10 @@ class FastPath(Poller):
             self._learn_alone(version, jitted, execution)
         if made is None:
             return
-        model: JaxModel | EnsembleChain | None = jitted
+        model: JaxModel | EnsemblePipeline | None = jitted
         program: AnyProgram | None = execution.executable
         if model is None and loaded.ensemble is not None:
-            found = self._chains.find(version, loaded.ensemble, execution.requests)
+            found = self._pipelines.find(version, loaded.ensemble, execution.requests)
             model, program = found or (None, None)
         if model is None:
             return
@@ -235,7 +235,7 @@ class FastPath(Poller):
             known = preparation.number in self._numbers.get(submitter.lane.fileno(), ())
             if known or (preparation.own and not request.small):
                 continue  # or its tensors lie in an arena: such are never gathered here
-            if isinstance(model, EnsembleChain) and not model.answers(request):
+            if isinstance(model, EnsemblePipeline) and not model.answers(request):
                 continue
             if self._seen == self._changes and preparation.load is version.checked:
                 batch = self._batches.get((model, request.key))
@@ -245,7 +245,7 @@ class FastPath(Poller):
                 if program in batch.programs:
                     self._learn(batch, request, preparation, plan)
 
-    def _batch(self, version: ModelVersion, model: JaxModel | EnsembleChain, key: Shapes) -> _Batch:
+    def _batch(self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes) -> _Batch:
         runs: SequenceRuns | None = None
         if version.sequences is not None and isinstance(model, JaxModel):
             runs = SequenceRuns(version, model, version.sequences, self._submitters, self._register)
@@ -315,7 +315,7 @@ class FastPath(Poller):
         ):
             return
         may_be = model.is_whole(execution) and not version.batcher.delays
-        run = executable.lone_run(execution, preparation, regions) if may_be else None
+        run = executable.single_run(execution, preparation, regions) if may_be else None
         if run is None or run.answer.numbered not in lane.published:
             return
         batch = self._alone.get((version, request.key))
@@ -338,7 +338,7 @@ class FastPath(Poller):
 
     @staticmethod
     def _found(places: Sequence[RegionSlice], regions: RegionTable | LaneSegments) -> dict[str, Region] | None:
-        """The regions of those places. None: they are not all mapped here, or nothing is in one of them."""
+        """Returns the regions of some places, or None where one is not mapped here or a place is empty."""
         found: dict[str, Region] = {}
         for place in places:
             try:
@@ -357,7 +357,7 @@ class FastPath(Poller):
     def _count(figures: list[tuple[Any, ...]]) -> None:
         """Counts what was done outside of Python."""
         for batch, *counts in figures:
-            batch.count(Turns(*counts))
+            batch.count(NativeRuns(*counts))
 
     def _forget(self) -> None:
         self._settle()
@@ -384,7 +384,7 @@ def _is_large(request: Request) -> bool:
 
 
 def _take_back(submitter: Submitter[Request], datagram: bytes) -> bool:
-    """Leases that are given back. Returns whether the lane has something to say of them. Raises InvalidArgument: not on loan."""
+    """Takes leases back. Returns whether the lane has something to send for that. Raises InvalidArgument: one is not on loan."""
     submitter.lane.read(datagram, [], False)
     if submitter.lane.unsaid:
         submitter.flush_soon()
@@ -392,5 +392,5 @@ def _take_back(submitter: Submitter[Request], datagram: bytes) -> bool:
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: dict[str, Region]) -> int:
-    """0: in the record. Raises InvalidArgument: not wholly inside its region."""
+    """Returns the address of a place in a region; 0: in the record. Raises InvalidArgument: not wholly inside it."""
     return 0 if place is None else address_of(regions[place.region].view(place.offset, byte_size))

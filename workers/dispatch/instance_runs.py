@@ -1,4 +1,4 @@
-"""Batches for the threads of models that have some: each free instance gets what is due, if it has the resources it needs.
+"""Gives due batches to free instances, the threads of models that have some, if the resources they need are there.
 
 planner ─▶ instance free, resources there ─▶ its thread runs the batch ─▶ done on the loop, in order where the model wants that
 
@@ -24,7 +24,7 @@ from tensord.workers.scheduling.planner import Run, WaitUntil
 
 
 class InstanceRuns:
-    """One per worker; belongs to its loop."""
+    """Fills the instances of one worker's models; belongs to its loop."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class InstanceRuns:
         return not (instance.given and version.planner.next_tick_ns)
 
     def withdraw(self, version: ModelVersion, now_ns: int) -> None:
-        """Instances without work wait for no resources, and have none; others may run then."""
+        """Releases the resources of instances without work, and their claims to some; others may run then."""
         for number, instance in enumerate(version.loaded.instances):
             due_ns = None if instance.busy else version.planner.due_ns(number)
             if instance.needs and not instance.busy and (due_ns is None or due_ns > now_ns):

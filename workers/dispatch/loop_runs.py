@@ -1,4 +1,4 @@
-"""Batches that the worker's loop runs itself: of jitted models with one instance, and of ensembles.
+"""Runs batches in the worker's loop itself: those of jitted models with one instance, and of ensembles.
 
 planner ─▶ executable there? ─yes─▶ its places, the run, the answers
                              └no──▶ parked until it is compiled
@@ -9,20 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tensord.shm.status_page import StatusPage, WorkerState
+from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.dispatch.ensembles import EnsembleRuns
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.shape_compiler import ShapeCompiler
 from tensord.workers.models.execution import Execution, run
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.grouped_calls import GroupedCalls
+from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice
-from tensord.workers.programs.series import Series
-from tensord.workers.programs.series_program import SeriesProgram
 from tensord.workers.requests.request import Request
 
-#: The loop's place on the status page.
-LOOP_DESK = 0
 #: Answers of several runs share a flush while so many requests wait: what fewer wait for leaves at once, so that the front is not
 #: idle meanwhile.
 _MANY = 4
@@ -31,7 +29,7 @@ _CALLS = 32
 
 
 class LoopRuns:
-    """One per worker; belongs to its loop."""
+    """Runs batches in the loop of one worker; belongs to that loop."""
 
     def __init__(
         self,
@@ -58,8 +56,6 @@ class LoopRuns:
         self._check = check
         self._take = take
         self._finish = finish
-        #: What the status page says between executions.
-        self.resting_state = WorkerState.IDLE
 
     def run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
         """Runs its next batch, and further ones with little to do with ``alone``, where many wait and no other model has any.
@@ -74,16 +70,13 @@ class LoopRuns:
         """Runs the next batch. Returns how much of an iteration that is; infinite: all of it, or none is due."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
-            self._page.set_state(WorkerState.EXECUTING, now_ns)
-            ran = self._ensembles.run(version, version.loaded.ensemble, batch, now_ns)
-            self._page.set_state(self.resting_state, self._clock())
-            return math.inf if ran else 0
+            return math.inf if self._ensembles.run(version, version.loaded.ensemble, batch, now_ns) else 0
         if not batch or model is None:
             return math.inf
-        executable: Executable | SeriesProgram | None = None
-        series = model.series
-        if series is not None and not self._outbox.blocked and not model.executables.device.keeps(batch[0]):
-            executable = _extend(version, series, batch)
+        executable: Executable | GroupedProgram | None = None
+        grouped = model.grouped
+        if grouped is not None and not self._outbox.blocked and not model.executables.device.keeps(batch[0]):
+            executable = _extend(version, grouped, batch)
         if executable is None:
             executable = model.find(batch)
         if executable is None:
@@ -96,21 +89,19 @@ class LoopRuns:
             self._outbox.prepare(execution, sizes)
         # Written before and cleared after, so that a batch that kills this process is known by its requests.
         self._page.begin(
-            LOOP_DESK, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
+            LOOP_SLOT, [(request.submitter.peer, request.request_id) for request in batch], version.page_key, now_ns
         )
-        self._page.set_state(WorkerState.EXECUTING, now_ns)
         run(model, execution, self._check)
-        self._page.end(LOOP_DESK)
-        self._page.set_state(self.resting_state, execution.computed_ns)
+        self._page.end(LOOP_SLOT, execution.computed_ns)
         self._finish(version, execution)
         return executable.share if len(version.planner) >= _MANY else math.inf
 
 
-def _extend(version: ModelVersion, series: Series, batch: list[Request]) -> SeriesProgram | None:
+def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) -> GroupedProgram | None:
     """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""
     key = batch[0].key
     waiting = version.queue.rows(key)
-    program = series.find(key, waiting + 1)
+    program = grouped.find(key, waiting + 1)
     if program is not None and waiting and program.rows > 1:
         batch += version.queue.take(key, program.rows - 1)
     return program

@@ -1,4 +1,4 @@
-"""Answers on their way out: placed at once where there is room, kept for a bounded time where the response arena is full.
+"""Sends answers: places them at once where there is room, and keeps them for a bounded time where the response arena is full.
 
     answer ─▶ placed ─▶ its record queued on the lane
           └─▶ blocked, oldest first ──room──▶ placed
@@ -29,7 +29,7 @@ from tensord.shm.prepared import Numbered
 from tensord.shm.refusals import Refusal, RefusalLog
 from tensord.workers.dispatch.answers import complete, failure
 from tensord.workers.models.execution import Execution
-from tensord.workers.models.model_version import Part
+from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable
 from tensord.workers.requests.answer_plan import AnswerPlan, plan_answer
@@ -47,22 +47,22 @@ _MAX_BLOCKED = 4
 
 
 class _Placing(enum.Enum):
-    """How placing an answer can end besides well and with an error."""
+    """An outcome of placing an answer besides success and an error."""
 
     #: The response arena has no room now.
     FULL = enum.auto()
 
 
 class Outbox:
-    """One per worker; belongs to its loop."""
+    """Sends the answers of one worker; belongs to its loop."""
 
-    def __init__(self, options: Arenas, agenda: Agenda[Part] | None = None) -> None:
+    def __init__(self, options: Arenas, agenda: Agenda[AgendaPart] | None = None) -> None:
         self._options = options
         self._wait_ns = int(options.wait * 1e9)
         #: Submitters that do not take their answers.
         self.blocked: dict[Submitter[Request], None] = {}
         self._refusals = RefusalLog()
-        self._agenda: Agenda[Part] = agenda or Agenda()
+        self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
     def fail(self, request: Request, error: ServingError) -> None:
         """Answers with an error and ends the request, when it is its turn."""
@@ -75,7 +75,7 @@ class Outbox:
 
     @staticmethod
     def _overtakes(request: Request) -> bool:
-        """Whether its answer would leave before one that is blocked, of a model whose answers leave in order."""
+        """Returns whether a request's answer would overtake a blocked one of a model whose answers leave in order."""
         submitter, version = request.submitter, request.version
         if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
             return False
@@ -95,7 +95,7 @@ class Outbox:
             self.fail(request, error)
 
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
-        """Answers with why there is no room or time for it, which is counted and told to the operator."""
+        """Answers a request for which there is no room or time, counts the refusal and logs it."""
         self._note(request, refusal, now_ns)
         self.fail(request, error)
 
@@ -109,13 +109,13 @@ class Outbox:
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def end(self, request: Request) -> None:
-        """The request is over: its regions are free, its id may be forgotten."""
+        """Ends a request: its regions are free, its id may be forgotten."""
         if request.regions:
             request.release()
         request.submitter.in_flight.pop(request.request_id, None)
 
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
-        """Finds places for the large outputs of a lone request, so that its program may write them there by itself.
+        """Finds places for the large outputs of a single request, so that its program may write them there by itself.
 
         Where they cannot be found, or not now, the answer finds out again, and says so.
         """
@@ -236,7 +236,7 @@ class Outbox:
     def _place(
         self, request: Request, result: dict[str, Array], places: Places | None = None
     ) -> ServingError | _Placing | None:
-        """None: placed and ended. ``FULL``: try again later. Anything else: answer that."""
+        """Places an answer and ends its request: None. Returns ``FULL``: to be tried again; or the error to answer with."""
         if request.submitter.closed:
             self.end(request)
             return None
@@ -273,7 +273,7 @@ class Outbox:
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | None:
-        """Keeps it. Returns the error that is its answer instead, where too much is kept."""
+        """Keeps an answer until there is room. Returns the error that is its answer instead, where too much is kept."""
         submitter, request = answer.request.submitter, answer.request
         if submitter.blocked and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._bound(submitter):
             return self.no_room(request, answer.byte_size, now_ns)
@@ -292,12 +292,12 @@ class Outbox:
         return min(self._options.byte_size, submitter.segments.limits.response_byte_size // _MAX_BLOCKED)
 
     def no_room(self, request: Request, byte_size: int, now_ns: int) -> Unavailable:
-        """Why an answer is given up: it is counted and told to the operator."""
+        """Returns the error of an answer that is given up for want of room, counts it and logs it."""
         self._note(request, Refusal.ANSWER_ROOM, now_ns)
         return Unavailable(_describe_full(request.submitter, byte_size))
 
     def hold(self, request: Request) -> bool:
-        """True: keeps a request from being run, because its submitter does not take the large answers of its kind that it has."""
+        """Keeps a request from running, and returns True, while its submitter does not take the large answers of its kind."""
         submitter, version = request.submitter, request.version
         if request.sink is not None or submitter.blocked_byte_size <= self._bound(submitter):
             return False
@@ -353,7 +353,7 @@ class Outbox:
 
     @property
     def next_give_up_ns(self) -> int:
-        """When ``retry`` must be called although no room came."""
+        """The moment at which ``retry`` must be called although no room came."""
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
     def drop(self, submitter: Submitter[Request]) -> None:

@@ -1,4 +1,4 @@
-"""How the worker's loop waits for its next events: it looks for a moment before it sleeps (``tensord.shm.spin``).
+"""Waits for the next events of a worker's loop: polls for a moment before it sleeps (``tensord.shm.spin``).
 
 ``tensord.workers.dispatch.fast_path`` waits in the same way outside of Python, where that could be built.
 """
@@ -20,7 +20,7 @@ Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):
-    """What a wait ended with."""
+    """The result of a wait."""
 
     #: Descriptor and what epoll says of it.
     events: list[tuple[int, int]]
@@ -31,7 +31,7 @@ class Woken(NamedTuple):
 
 
 class Poller:
-    """Over an epoll. ``look_ns``: how long it looks; 0: it sleeps at once.
+    """Waits on an epoll. ``look_ns``: how long it polls; 0: it sleeps at once.
 
     What it is told of lanes and requests is for those that serve while they wait.
     """
@@ -42,27 +42,27 @@ class Poller:
         self._ended_ns = 0
 
     def open(self, submitter: Submitter[Request]) -> None:
-        """A lane whose descriptor is in the epoll."""
+        """Adds a lane whose descriptor is in the epoll."""
 
     def close_lane(self, submitter: Submitter[Request]) -> None:
-        """That lane is gone."""
+        """Removes a lane that is gone."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Requests were answered; the next ones like them may be answered while it waits."""
+        """Learns answered requests, so that the next ones like them may be answered while it waits."""
 
     def forget(self, submitter: Submitter[Request], number: int) -> None:
-        """A number of that submitter stands for something else from now on."""
+        """Forgets a number of a submitter, which stands for another prepared request from now on."""
 
     def forget_all(self, submitter: Submitter[Request]) -> None:
-        """What was learned of that submitter's requests may not hold any more, although no table has changed."""
+        """Has everything of a submitter learned anew, although no table has changed."""
 
     @property
     def lane_requests(self) -> int:
-        """Requests of clients' lanes that were served while it waited, ever."""
+        """The number of requests of clients' lanes that were served while it waited, ever."""
         return 0
 
     def close(self) -> None:
-        """Lets go of everything that it was told."""
+        """Releases everything that it has learned."""
 
     def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         """Returns when something came, or the time is up.

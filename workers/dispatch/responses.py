@@ -1,4 +1,4 @@
-"""Responses of models that answer with several: from the threads that make them to the lane, and to the end of their requests.
+"""Sends the responses of models that answer with several, from the threads that make them to the lane.
 
     any thread: put ─▶ one call on the loop for all that came meanwhile ─▶ placed, in order ─▶ lane ─▶ taken ─▶ sender.settle
                                                                      ╰─ the response arena is full: kept, and tried again
@@ -19,7 +19,7 @@ from tensord.shm.messages import LAST, TIMING, AnswerRecord, response_byte_size
 from tensord.workers.dispatch.answers import complete, failure
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
-from tensord.workers.models.model_version import Part
+from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
 from tensord.workers.requests.inner_request import InnerRequest, hand_over, kept
 from tensord.workers.requests.request import Request, named
@@ -37,7 +37,7 @@ _Sent = tuple[Sent, bool, int]
 
 
 class Responses:
-    """One per worker."""
+    """Sends the responses of one worker's streaming models."""
 
     def __init__(
         self,
@@ -46,41 +46,41 @@ class Responses:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], int],
         max_ahead: int,
-        agenda: Agenda[Part] | None = None,
+        agenda: Agenda[AgendaPart] | None = None,
     ) -> None:
         """``post``: has the loop call something, from any thread. ``max_ahead``: bytes of one request that nobody has taken."""
-        self._agenda: Agenda[Part] = agenda or Agenda()
+        self._agenda: Agenda[AgendaPart] = agenda or Agenda()
         self.inline_byte_size = options.inline_byte_size
         self._wait_ns = int(options.wait * 1e9)
         self._outbox = outbox
         self._post = post
         self._clock = clock
         self.max_ahead = max_ahead
-        self._arrived: deque[tuple[ResponseSender[Request], _Sent]] = deque()
+        self._arrived: deque[tuple[ResponseSender, _Sent]] = deque()
         #: The loop was told that there are some, or looks for them by itself.
         self._posted = False
         #: When it looks for responses that do not wake it; 0: it does not.
         self.look_ns = 0
         #: What found the response arena full, of each request in its order, and when it is given up.
-        self.kept: dict[ResponseSender[Request], tuple[deque[_Sent], int]] = {}
+        self.kept: dict[ResponseSender, tuple[deque[_Sent], int]] = {}
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
-    def sender(self, request: Request) -> ResponseSender[Request]:
-        """Whoever has it answers that request. Its model answers requests once, if it was not opened before."""
+    def sender(self, request: Request) -> ResponseSender:
+        """Returns the sender that answers a request; a new one, where none was opened, sends exactly one response."""
         senders = request.version.senders
         found = senders.get(request)
         return found or senders.setdefault(request, self._sender(request, self._clock(), single=True))
 
-    def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender[Request]:
+    def _sender(self, request: Request, now_ns: int, single: bool = False) -> ResponseSender:
         """Makes a sender. What all requests of a client's lane have ahead is within that lane's bound."""
         segments, max_ahead = request.submitter.segments, self.max_ahead
         if segments is not None:
             max_ahead = min(max_ahead, segments.limits.response_byte_size // segments.limits.in_flight)
         return ResponseSender(request, self, now_ns, single, max_ahead)
 
-    def alike(self, sender: ResponseSender[Request], result: dict[str, Array]) -> ResponsesAlike | None:
-        """What encodes small responses like that one, none of them the last of its request. None: the loop places it."""
+    def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
+        """Returns an encoder of small responses like this one, but for the last of a request; None: the loop places it."""
         request = sender.request
         if not _leaves_as_it_is(sender):
             return None
@@ -90,10 +90,8 @@ class Responses:
         kind = request.submitter.known_kind(request.version.version, described)
         return None if kind is None else kind.alike(request.request_id, len(result))
 
-    def put(
-        self, sender: ResponseSender[Request], result: Sent, final: bool, byte_size: int, wake: bool = True
-    ) -> None:
-        """In order of one sender. ``wake``: not False where the loop is about to be woken anyway."""
+    def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
+        """Queues a response for the loop, in the order of its sender. ``wake``: False if the loop is about to be woken anyway."""
         self._arrived.append((sender, (result, final, byte_size)))
         # Whoever takes them says so before it looks for them.
         if wake and (final or not self._posted):
@@ -103,14 +101,14 @@ class Responses:
     # ---------------------------------------------------------------------------------------------------------- the loop
 
     def open(self, requests: list[Request], now_ns: int) -> None:
-        """Requests of a model with several responses are about to run."""
+        """Makes senders for requests that are about to run and may have several responses."""
         for request in requests:
             # One that goes round again has one.
             if request not in request.version.senders:
                 request.version.senders[request] = self._sender(request, now_ns)
 
     def returned(self, execution: Execution) -> None:
-        """The model has returned: takes out of the results what is answered by senders, and completes it where that is due."""
+        """Takes requests that senders answer out of the results of a model that has returned, and ends those that are due."""
         self._take()
         requests, results = execution.requests, execution.results
         execution.requests, execution.results, execution.streamed = [], [], []
@@ -130,8 +128,8 @@ class Responses:
             elif sender.is_cancelled:
                 self._end_cancelled(sender)
 
-    def respond(self, sender: ResponseSender[Request], result: Result | None, final: bool) -> None:
-        """As ``sender.send``, from the loop itself: it is placed at once, and never waits."""
+    def respond(self, sender: ResponseSender, result: Result | None, final: bool) -> None:
+        """Sends a response from the loop itself, which is placed at once and never waits."""
         sent = result, final, sender.posted(result, final)
         if sender in self.kept:
             self.kept[sender][0].append(sent)
@@ -139,9 +137,9 @@ class Responses:
             self._respond(sender, sent)
 
     def respond_small(
-        self, sender: ResponseSender[Request], described: Described, contents: Iterable[bytes], now_ns: int
+        self, sender: ResponseSender, described: Described, contents: Iterable[bytes], now_ns: int
     ) -> bool:
-        """As ``respond``, of all outputs with a few bytes each; neither the first response nor the last.
+        """Sends a response with a few bytes of each output, which is neither the first nor the last of its request.
 
         Args:
           described: the same for every response that the sender sends like this.
@@ -160,8 +158,8 @@ class Responses:
         sender.ahead(alike.byte_size)
         return True
 
-    def takes_small(self, sender: ResponseSender[Request]) -> bool:
-        """Whether its next response, of all outputs with a few bytes each, may go into the record as it is."""
+    def takes_small(self, sender: ResponseSender) -> bool:
+        """Returns whether a sender's next small response may go into the record as it is."""
         return (
             not sender.request.outputs
             and _leaves_as_it_is(sender)
@@ -170,7 +168,7 @@ class Responses:
         )
 
     def taken(self, request: Request, byte_size: int) -> None:
-        """Its client has taken so much."""
+        """Notes how many bytes of responses a request's client has taken."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.settle(byte_size)
@@ -190,11 +188,11 @@ class Responses:
             )
 
     def took(self, request: InnerRequest) -> None:
-        """Its maker has taken the next one of its responses."""
+        """Notes that the maker of an inner request has taken its next response."""
         self.taken(request, request.ahead.popleft())
 
     def cancelled(self, request: Request) -> None:
-        """Nobody waits for it any more: its model is woken where it waits for its client."""
+        """Wakes a model that waits for the client of a cancelled request."""
         sender = request.version.senders.get(request)
         if sender is not None:
             sender.wake()
@@ -202,7 +200,7 @@ class Responses:
                 self._end_cancelled(sender)
 
     def retry(self, now_ns: int) -> None:
-        """Places what fits by now, and gives up on what waited too long."""
+        """Places kept responses that fit by now, and gives up those that waited too long."""
         for sender, (waiting, give_up_ns) in list(self.kept.items()):
             del self.kept[sender]
             while waiting and not sender.ended:
@@ -217,11 +215,11 @@ class Responses:
 
     @property
     def next_give_up_ns(self) -> int:
-        """When ``retry`` must be called although no room came."""
+        """The moment at which ``retry`` must be called although no room came."""
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Takes what came without waking the loop, when that is due."""
+        """Takes responses that came without waking the loop, when that is due."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()
@@ -242,16 +240,14 @@ class Responses:
                 self._respond(sender, sent)
 
     @staticmethod
-    def _respond_encoded(
-        sender: ResponseSender[Request], alike: ResponsesAlike, records: list[bytes], now_ns: int
-    ) -> None:
+    def _respond_encoded(sender: ResponseSender, alike: ResponsesAlike, records: list[bytes], now_ns: int) -> None:
         """Queues responses; there is always room for them. The first one of a request is never among them."""
         request = sender.request
         request.submitter.lane.complete_encoded(alike.kind.numbered, records)
         request.submitter.flush_soon()
         request.version.statistics.responded_more(sender, len(records), now_ns)
 
-    def _respond(self, sender: ResponseSender[Request], sent: _Sent) -> None:
+    def _respond(self, sender: ResponseSender, sent: _Sent) -> None:
         if sender.ended:
             return
         result, final, byte_size = sent
@@ -283,15 +279,15 @@ class Responses:
                 self._note_end(sender, result)
             self._hand_over(request, result, final, byte_size)
 
-    def _note_end(self, sender: ResponseSender[Request], result: Result | None) -> None:
-        """Of a traced request, with its last response."""
+    def _note_end(self, sender: ResponseSender, result: Result | None) -> None:
+        """Notes the end of a traced request, with its last response."""
         request, shown = sender.request, {} if result is None else result
         assert request.timeline is not None
         request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
 
     @staticmethod
     def _hand_over(request: Request, result: Result | None, final: bool, byte_size: int) -> None:
-        """Whoever made it inside the worker says when it has taken a response."""
+        """Passes a response on to the maker of an inner request, which says when it has taken it."""
         assert isinstance(request, InnerRequest)
         request.ahead.append(byte_size)
         if result is not None and not isinstance(result, ServingError):
@@ -299,7 +295,7 @@ class Responses:
             request.version.statistics.copied_byte_size += copied
         hand_over(request, result, None, final)
 
-    def _place(self, sender: ResponseSender[Request], result: Result | None, final: bool) -> int | ServingError | None:
+    def _place(self, sender: ResponseSender, result: Result | None, final: bool) -> int | ServingError | None:
         """Puts a response on the lane. Returns what it counts there; None: the arena is full; an error: what to send instead."""
         request = sender.request
         version, submitter = request.version, request.submitter
@@ -331,7 +327,7 @@ class Responses:
         submitter.answer(record)
         return 0 if final else response_byte_size(record.contents)
 
-    def _place_small(self, sender: ResponseSender[Request], result: dict[str, Array], final: bool) -> int:
+    def _place_small(self, sender: ResponseSender, result: dict[str, Array], final: bool) -> int:
         """Queues a response of the most frequent kind: a few small tensors, into the record. 0: it is another kind."""
         request = sender.request
         if (
@@ -360,11 +356,11 @@ class Responses:
         submitter.answer(AnswerRecord(request.request_id, numbered.number, own), numbered)
         return response_byte_size(own)
 
-    def _no_room(self, sender: ResponseSender[Request], byte_size: int) -> Unavailable:
+    def _no_room(self, sender: ResponseSender, byte_size: int) -> Unavailable:
         return self._outbox.no_room(sender.request, byte_size, self._clock())
 
-    def _end_cancelled(self, sender: ResponseSender[Request]) -> None:
-        """Nobody waits for what it sends."""
+    def _end_cancelled(self, sender: ResponseSender) -> None:
+        """Ends a sender whose request was cancelled."""
         request, error = sender.request, Cancelled("the request was cancelled")
         sender.catch_up()
         if request.sink is None and not request.submitter.closed:
@@ -373,7 +369,7 @@ class Responses:
         if request.sink is not None:
             hand_over(request, error)
 
-    def _end(self, sender: ResponseSender[Request], now_ns: int, failure: Failure | None) -> None:
+    def _end(self, sender: ResponseSender, now_ns: int, failure: Failure | None) -> None:
         request = sender.request
         sender.end()
         self.kept.pop(sender, None)
@@ -386,7 +382,7 @@ class Responses:
         return f"<Responses {len(self._arrived)} to be placed, {len(self.kept)} requests wait for room>"
 
 
-def _leaves_as_it_is(sender: ResponseSender[Request]) -> bool:
+def _leaves_as_it_is(sender: ResponseSender) -> bool:
     """Returns whether a small response of it goes into its record, and nowhere else."""
     request = sender.request
     return sender.plain and request.timeline is None and request.sink is None

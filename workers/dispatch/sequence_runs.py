@@ -1,6 +1,6 @@
-"""Requests of sequences that the C part of the loop runs (``workers/dispatch/fast_path.py``): which ones, with whose state.
+"""Chooses the requests of sequences that the C part of the loop runs (``workers/dispatch/fast_path.py``), and their state.
 
-    what came together ─▶ seat: the planner says which run now ─▶ run: a program, with their rows of the carry ─▶ answered in C
+    what came together ─▶ choose: the planner says which run now ─▶ run: a program, with their rows of the carry ─▶ answered in C
                                                                    ╰─ it failed ─▶ fail: answered here
 
 The planner is the model version's own, so whatever is not as simple as that (a slot to wait for, a second request of a
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class SequenceRuns:
-    """Of one model version with sequences, of which nothing waits. Belongs to the worker's loop."""
+    """Runs requests of one model version with sequences in C, while none waits. Belongs to the worker's loop."""
 
     def __init__(
         self,
@@ -50,37 +50,37 @@ class SequenceRuns:
         controls = version.loaded.made_inputs.controls
         self._controls = controls if controls is not None and controls.specs else None
         #: Those that run now, what each of them said, and what was asked.
-        self._seated: list[LiveSequence[Request]] = []
+        self._chosen: list[LiveSequence[Request]] = []
         self._asked: list[Asked] = []
-        #: What the model is told of each.
-        self._told: list[dict[str, Array]] = []
+        #: The control inputs of each.
+        self._given: list[dict[str, Array]] = []
 
-    def seat(self, asked: list[Asked]) -> int:
-        """How many of these requests run now, the first ones: (correlation id, START, END)."""
+    def choose(self, asked: list[Asked]) -> int:
+        """Returns how many of these requests, the first ones, run now: (correlation id, START, END)."""
         try:
             if self._controls is not None:
-                self._told = self._controls.of_each(asked)
-                asked = asked[: len(self._told)]
+                self._given = self._controls.of_each(asked)
+                asked = asked[: len(self._given)]
             self._asked = asked
-            self._seated = self._sequences.run_now(asked, time.monotonic_ns())
+            self._chosen = self._sequences.run_now(asked, time.monotonic_ns())
         except Exception:  # a defect of ours: the ordinary way says what becomes of them
             _log.exception("finding the sequences of requests for model '%s' failed", self._version.name)
             return 0
-        return len(self._seated)
+        return len(self._chosen)
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
-        """What runs those that are seated, once their inputs are gathered into the memory of that program."""
+        """Returns a function that runs the chosen requests, once their inputs are gathered in a program's memory."""
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 
         def run() -> list[Content]:
-            seated = self._seated
-            for row, told in enumerate(self._told[: len(seated)]):
-                for name, control in told.items():
+            chosen = self._chosen
+            for row, controls in enumerate(self._given[: len(chosen)]):
+                for name, control in controls.items():
                     columns[name][row] = control
             outputs = step(
-                [live.slot.number for live in seated],  # type: ignore[union-attr]
-                [start for _, start, _ in self._asked[: len(seated)]],
+                [live.slot.number for live in chosen],  # type: ignore[union-attr]
+                [start for _, start, _ in self._asked[: len(chosen)]],
             )
             self._ran()
             return outputs
@@ -88,14 +88,14 @@ class SequenceRuns:
         return run
 
     def _ran(self) -> None:
-        """They have run, well or not, and no answer has left."""
-        self._sequences.have_run(self._seated, time.monotonic_ns())
-        self._seated = []
+        """Notes that the chosen requests have run, well or not, before any answer leaves."""
+        self._sequences.have_run(self._chosen, time.monotonic_ns())
+        self._chosen = []
         if self._register.changed:
             self._register.tell()
 
     def fail(self, requests: list[tuple[int, int, int]], error: Exception | None) -> None:
-        """Their run has failed, or made something else than it should: nothing is run again, so all of them are told.
+        """Answers requests with an error, because their run failed or made something else than it should; none is run again.
 
         ``requests``: lane, id and moment of arrival of each.
         """
@@ -112,7 +112,7 @@ class SequenceRuns:
             version.statistics.failed(now_ns - arrived_ns, Failure.BACKEND)
         if lost:
             version.lose(0, now_ns)
-        if self._seated:
+        if self._chosen:
             self._ran()
 
     def __repr__(self) -> str:

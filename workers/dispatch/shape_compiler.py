@@ -1,4 +1,4 @@
-"""Shapes that no bucket covers are compiled beside everything else, while their requests are parked. Belongs to the loop.
+"""Compiles shapes that no bucket covers beside everything else, while their requests are parked. Belongs to the loop.
 
 batch without an executable ─▶ parked ─▶ compiler's thread ─▶ adopted ─▶ its requests wait again, ahead of later ones
                                                                 └─ few calls do more: a program for several requests, when nothing
@@ -22,19 +22,19 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.executables import Executables
+from tensord.workers.programs.grouped_calls import GroupedCalls
+from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, compile_error
-from tensord.workers.programs.series import Series
-from tensord.workers.programs.series_program import SeriesProgram
 from tensord.workers.requests.request import Request
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 #: On the status page: the compiler's place.
-COMPILER_DESK = 1
+COMPILER_SLOT = 1
 
 
 class ShapeCompiler:
-    """One per worker."""
+    """Has a worker's unexpected shapes compiled in a thread."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ShapeCompiler:
         #: How many are being compiled, or wait for that.
         self._under_way = 0
         #: Programs for one request of which those for several are to be made.
-        self._series: deque[tuple[ModelVersion, Series, Executable]] = deque()
+        self._grouped: deque[tuple[ModelVersion, GroupedCalls, Executable]] = deque()
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
         """Has a shape compiled; its requests wait and everything else goes on."""
@@ -98,15 +98,15 @@ class ShapeCompiler:
     def _compile(
         self, version: ModelVersion, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]
     ) -> Executable:
-        """In the compiler's thread. A compilation may kill the process as well as an execution may."""
-        self._page.begin(COMPILER_DESK, running, version.page_key, self._clock())
+        """Compiles in the compiler's thread, with the requests on the status page: a compilation may kill the process, too."""
+        self._page.begin(COMPILER_SLOT, running, version.page_key, self._clock())
         try:
             return executables.compile(wanted)
         except Exception:
             self._check()
             raise
         finally:
-            self._page.end(COMPILER_DESK)
+            self._page.end(COMPILER_SLOT, self._clock())
 
     def _compiled(self, version: ModelVersion, key: Hashable) -> Callable[[Executable | Exception], None]:
         def compiled(outcome: Executable | Exception) -> None:
@@ -120,40 +120,44 @@ class ShapeCompiler:
                 self._outbox.fail_all([(request, error) for request in requests], now_ns, Failure.BACKEND)
                 # The next ones of their sequences may run now.
                 self._restore(version, [])
-                self._next_series()
+                self._next_grouped()
                 return
-            executables, series = version.jitted.executables, version.jitted.series
+            executables, grouped = version.jitted.executables, version.jitted.grouped
             gone = executables.add(outcome)
             for changed in (*gone, outcome.wanted):
                 # Batches of a shape grow only as far as an executable for them is ready.
                 version.planner.limit(changed.shapes, executables.limit(changed.shapes))
             self._models.changes += 1
             self._restore(version, requests)
-            if series is not None:
+            if grouped is not None:
                 for forgotten in gone:
-                    series.forget(forgotten.shapes)
-                if series.wants(outcome):
-                    self._series.append((version, series, outcome))
-            self._next_series()
+                    grouped.forget(forgotten.shapes)
+                if grouped.wants(outcome):
+                    self._grouped.append((version, grouped, outcome))
+            self._next_grouped()
 
         return compiled
 
-    def _next_series(self) -> None:
+    def _next_grouped(self) -> None:
         """Has a program for several requests compiled, if no request waits for one; its requests are run one by one meanwhile."""
-        if self._under_way or not self._series:
+        if self._under_way or not self._grouped:
             return
-        version, series, single = self._series.popleft()
+        version, grouped, single = self._grouped.popleft()
         self._under_way += 1
-        self._thread.do(lambda: series.compile(single), functools.partial(self._adopt, version, series, single))
+        self._thread.do(lambda: grouped.compile(single), functools.partial(self._adopt, version, grouped, single))
 
     def _adopt(
-        self, version: ModelVersion, series: Series, single: Executable, outcome: list[SeriesProgram] | Exception
+        self,
+        version: ModelVersion,
+        grouped: GroupedCalls,
+        single: Executable,
+        outcome: list[GroupedProgram] | Exception,
     ) -> None:
         self._under_way -= 1
         if isinstance(outcome, Exception):
             # Its requests go on being run one by one.
-            _log.error("compiling a series for model '%s' failed", version.name, exc_info=outcome)
+            _log.error("compiling grouped calls for model '%s' failed", version.name, exc_info=outcome)
         elif outcome:
-            series.add(single, outcome)
+            grouped.add(single, outcome)
             self._models.changes += 1
-        self._next_series()
+        self._next_grouped()

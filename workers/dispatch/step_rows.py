@@ -1,4 +1,4 @@
-"""What a step gives to requests that go on and want nothing but its small outputs: answered by array operations, all at once.
+"""Answers requests that go on and want nothing but a step's small outputs by array operations, all at once.
 
     first response ─▶ join ─▶ send, send, ... ─▶ leave: its sender and the statistics are told of all of them
                                                  (it ends, is cancelled, misses a step, or its client may be behind)
@@ -32,16 +32,16 @@ _MOST = 4096
 
 
 class _Joined(NamedTuple):
-    """A request in its slot."""
+    """A request that has joined, in its slot."""
 
-    sender: ResponseSender[Request]
+    sender: ResponseSender
     #: How many steps were noted by then, and how many will be when its client may be too far behind.
     since: int
     until: int
 
 
 class _Lane:
-    """What goes to one submitter."""
+    """Responses of a step to one submitter."""
 
     def __init__(self, submitter: Submitter[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
         self._submitter = submitter
@@ -50,7 +50,7 @@ class _Lane:
         self._slots = np.zeros(0, np.int64)
 
     def take(self, slots: list[int], request_ids: list[int]) -> None:
-        """These are its slots, with these requests."""
+        """Sets the submitter's slots and the requests in them."""
         self._slots = np.array(slots)
         self._records.name(request_ids)
 
@@ -61,7 +61,7 @@ class _Lane:
 
 
 class StepRows:
-    """Of one version. ``joined[slot]``: its responses go this way."""
+    """Answers the joined requests of one version; ``joined[slot]`` says which slots are among them."""
 
     def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: ModelStatistics) -> None:
         self.joined = [False] * slots
@@ -80,8 +80,8 @@ class StepRows:
         self._ready: list[int] = []
         self._lanes: dict[Submitter[Request], _Lane] = {}
 
-    def join(self, slot: int, sender: ResponseSender[Request]) -> None:
-        """A response has left one by one, and its request wants no other kind; ignores one that does, or has no room."""
+    def join(self, slot: int, sender: ResponseSender) -> None:
+        """Has a request's next responses leave together with others. Ignores a request that wants others, or has no room."""
         room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return
@@ -92,7 +92,7 @@ class StepRows:
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
-        """Its sender goes on by itself, or nobody is there any more. Ignores one that has not joined."""
+        """Has a slot's sender go on by itself, or ends it. Ignores a slot that has not joined."""
         member = self.members.pop(slot, None)
         if member is None:
             return
@@ -109,12 +109,12 @@ class StepRows:
             self._lanes.clear()
 
     def leave_all(self) -> None:
-        """The same of every slot."""
+        """Has all joined slots leave."""
         for slot in list(self.members):
             self.leave(slot)
 
-    def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender[Request]]:
-        """A response for each of these slots, which have joined. Returns who has left with it: they may have no room.
+    def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
+        """Sends a response for each of these slots, which have joined. Returns senders that have left: they may have no room.
 
         Args:
           rows: of the step, UINT8[its slots, size].
@@ -128,7 +128,7 @@ class StepRows:
         return self._look() if len(self._left_ns) >= self._look_at else []
 
     def _prepare(self, slots: list[int]) -> None:
-        """Who is not among them leaves; the lanes know of the others."""
+        """Has slots leave that are not among the given ones, and prepares the lanes for the others."""
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
@@ -143,8 +143,8 @@ class StepRows:
             lane.take(share, [request.request_id for request in requests])
         self._ready = slots
 
-    def _look(self) -> list[ResponseSender[Request]]:
-        """Who may have no room leaves, and all of them where too many steps are noted. Returns those."""
+    def _look(self) -> list[ResponseSender]:
+        """Has slots leave that may have no room, and all of them where too many steps are noted. Returns their senders."""
         steps = len(self._left_ns)
         full = [member.sender for member in self.members.values() if steps >= min(member.until, _MOST)]
         for sender in full:

@@ -1,4 +1,4 @@
-"""The steps of one version of a stepped model: what its planner decides is given to the device, what comes of that is answered.
+"""Steps stepped models: gives the device what the planner decides, and answers with the results.
 
     requests ─▶ insert ─┐                        ┌─▶ what each request gets ─▶ responses
                         ├▶ device, in order ─▶ read: the oldest
@@ -21,34 +21,32 @@ from typing import NamedTuple
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal, ServingError
-from tensord.shm.status_page import StatusPage, WorkerState
+from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.dispatch.step_rows import MANY, StepRows
 from tensord.workers.models.execution import Execution, own_failure
 from tensord.workers.models.model_version import ModelVersion
-from tensord.workers.models.stepped_model import Run
+from tensord.workers.models.stepped_model import DeviceRun
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
-from tensord.workers.scheduling.step_batcher import Answer, Step
+from tensord.workers.scheduling.step_batcher import SlotAnswer, Step
 
 _log = logging.getLogger(__name__)
-#: On the status page: the loop's place. It says which model is stepped, not for whom.
-_DESK = 0
 
 
 class _Given(NamedTuple):
-    """Something that is on its way on the device."""
+    """An insertion or a step that is on its way on the device."""
 
     what: list[Request] | Step[Request]
-    run: Run
+    run: DeviceRun
     #: When the device got it.
     began_ns: int
 
 
 class SteppingRuns:
-    """Those of all versions, one after the other. One per worker."""
+    """Steps all versions of a worker, one after the other."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
         """``check``: of the worker's device."""
@@ -59,7 +57,7 @@ class SteppingRuns:
         self.living: dict[ModelVersion, Stepping] = {}
 
     def join(self, version: ModelVersion) -> None:
-        """It has requests."""
+        """Has a version stepped from now on, because it has requests."""
         stepping = self._versions.get(version)
         if stepping is None:
             stepping = self._versions[version] = self._make(version)
@@ -68,7 +66,7 @@ class SteppingRuns:
 
     @property
     def waits(self) -> bool:
-        """Whether any request waits for a slot."""
+        """True while any request waits for a slot."""
         return any(len(version.planner) for version in self.living)
 
     def step(self, now_ns: int, wait: bool) -> bool:
@@ -91,7 +89,7 @@ class SteppingRuns:
 
 
 class Stepping:
-    """Of one version."""
+    """Steps one version of a stepped model."""
 
     def __init__(
         self,
@@ -120,13 +118,13 @@ class Stepping:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is to be read, or somebody may begin."""
+        """True while anything is to be read, or a request may begin."""
         return bool(self.given) or self._batcher.due_ns() is not None
 
     # -------------------------------------------------------------------------------------------------------- to the device
 
     def dispatch(self, now_ns: int) -> None:
-        """Requests begin in free slots, and all slots are stepped, as far as the planner goes."""
+        """Gives the device insertions of requests into free slots, and steps, as many as the planner allows."""
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
             return
@@ -135,14 +133,14 @@ class Stepping:
         # What is done at once is answered first.
         while not (given and given[-1].run.ready) and (step := batcher.step()) is not None:
             try:
-                run = self._model.step(max([seat.number for seat in step.seats]), step.masked)
+                run = self._model.step(max([holder.number for holder in step.holders]), step.masked)
             except BaseException as error:  # also sys.exit() in a callback of the model
                 self._lose(error)
                 return
             given.append(_Given(step, run, now_ns))
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
-        """Requests have got slots."""
+        """Opens senders for requests that have got slots, and inserts them."""
         self._responses.open(requests, now_ns)
         for request in requests:
             # There is no function of the model that would have to see that nobody waits any more.
@@ -152,7 +150,7 @@ class Stepping:
         self._insert(requests, now_ns)
 
     def _insert(self, requests: list[Request], now_ns: int) -> None:
-        """A request that cannot begin costs no other one its place."""
+        """Inserts requests, one by one where they fail together, so that each failure ends one request only."""
         try:
             run = self._model.insert(requests, [self._batcher.slot(request) for request in requests])
         except StateLost as lost:
@@ -176,21 +174,23 @@ class Stepping:
             wait = False
             what, run, began_ns = self.given.popleft()
             began = self._clock()
-            self._page.begin(_DESK, (), self._version.page_key, began)
-            self._page.set_state(WorkerState.EXECUTING, began)
+            # The page says which model is stepped, not for whom.
+            self._page.begin(LOOP_SLOT, (), self._version.page_key, began)
             try:
                 rows = run.read()
             except BaseException as error:
+                self._page.end(LOOP_SLOT, self._clock())
                 self._lose(error)
                 return
             now_ns = self._clock()
+            self._page.end(LOOP_SLOT, now_ns)
             says = rows[:, -1].tolist()
             if not isinstance(what, Step):
                 self._answer(self._batcher.inserted(what, says), rows, now_ns)
                 continue
             began_ns, self._read_ns = max(began_ns, self._read_ns), now_ns
-            self._version.statistics.stepped(len(what.seats), now_ns - began_ns)
-            many = self._small and len(what.seats) >= MANY
+            self._version.statistics.stepped(len(what.holders), now_ns - began_ns)
+            many = self._small and len(what.holders) >= MANY
             if self._rows.members and not many:
                 self._rows.leave_all()
             answers, going = self._batcher.stepped(what, says, self._rows.joined)
@@ -200,8 +200,8 @@ class Stepping:
                         self._pause(sender)
             self._answer(answers, rows, now_ns, join=many)
 
-    def _answer(self, answers: list[Answer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
-        """One by one. ``join``: those that go on are answered with others from now on; a row is a slot then."""
+    def _answer(self, answers: list[SlotAnswer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
+        """Answers requests one by one. ``join``: those that go on are answered together from now on; a row is a slot then."""
         if not answers:
             return
         senders, layout = self._version.senders, self._model.rows
@@ -232,14 +232,14 @@ class Stepping:
             if sender.is_full:
                 self._pause(sender)
 
-    def _pause(self, sender: ResponseSender[Request]) -> None:
-        """Its client is slow: the request is not stepped until the client has taken some of what it has."""
+    def _pause(self, sender: ResponseSender) -> None:
+        """Pauses the request of a slow client, until the client has taken some responses."""
         request = sender.request
         if sender.when_room(lambda: self._batcher.resume(request)):
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
-        """What the device kept of all requests is gone: they are told, and those that wait begin with a new one."""
+        """Ends all requests that had a slot, because the device's state of them is lost; waiting ones begin with a new state."""
         cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
         _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
         self.given.clear()

@@ -17,7 +17,7 @@ from tensord.shm.cuda_regions import CudaRegion
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.gpu.device_inputs import DeviceInputs
 from tensord.workers.jax_internals.wide import byte_size_of
-from tensord.workers.programs.executable import Content, Executable, Outputs, Wanted, arguments_of
+from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted, arguments_of
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.packed_outputs import PACKED, starts
 from tensord.workers.programs.placement import CompiledProgram
@@ -88,7 +88,7 @@ class GpuExecutable(Executable):
         parts: list[tuple[str, np.dtype[Any], tuple[int, ...], list[Array]]] = []
         for spec, shape in self._specs:
             if spec.of_batch is not None:
-                parts.append((spec.name, spec.dtype, shape, [self._told(spec, shape, requests)]))
+                parts.append((spec.name, spec.dtype, shape, [self._batch_input(spec, shape, requests)]))
             elif spec.ragged:
                 parts.append((spec.name, spec.dtype, shape, [flat(request.arrays[spec.name]) for request in requests]))
             else:
@@ -97,26 +97,26 @@ class GpuExecutable(Executable):
         with precision(self._signature):
             return self._cuda.gather(parts)
 
-    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> Outputs:
+    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> RunOutputs:
         made = self.call(arguments)
         return self.outputs(made, requests) if places is None else self._delivered(made, requests[0], places)
 
-    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> Outputs:
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
         contents = None if any(stays(request) for request in requests) else self._fetch(made)
         if contents is not None:
-            return Outputs(self._arrays_in(contents, made), contents)
+            return RunOutputs(self._arrays_in(contents, made), contents)
         outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
         # They stay on the device: their places decide how they leave it.
         kept = cast(list[Array], [self._cuda.keep(output) for output in outputs])
-        return Outputs(dict(zip(self._signature.outputs, kept, strict=True)))
+        return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)))
 
-    def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> Outputs:
+    def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> RunOutputs:
         """Has the GPU copy a single request's outputs to their places."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()
         request.copied_byte_size += sum([places.sizes[name] for name in reached])
-        return Outputs(cast(dict[str, Array], outputs))
+        return RunOutputs(cast(dict[str, Array], outputs))
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
         """Returns the outputs' sizes if they are large, or may be wanted on the GPU; else None."""
@@ -131,7 +131,7 @@ class GpuExecutable(Executable):
     def settle(self, places: Places) -> None:
         """Does nothing: delivered outputs are copies."""
 
-    def lone_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> None:
+    def single_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> None:
         """Returns None: C runs no request on a GPU."""
 
     def __repr__(self) -> str:

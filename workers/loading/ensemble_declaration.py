@@ -14,7 +14,7 @@ from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
-from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, Step
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, EnsembleStep
 from tensord.workers.scheduling.queue import QueueRules
 from tensord.workers.tensors.signature import Signature, signature
 
@@ -48,7 +48,7 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
     """Returns the steps of a checked configuration; ``joined`` finds out which of them stream."""
     scheduling = message.ensemble_scheduling
     steps = [
-        Step(step.model_name, max(0, step.model_version), dict(step.input_map), dict(step.output_map))
+        EnsembleStep(step.model_name, max(0, step.model_version), dict(step.input_map), dict(step.output_map))
         for step in scheduling.step
     ]
     inputs, outputs = [field.name for field in message.input], [field.name for field in message.output]
@@ -75,7 +75,7 @@ def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
     )
 
 
-def _in_its_order(step: Step, member: ModelVersion) -> dict[str, str]:
+def _in_its_order(step: EnsembleStep, member: ModelVersion) -> dict[str, str]:
     return {name: step.outputs[name] for name in member.signature.outputs if name in step.outputs}
 
 

@@ -24,7 +24,7 @@ from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, Unsupported
 from tensord.shm.status_page import StatusPage
-from tensord.workers.calls.caller import Desk, ModelPort
+from tensord.workers.calls.caller import CallServer, ModelPort
 from tensord.workers.calls.metric_registry import MetricRegistry
 from tensord.workers.declarations import artifact
 from tensord.workers.declarations.created import create, created, is_generator
@@ -87,12 +87,12 @@ class Loader:
         target: LoadTarget,
         inbox: Inbox,
         page: StatusPage,
-        desk: Desk | None = None,
+        server: CallServer | None = None,
         aside: Aside = contextlib.nullcontext,
     ) -> None:
         """
         Args:
-          desk: takes models' calls; None: nothing will be served.
+          server: takes models' calls; None: nothing will be served.
           aside: makes a context that the loader's thread enters while other loads may go on.
         """
         own_flags.prepare()
@@ -100,7 +100,7 @@ class Loader:
         options, execution = target.options, target.execution
         self._compiling = functools.partial(compiling_alone, aside, Turns(1, options.executables.long_compile))
         self._process = None if target.shared else ProcessState()
-        self._desk = desk
+        self._server = server
         #: Metrics that models keep themselves.
         self.metrics = MetricRegistry()
         self._devices = target.devices
@@ -132,7 +132,7 @@ class Loader:
         folders = (Path(record.version_path), Path(record.model_path))
         imports = ModelImports.of_version(record.name, folders)
         flags = OwnFlags(record.name)
-        imports.join(ModelPort(record.name, record.version, self._desk, self.metrics, flags.code))
+        imports.join(ModelPort(record.name, record.version, self._server, self.metrics, flags.code))
         try:
             message = model_config.from_bytes(record.config)
             message.name = message.name or record.name
@@ -333,7 +333,7 @@ class Loader:
                 self._target,
             )
             jitted.executables.warm(progress)
-            jitted.prepare_series(progress.cancellation)
+            jitted.prepare_grouped(progress.cancellation)
             prepared = prepared_samples(record, message, described, made_inputs)
             own = self._own if spread is None else jitted.executables.device
             run_samples(jitted, prepared, own, message.name, self._check)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tensord.shm.cuda_regions import CudaError
 from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.workers.calls.caller import Caller, ModelPort
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
-from tensord.workers.programs.series_program import SeriesProgram
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request, named
 from tensord.workers.requests.response_sender import Nobody, ResponseSender
@@ -26,27 +26,23 @@ from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.sequence import state_lost
 from tensord.workers.tensors.batch_outputs import BatchOutputs
 
+if TYPE_CHECKING:
+    from tensord.workers.dispatch.responses import Responses
+
 _log = logging.getLogger(__name__)
-
-
-class Responder(Protocol):
-    """Makes senders, by which models answer requests."""
-
-    def sender(self, request: Request) -> ResponseSender[Request]:
-        """Returns the sender that answers a request."""
 
 
 class Execution:
     """A batch on its way through a model, with the moments that statistics are made of."""
 
     __slots__ = (
-        "_cut",
         "_results",
         "again",
         "began_ns",
         "by_senders",
         "computed_ns",
         "copied_byte_size",
+        "cut",
         "executable",
         "gathered_ns",
         "intact",
@@ -65,7 +61,7 @@ class Execution:
     )
 
     def __init__(
-        self, requests: Sequence[Request], began_ns: int, executable: Executable | SeriesProgram | None = None
+        self, requests: Sequence[Request], began_ns: int, executable: Executable | GroupedProgram | None = None
     ) -> None:
         self.requests = requests
         #: The batch that it is a part of, where that is run again request by request.
@@ -80,21 +76,22 @@ class Execution:
         self.again: list[Request] = []
         #: Who takes what the model sends; None: it is a sample, and nobody does. Whether anything may be answered that way, by
         #: which senders, and those of ``requests`` that are, once the model has returned.
-        self.responder: Responder | None = None
+        self.responder: Responses | None = None
         self.by_senders = False
-        self.senders: list[ResponseSender[Request]] = []
+        self.senders: list[ResponseSender] = []
         self.streamed: list[Request] = []
         #: Has the thread that runs this call something later.
         self.resume: Callable[[Callable[[], None]], None] | None = None
-        #: How often the model was applied: once to a batch, or to each request of a series.
+        #: How often the model was applied: once to a batch, or to each request of a grouped.
         self.runs = 1
         #: Of a jitted model, where it is known already.
         self.executable = executable
         self._results: list[Result] = []
-        self._cut: Callable[[], list[Result]] | None = None
-        #: What ``results`` would be cut from, where an answer can be made of that directly.
+        #: Makes ``results`` once they are asked for; None: they are there.
+        self.cut: Callable[[], list[Result]] | None = None
+        #: What answers can be cut from directly, without ``results``.
         self.outputs: BatchOutputs | None = None
-        #: Of a lone request: where its outputs go, if that was found before the run, so that the program may write them there.
+        #: Of a single request: where its outputs go, if that was found before the run, so that the program may write them there.
         self.places: Places | None = None
         self.began_ns = began_ns
         #: Inputs are where the model wants them.
@@ -121,16 +118,16 @@ class Execution:
     @property
     def results(self) -> list[Result]:
         """The result for each request, in the same order."""
-        if self._cut is not None:
-            self.results = self._cut()
+        if self.cut is not None:
+            self.results = self.cut()
         return self._results
 
     @results.setter
     def results(self, results: list[Result]) -> None:
         self._results = results
-        self._cut = None
+        self.cut = None
 
-    def sender(self, request: Request) -> ResponseSender[Request]:
+    def sender(self, request: Request) -> ResponseSender:
         """Returns the sender by which a model answers a request, whose result is ``STREAMED`` then."""
         self.by_senders = True
         if self.responder is None:
@@ -155,11 +152,6 @@ class Execution:
             self.rows_of_nobody += len(self.again)
         self.results = [result for result in results if result is not None]
 
-    def computed(self, outputs: BatchOutputs | None, cut: Callable[[], list[Result]]) -> None:
-        """Fills in the outputs; results are cut from them only if they are asked for."""
-        self.outputs = outputs
-        self._cut = cut
-
 
 class Describing(Protocol):
     """A model that can describe its failures."""
@@ -168,14 +160,14 @@ class Describing(Protocol):
         """Returns the sentence for a client when the model failed: no path, no traceback."""
 
 
-class Model(Describing, Protocol):
+class RunnableModel(Describing, Protocol):
     """A runnable model: a jitted function, a host-side function, or an instance of a Triton Python model."""
 
     def execute(self, execution: Execution) -> None:
         """Runs a batch, fills in results and moments. Raises whatever the model raises; then nothing is filled in."""
 
 
-def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
+def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
     """Runs a batch; every request has its result afterwards. ``check``: of the model's device."""
     try:
         model.execute(execution)
@@ -203,7 +195,7 @@ def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
         execution.computed_ns = now_ns
 
 
-def _lost(model: Model, error: StateLost, execution: Execution, check: CheckDevice) -> list[Result]:
+def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: CheckDevice) -> list[Result]:
     requests = execution.requests
     cause = error.__cause__ or error
     _log.error("%s, and with it the state of all sequences", model.describe(cause), exc_info=cause)

@@ -112,7 +112,7 @@ class _Run:
         self._signature = signature
         self._request = request
         self._generator = generator
-        self._sender: ResponseSender[Request] = execution.sender(request)
+        self._sender: ResponseSender = execution.sender(request)
         self._resume = execution.resume
 
     def go_on(self, alone: bool) -> None:

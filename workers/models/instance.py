@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tensord.shm.status_page import StatusPage
-from tensord.workers.models.execution import Execution, Model, run
+from tensord.workers.models.execution import Execution, RunnableModel, run
 from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
 
 
-class Instantiated(Model, Protocol):
+class Instantiated(RunnableModel, Protocol):
     """A model that lives in an instance's thread."""
 
     def initialize(self) -> None:
@@ -42,7 +42,7 @@ class _Closing:
 
 
 class Instance:
-    """A thread that runs one instance. ``given``, ``depth`` and ``desk`` belong to the worker's loop."""
+    """A thread that runs one instance. ``given``, ``depth`` and ``status_slot`` belong to the worker's loop."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Instance:
         self.needs: Mapping[str, int] = {}
         self.priority = 0
         #: Its slot on the status page, where it notes what it runs, and as which model's.
-        self.desk = 0
+        self.status_slot = 0
         self.page_key = 0
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -187,11 +187,11 @@ class Instance:
             execution.began_ns = time.monotonic_ns()
             execution.resume = self._jobs.put
             running = [(request.submitter.peer, request.request_id) for request in execution.requests]
-            self._page.begin(self.desk, running, self.page_key, execution.began_ns)
+            self._page.begin(self.status_slot, running, self.page_key, execution.began_ns)
             try:
                 run(model, execution, self._check)
             finally:
-                self._page.end(self.desk)
+                self._page.end(self.status_slot, execution.computed_ns)
             # With another one to run at once it is not worth waking the loop, which would want Python's lock.
             self._inbox.post(functools.partial(self._done, execution, done), soon=self._jobs.empty())
             # An idle thread keeps nothing of its last requests: a client's region stays mapped as long as an array of it lives.

@@ -13,14 +13,14 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import Unsupported
 from tensord.workers.models.execution import Execution, describe_failure
 from tensord.workers.models.free_state import FreeState
-from tensord.workers.models.statistics import Turns
+from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.programs.carry import Carry
-from tensord.workers.programs.executable import Content, Executable, Outputs, Wanted
+from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.gathered_run import GatheredRun
+from tensord.workers.programs.grouped_calls import GroupedCalls
+from tensord.workers.programs.grouped_program import MOST, GroupedProgram
 from tensord.workers.programs.lowering import is_numeric
-from tensord.workers.programs.series import Series
-from tensord.workers.programs.series_program import MOST, SeriesProgram
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes, sliced
@@ -56,7 +56,7 @@ class JaxModel:
         reshaped = any(spec.reshaped for spec in signature.outputs.values())
         #: Where requests cannot share a batch, quick ones may share a call.
         alone = bool(alone or signature.batches or buckets.axes or reshaped or instances > 1)
-        self.series = None if alone else Series(signature, executables.apply)
+        self.grouped = None if alone else GroupedCalls(signature, executables.apply)
         #: The state of its sequences, if it keeps any, where the worker's loop runs it.
         self._carry = executables.carry()
         self._version = version
@@ -69,11 +69,11 @@ class JaxModel:
         self._shapes = RequestShapes(signature, buckets)
         #: What requests must have in common to run together.
         self.key = self._shapes.key
-        #: Outputs with an axis that may come back padded.
+        #: RunOutputs with an axis that may come back padded.
         self._padded = any(
             axis in buckets.axes for spec in signature.outputs.values() for axis in spec.axes if axis is not None
         )
-        #: Outputs that are cut like an input, and that.
+        #: RunOutputs that are cut like an input, and that.
         self._cuts = [
             (name, signature.inputs[spec.cut_like]) for name, spec in signature.outputs.items() if spec.cut_like
         ]
@@ -104,26 +104,26 @@ class JaxModel:
         """Returns the executable for a batch, or None while it is not compiled."""
         return self.executables.find(self.wanted_by(requests))
 
-    def programs(self, key: Shapes, most: int) -> list[Executable | SeriesProgram | None]:
+    def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
         """Returns the program for each number of waiting rows of a key, up to ``most``; None: not decided yet.
 
         Asking changes nothing.
         """
-        if self.series is not None:
+        if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.
             single = self.executables.find(Wanted(1, key)) if self._plain else None
-            return [self.series.find(key, waiting) or single for waiting in range(1, MOST + 1)]
+            return [self.grouped.find(key, waiting) or single for waiting in range(1, MOST + 1)]
         if not self._plain or self.ragged:
             return []
         planned = [self.executables.planned(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
         return [program if program is not None and program.gathers else None for program in planned]
 
-    def prepare_series(self, cancellation: Cancellation) -> None:
+    def prepare_grouped(self, cancellation: Cancellation) -> None:
         """Makes the programs for grouped calls, after those for one request. Raises whatever tracing raises."""
-        if self.series is not None:
+        if self.grouped is not None:
             planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
             singles = [single for single in planned if single is not None]
-            self.series.prepare(singles, self.executables.kept_series(cancellation))
+            self.grouped.prepare(singles, self.executables.kept_grouped(cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
         """Returns a function that runs requests of sequences that are gathered in an executable's memory.
@@ -141,7 +141,7 @@ class JaxModel:
             return None
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
-    def sizes(self, executable: Executable | SeriesProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
+    def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
         """Returns output -> bytes, where it pays to find places for a single request's outputs before the run."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
@@ -172,15 +172,15 @@ class JaxModel:
         Raises: LookupError: its executable is not compiled; ask ``find`` first.  StateLost: it failed, and that state is gone.
         """
         requests = execution.requests
-        executable: Executable | SeriesProgram | None = execution.executable
+        executable: Executable | GroupedProgram | None = execution.executable
         if executable is None:
             executable = self.find(requests)
             if executable is None:
                 raise LookupError(f"no executable for {self.wanted_by(requests)}")
             execution.executable = executable
         carry = carry or self._carry
-        if isinstance(executable, SeriesProgram):
-            self._execute_series(execution, executable)
+        if isinstance(executable, GroupedProgram):
+            self._execute_grouped(execution, executable)
             return
         # Where the device has the carry already, what fails is told as a loss.
         execution.intact = carry is not None or self.free_state is not None
@@ -193,10 +193,9 @@ class JaxModel:
             outputs = self._step(carry, executable, arguments, requests)
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
-        execution.computed(
-            executable.uncut(outputs) if self._plain and places is None and _leave(requests) else None,
-            lambda: self._split(requests, rows, outputs.arrays),
-        )
+        execution.cut = lambda: self._split(requests, rows, outputs.arrays)
+        if self._plain and places is None and _leave(requests):
+            execution.outputs = executable.uncut(outputs)
         if self._pads or len(requests) > 1 or requests[0].rows != rows:
             execution.padding = self._padding(executable, requests)
 
@@ -214,7 +213,7 @@ class JaxModel:
         given = sum([math.prod(array.shape) for request in requests for array in request.arrays.values()])
         return rows, max(0, executable.elements - given)
 
-    def padding(self, key: Shapes, turns: Turns) -> tuple[int, int]:
+    def padding(self, key: Shapes, turns: NativeRuns) -> tuple[int, int]:
         """Returns padded rows and elements of runs outside of Python, which copy all bytes of requests and answers."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
@@ -231,20 +230,22 @@ class JaxModel:
 
     def _step(
         self, carry: Carry, executable: Executable, arguments: dict[str, Any], requests: Sequence[Request]
-    ) -> Outputs:
+    ) -> RunOutputs:
         made = carry.run(executable.call, arguments, executable.wanted.rows, requests)
         try:
             return executable.outputs(made, requests)
         except BaseException as error:
             raise carry.failed() from error
 
-    def _execute_series(self, execution: Execution, program: SeriesProgram) -> None:
+    def _execute_grouped(self, execution: Execution, program: GroupedProgram) -> None:
         execution.copied_byte_size = program.gather(execution.requests)
         execution.gathered_ns = time.monotonic_ns()
         stacks = program.run()
         execution.computed_ns = time.monotonic_ns()
         execution.runs = len(execution.requests)
-        execution.computed(program.uncut(stacks) if _leave(execution.requests) else None, lambda: program.split(stacks))
+        execution.cut = lambda: program.split(stacks)
+        if _leave(execution.requests):
+            execution.outputs = program.uncut(stacks)
 
     def _split(self, requests: Sequence[Request], bucket: int, outputs: dict[str, Array]) -> list[Result]:
         batches = self._signature.batches

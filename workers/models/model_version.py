@@ -32,7 +32,7 @@ from tensord.workers.scheduling.step_batcher import StepBatcher
 #: So many requests an instance is given at a time, the one that runs among them, where it is given some ahead.
 _AHEAD = 3
 #: What the agenda of a worker's loop holds: versions with requests, and functions that are called with the time.
-Part: TypeAlias = "ModelVersion | Callable[[int], object]"
+AgendaPart: TypeAlias = "ModelVersion | Callable[[int], object]"
 
 
 class VersionState(enum.Enum):
@@ -98,7 +98,7 @@ class ModelVersion:
         if loaded.stepped is not None:
             self.planner = self.steps = StepBatcher(loaded.stepped.rules, self.queue)
         #: Of requests that are answered by senders, and are not at their end.
-        self.senders: dict[Request, ResponseSender[Request]] = {}
+        self.senders: dict[Request, ResponseSender] = {}
         #: The next batch of an instance, and it is empty when none is due; of (now_ns, instance).
         self.take: Callable[[int, int], list[Request]] = self.planner.take
         if self.jitted is not None and self.jitted.ragged:
@@ -173,7 +173,7 @@ class ModelVersion:
     def figures(self, now_ns: int) -> VersionFigures:
         """Returns the version's figures for metrics."""
         statistics, table = self.statistics, None if self.sequences is None else self.sequences.table
-        sequences = None if table is None else (table.seated(now_ns), table.backlog)
+        sequences = None if table is None else (table.with_slot(now_ns), table.backlog)
         cached = self.cache is not None
         counts, streams = statistics.counts(), self.loaded.streams
         return VersionFigures(
@@ -269,6 +269,5 @@ def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
     found: dict[ModelVersion, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.sequence):
         version = request.version
-        assert isinstance(version, ModelVersion)
         found.setdefault(version, []).append(request)
     return found

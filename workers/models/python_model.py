@@ -24,13 +24,13 @@ from google.protobuf import json_format
 from tensord.config.model_config import ModelConfig, empty, to_json
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, from_code
-from tensord.workers.calls.caller import Caller, ModelPort, Phase, calling
+from tensord.workers.calls.caller import Caller, CallerPhase, ModelPort, calling
 from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.models.author_error import describe_exception
 from tensord.workers.models.declared_outputs import DeclaredOutputs
 from tensord.workers.models.execution import Execution, own_failure
 from tensord.workers.models.is_ready_calls import IsReadyCalls
-from tensord.workers.models.outlet import PythonOutlet
+from tensord.workers.models.python_response_writer import PythonResponseWriter
 from tensord.workers.python_backend import interface
 from tensord.workers.python_backend.response import parameters_of
 from tensord.workers.requests.request import Request, controls_of, named
@@ -51,7 +51,7 @@ def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> 
     if complete is None:
         return message
     asked = interface.ModelConfig(to_json(message).decode())
-    with calling(Caller(port, phase=Phase.APART)):
+    with calling(Caller(port, phase=CallerPhase.APART)):
         answered = complete(asked)
     if not isinstance(answered, interface.ModelConfig):
         raise InvalidArgument(
@@ -123,14 +123,14 @@ class PythonModel:
     def initialize(self) -> None:
         """Calls the model's ``initialize``. Raises whatever the model raises."""
         if hasattr(self._model, "initialize"):
-            with calling(Caller(self._port, phase=Phase.LOADING)):
+            with calling(Caller(self._port, phase=CallerPhase.LOADING)):
                 self._model.initialize(self._arguments)
         if self._readiness is not None:
             self._readiness.join(self._is_ready)
 
     def _is_ready(self) -> object:
         """Calls the model's ``is_ready``, in any thread. Raises whatever the model raises."""
-        with self._port.code(), calling(Caller(self._port, phase=Phase.APART)):
+        with self._port.code(), calling(Caller(self._port, phase=CallerPhase.APART)):
             said = self._model.is_ready()
             return asyncio.run(said) if inspect.iscoroutine(said) else said
 
@@ -209,7 +209,7 @@ class PythonModel:
             timeout=own.timeout_us,
             parameters=json.dumps(prepared.parameters),
             cancelled=lambda: request.is_cancelled,
-            outlet=lambda: PythonOutlet(request, execution.sender(request), self._decoupled, self._answer),
+            writer=lambda: PythonResponseWriter(request, execution.sender(request), self._decoupled, self._answer),
             timeline=request.timeline,
         )
 
@@ -300,7 +300,7 @@ class PythonModel:
         if finalize is None:
             return
         try:
-            with calling(Caller(self._port, phase=Phase.APART)):
+            with calling(Caller(self._port, phase=CallerPhase.APART)):
                 finalize()
         except Exception:
             _log.exception("finalize of model '%s' failed", self._instance)

@@ -20,7 +20,7 @@ from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender, Sent
 
 
-class Turns(NamedTuple):
+class NativeRuns(NamedTuple):
     """Requests that were answered well outside of Python (``tensord.workers.dispatch.fast_path``)."""
 
     answered: int
@@ -35,11 +35,11 @@ class Turns(NamedTuple):
     #: Batch size, how often the model was applied to such a batch, and input, infer and output of each run once.
     batches: list[tuple[int, int, int, int, int]]
 
-    def part(self, share: int, whole: int) -> Turns:
+    def part(self, share: int, whole: int) -> NativeRuns:
         """Returns the part of one of several models in a pipeline, which took ``share`` of the ``whole`` time."""
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
-        return Turns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
+        return NativeRuns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
 
 
 class Failure(enum.Enum):
@@ -172,7 +172,7 @@ class ModelStatistics:
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 
-    def responded(self, sender: ResponseSender[Request], result: Sent, now_ns: int, placed_ns: int) -> None:
+    def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
         """Counts a response, or a final mark, that came at ``now_ns``, here and on its sender."""
         number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
         sender.last_ns = placed_ns
@@ -194,13 +194,13 @@ class ModelStatistics:
         counted.compute_output.add(output_ns)
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
-    def responded_more(self, sender: ResponseSender[Request], count: int, now_ns: int) -> None:
+    def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
         """Counts so many good responses, as ``responded``, that were placed in no time; none of them the first."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns
 
-    def streamed(self, sender: ResponseSender[Request], now_ns: int, failure: Failure | None) -> None:
+    def streamed(self, sender: ResponseSender, now_ns: int, failure: Failure | None) -> None:
         """Counts a request that was answered by its sender and is at its end. ``failure``: why it failed, if it did."""
         request = sender.request
         if failure is Failure.CANCELED and (counted := self.responses.of(sender.count)) is not None:
@@ -216,7 +216,7 @@ class ModelStatistics:
         self.last_inference_ms = time.time_ns() // 1_000_000
         self.copied_byte_size += request.copied_byte_size
 
-    def add(self, turns: Turns) -> None:
+    def add(self, turns: NativeRuns) -> None:
         """Adds what was counted outside of Python, of requests none of which failed."""
         self.success_count += turns.answered
         self.request_ns += turns.request_ns

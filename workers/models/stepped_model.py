@@ -1,6 +1,6 @@
 """Runs one version of a stepped model on its device: inserts requests into slots, and steps all slots at once.
 
-    insert, step ─▶ given to the device, in order ─▶ Run ─▶ read: the rows of outputs, on the host
+    insert, step ─▶ given to the device, in order ─▶ DeviceRun ─▶ read: the rows of outputs, on the host
 
 The carry goes from one run to the next and is never read. Runs are read in the order in which they were given to the device, some
 time later. Belongs to the worker's loop.
@@ -23,14 +23,14 @@ from tensord.workers.models.warmup import Sample
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.gather_buffer import copy_into
 from tensord.workers.programs.precision import precision
-from tensord.workers.programs.step_executables import Call, StepExecutables
+from tensord.workers.programs.step_executables import DeviceCall, StepExecutables
 from tensord.workers.programs.step_program import Rows
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes
 from tensord.workers.tensors.signature import Signature
 
 
-class Run(NamedTuple):
+class DeviceRun(NamedTuple):
     """An insertion or a step that was given to the device."""
 
     made: Any
@@ -96,7 +96,7 @@ class SteppedModel:
 
     # ---------------------------------------------------------------------------------------------------------- running
 
-    def insert(self, requests: Sequence[Request], slots: Sequence[int]) -> Run:
+    def insert(self, requests: Sequence[Request], slots: Sequence[int]) -> DeviceRun:
         """Has requests of one key begin in these slots.
 
         Raises: StateLost: it failed and the carry is gone.  Or whatever else fails, while all slots are as they were.
@@ -115,7 +115,7 @@ class SteppedModel:
                     copy_into(target[row] if self._insert_rows else target, arrays[name])
         return self._run(self.executables.inserts[key], (inputs, numbers))
 
-    def step(self, last: int, masked: frozenset[int]) -> Run:
+    def step(self, last: int, masked: frozenset[int]) -> DeviceRun:
         """Steps the slots up to ``last``, perhaps more, but not masked ones. Raises as ``insert``."""
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):
@@ -124,7 +124,7 @@ class SteppedModel:
             self._unmasked = count, masked, jax.device_put(unmasked[:count], self.executables.device)
         return self._run(self.executables.steps[count], (self._unmasked[2],))
 
-    def _run(self, call: Call, given: tuple[Any, ...]) -> Run:
+    def _run(self, call: DeviceCall, given: tuple[Any, ...]) -> DeviceRun:
         with precision(self._signature):
             if self._carry is None:
                 self._carry = self.executables.init()
@@ -139,7 +139,7 @@ class SteppedModel:
                 if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
                     raise self.lost() from error
                 raise
-        return Run(made, given)
+        return DeviceRun(made, given)
 
     def warm(self, samples: Sequence[Sample]) -> None:
         """Runs each sample of ``model_warmup`` as a request that has a slot to itself and one step; for the loader's thread.

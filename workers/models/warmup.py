@@ -25,7 +25,7 @@ from tensord.shm.datatypes import byte_size
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.declarations.made_inputs import MadeInputs
-from tensord.workers.models.execution import Execution, Model, run
+from tensord.workers.models.execution import Execution, RunnableModel, run
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.requests.request import Request
@@ -58,7 +58,7 @@ class Sample:
         """Adds the state of a new sequence. ``begun`` makes it of inputs and rows."""
         self._arrays |= begun(self._arrays, self.rows)
 
-    def run(self, model: Model, model_name: str, check: CheckDevice = works) -> None:
+    def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
         """Runs the sample. Raises InvalidArgument: the model failed. ``check``: of the worker's device."""
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())
@@ -67,7 +67,7 @@ class Sample:
                 if isinstance(result, ServingError):
                     raise self.failed(result.message)
 
-    def run_jitted(self, model: JaxModel, runner: Model, model_name: str, check: CheckDevice = works) -> None:
+    def run_jitted(self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
         """Runs the sample, after compiling a shape that no bucket covers. ``runner``: the model for the calling thread."""
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])

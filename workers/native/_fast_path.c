@@ -43,10 +43,10 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
 /* Makes a plan without its tensors. ``given``: Batch of _native.pyi. */
 static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_number) {
     unsigned long long model, most_waiting;
-    int series;
+    int grouped;
     PyObject *owner, *programs, *by_rows, *sequences;
     double share;
-    if (!PyArg_ParseTuple(given, "OKKdpO!O!O", &owner, &model, &most_waiting, &share, &series, &PyTuple_Type, &programs, &PyTuple_Type,
+    if (!PyArg_ParseTuple(given, "OKKdpO!O!O", &owner, &model, &most_waiting, &share, &grouped, &PyTuple_Type, &programs, &PyTuple_Type,
                           &by_rows, &sequences))
         return NULL;
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
@@ -56,7 +56,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     plan->number = answer_number;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, series, programs, by_rows, sequences);
+        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, grouped, programs, by_rows, sequences);
     if (plan->batch != NULL)
         plan->batch->plans++;
     else
@@ -130,7 +130,7 @@ static PyObject *learn(fast_path_t *self, PyObject *arguments) {
 static PyObject *learn_alone(fast_path_t *self, PyObject *arguments) {
     int fd, number;
     PyObject *alone;
-    plan_t *plan = read_plan(self, arguments, read_lone_tensors, &fd, &number, &alone);
+    plan_t *plan = read_plan(self, arguments, read_single_tensors, &fd, &number, &alone);
     if (plan == NULL)
         return NULL;
     Py_INCREF(alone);
@@ -361,10 +361,10 @@ static PyObject *lane_requests(fast_path_t *self, PyObject *unused) {
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
     int epoll;
     unsigned long long idle, executing;
-    Py_ssize_t desk;
+    Py_ssize_t slot;
     PyObject *spin, *page, *left;
     (void)named;
-    if (!PyArg_ParseTuple(arguments, "iOOnKKO", &epoll, &spin, &page, &desk, &idle, &executing, &left))
+    if (!PyArg_ParseTuple(arguments, "iOOnKKO", &epoll, &spin, &page, &slot, &idle, &executing, &left))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     fast_path_t *self = (fast_path_t *)allocate(type, 0);
@@ -374,7 +374,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         Py_DECREF(self);
         return NULL;
     }
-    if (desk < 0 || (size_t)self->page_buffer.len < ((size_t)desk + DESK_SINCE + 1) * sizeof(uint64_t)) {
+    if (slot < 0 || (size_t)self->page_buffer.len < ((size_t)slot + SLOT_SINCE + 1) * sizeof(uint64_t)) {
         Py_DECREF(self);
         PyErr_SetString(PyExc_ValueError, "that is no status page");
         return NULL;
@@ -386,7 +386,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         return PyErr_NoMemory();
     }
     self->epoll = epoll;
-    self->desk = (size_t)desk;
+    self->slot = (size_t)slot;
     self->idle = idle;
     self->executing = executing;
     Py_INCREF(left);
@@ -448,7 +448,7 @@ static PyType_Slot slots[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, destroy},
     {Py_tp_methods, methods},
-    {Py_tp_doc, "(epoll_fd, spin, page, desk, idle, executing, left): see workers/dispatch/fast_path.py."},
+    {Py_tp_doc, "(epoll_fd, spin, page, slot, idle, executing, left): see workers/dispatch/fast_path.py."},
     {0, NULL},
 };
 

@@ -4,7 +4,7 @@
  *     _fast_path.c      FastPath: what Python tells it, and waiting for events
  *     _arrivals.c       datagrams that come on lanes: requests that can be run here wait, everything else goes to Python
  *     _runs.c           runs of waiting requests
- *     _lone_runs.c      a run of one large request
+ *     _single_runs.c      a run of one large request
  *     _sequences.c      what is asked of Python's planner for requests of sequences
  *     _lanes.c          answers, and sending them
  *     _plans.c          what is known of the requests of a kind: where tensors lie, which programs run them
@@ -39,17 +39,17 @@
 /* First byte of a datagram that holds whole records. */
 #define INLINE_KIND 1
 #define MAX_NUMBERS 1024
-/* Words of the status page (shm/status_page.py): of the page, and of a desk, which says what one thread runs. */
+/* Words of the status page (shm/status_page.py): of the page, and of a slot, which says what one thread runs. */
 #define PAGE_STATE 0
 #define PAGE_SINCE 1
 #define PAGE_BEAT 2
-#define DESK_MODEL 510
-#define DESK_SINCE 511
+#define SLOT_MODEL 510
+#define SLOT_SINCE 511
 
 /* Constants that Python takes from here. */
 /* Inputs, or outputs, of one request. */
 #define MAX_TENSORS 16
-/* Rows of one run; a desk has room for more requests than that. */
+/* Rows of one run; a slot has room for more requests than that. */
 #define MAX_ROWS 128
 /* Outputs of one run that can be offered memory. */
 #define MAX_OFFERS 16
@@ -152,14 +152,14 @@ typedef struct batch {
     /* What a run has to do for each row of its program, as a part of one iteration of the loop. */
     double share;
     /* Whether a run applies the model to each request by itself. */
-    int series;
+    int grouped;
     /* The number of the program for one row, two rows, ... ``most`` rows; -1: Python runs so many. */
     int most;
     int programs[MAX_ROWS];
     int made;
     program_t *program;
     /* See _sequences.c. NULL: the model has no sequences. */
-    PyObject *seat, *fail;
+    PyObject *choose, *fail;
     figures_t figures;
 } batch_t;
 
@@ -170,7 +170,7 @@ typedef struct {
 } input_t;
 
 typedef struct {
-    /* Which of the run's results. LEASED: the output lies in the lease (_lone_runs.c). */
+    /* Which of the run's results. LEASED: the output lies in the lease (_single_runs.c). */
     int stack;
     /* Where the first row of the run begins, from one row to the next, and the size for the whole request. */
     size_t start, step, size;
@@ -192,12 +192,12 @@ typedef struct {
     output_t output[MAX_TENSORS];
     size_t answer_size, copied;
     PyObject *intact; /* NULL: no tensor is in a region */
-    /* Runs one large request by itself, see _lone_runs.c. NULL: requests are gathered. */
+    /* Runs one large request by itself, see _single_runs.c. NULL: requests are gathered. */
     PyObject *alone;
 } plan_t;
 
 int refuse(const char *reason);
-batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int series,
+batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int grouped,
                     PyObject *programs, PyObject *by_rows, PyObject *sequences);
 int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 void drop_plan(plan_t **place);
@@ -277,8 +277,8 @@ typedef struct fast_path {
     double done;
     _Atomic uint64_t *page;
     Py_buffer page_buffer;
-    /* The word where the loop's desk begins. */
-    size_t desk;
+    /* The word where the loop's slot begins. */
+    size_t slot;
     /* Values of PAGE_STATE. */
     uint64_t idle, executing;
     /* All lanes, each also at the place of its descriptor among ``descriptors``; and those that something came from in this iteration. */
@@ -309,12 +309,12 @@ int give_back(fast_path_t *self, PyObject *datagrams);
 int give_unsent(fast_path_t *self, PyObject *unsent);
 int serve(fast_path_t *self, PyObject *datagrams);
 
-int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
+int read_single_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 PyObject *places_of(const request_t *request, uint64_t *copied);
 int answer_alone(const request_t *request, PyObject *made, const moments_t moments, uint64_t copied);
 int take_back(lane_t *lane, const reader_t *records, size_t count);
 
-int seat(const request_t *requests, int count);
+int choose_requests(const request_t *requests, int count);
 int fail(fast_path_t *self, const request_t *requests, int count);
 int tell_left(fast_path_t *self);
 

@@ -23,7 +23,7 @@ static void drop_batch(batch_t *batch) {
     for (int i = 0; i < batch->made; i++)
         Py_XDECREF(batch->program[i].run);
     Py_XDECREF(batch->owner);
-    Py_XDECREF(batch->seat);
+    Py_XDECREF(batch->choose);
     Py_XDECREF(batch->fail);
     PyMem_Free(batch->program);
     PyMem_Free(batch);
@@ -94,13 +94,13 @@ static int read_batch(batch_t *batch, PyObject *programs, PyObject *by_rows) {
     return 0;
 }
 
-/* Reads (seat, fail), or None: the model has no sequences. */
+/* Reads (choose, fail), or None: the model has no sequences. */
 static int read_sequences(PyObject *sequences, batch_t *batch) {
     if (sequences == Py_None)
         return 0;
-    if (!PyArg_ParseTuple(sequences, "OO", &batch->seat, &batch->fail))
+    if (!PyArg_ParseTuple(sequences, "OO", &batch->choose, &batch->fail))
         return -1;
-    Py_INCREF(batch->seat);
+    Py_INCREF(batch->choose);
     Py_INCREF(batch->fail);
     for (int i = 0; i < batch->most; i++)
         if (batch->programs[i] < 0 || batch->program[batch->programs[i]].rows <= i)
@@ -109,7 +109,7 @@ static int read_sequences(PyObject *sequences, batch_t *batch) {
 }
 
 /* Returns a batch that no plan has yet, as the first of ``batches``, or NULL with an exception. */
-batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int series,
+batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int grouped,
                     PyObject *programs, PyObject *by_rows, PyObject *sequences) {
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
@@ -119,7 +119,7 @@ batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model
     batch->model = model;
     batch->most_waiting = most_waiting;
     batch->share = share;
-    batch->series = series;
+    batch->grouped = grouped;
     if (read_batch(batch, programs, by_rows) || read_sequences(sequences, batch)) {
         drop_batch(batch);
         return NULL;
@@ -154,7 +154,7 @@ int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
     plan->outputs = (int)PyTuple_Size(outputs);
     if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS || plan->rows < 1)
         return refuse("too many tensors, or no rows");
-    if (plan->batch->seat != NULL && plan->rows > 1)
+    if (plan->batch->choose != NULL && plan->rows > 1)
         return refuse("a request of a sequence has one row");
     for (int i = 0; i < plan->inputs; i++) {
         input_t *input = &plan->input[i];

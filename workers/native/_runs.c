@@ -14,8 +14,8 @@
 /* Counts a run. */
 static void count_run(batch_t *batch, const request_t *requests, int count, int rows, const moments_t moments) {
     figures_t *figures = &batch->figures;
-    uint64_t runs = batch->series ? (uint64_t)count : 1;
-    size_figures_t *size = &figures->sizes[batch->series ? 1 : rows];
+    uint64_t runs = batch->grouped ? (uint64_t)count : 1;
+    size_figures_t *size = &figures->sizes[batch->grouped ? 1 : rows];
     for (int n = 0; n < count; n++) {
         uint64_t arrived = requests[n].arrived_ns;
         figures->request_ns += moments[3] > arrived ? moments[3] - arrived : 0;
@@ -75,22 +75,22 @@ static void set_state(fast_path_t *self, uint64_t state, uint64_t now) {
     self->page[PAGE_BEAT] = now;
 }
 
-/* Calls what runs these requests, with the desk saying so meanwhile. Returns what it returns. */
+/* Calls what runs these requests, with the slot saying so meanwhile. Returns what it returns. */
 static PyObject *execute(fast_path_t *self, const request_t *requests, int count, PyObject *call, PyObject *argument, moments_t moments) {
-    _Atomic uint64_t *desk = self->page + self->desk;
+    _Atomic uint64_t *slot = self->page + self->slot;
     for (int n = 0; n < count; n++) {
-        desk[1 + 2 * n] = requests[n].lane->peer;
-        desk[2 + 2 * n] = requests[n].id;
+        slot[1 + 2 * n] = requests[n].lane->peer;
+        slot[2 + 2 * n] = requests[n].id;
     }
     /* The count is written last and cleared afterwards: if the run kills this process, the page says with which requests. */
     moments[1] = now_ns();
-    desk[DESK_MODEL] = requests->plan->batch->model;
-    desk[DESK_SINCE] = moments[1];
-    desk[0] = (uint64_t)count;
+    slot[SLOT_MODEL] = requests->plan->batch->model;
+    slot[SLOT_SINCE] = moments[1];
+    slot[0] = (uint64_t)count;
     set_state(self, self->executing, moments[1]);
     PyObject *made = PyObject_CallFunctionObjArgs(call, argument, NULL);
     moments[2] = now_ns();
-    desk[0] = 0;
+    slot[0] = 0;
     set_state(self, self->idle, moments[2]);
     return made;
 }
@@ -147,9 +147,9 @@ static int run(fast_path_t *self) {
     if (program == NULL || !has_room(requests, count))
         return 1;
     moments_t moments = {now_ns()};
-    if (batch->seat != NULL) {
+    if (batch->choose != NULL) {
         /* A request of a sequence has one row. */
-        count = rows = seat(requests, count);
+        count = rows = choose_requests(requests, count);
         if (count <= 0)
             return count < 0 ? -1 : 1;
         program = &batch->program[batch->programs[count - 1]];
@@ -159,7 +159,7 @@ static int run(fast_path_t *self) {
     PyObject *made = execute(self, requests, count, program->run, NULL, moments);
     int wrong = made == NULL || answer(requests, count, made, moments);
     Py_XDECREF(made);
-    if (wrong && batch->seat != NULL) {
+    if (wrong && batch->choose != NULL) {
         wrong = fail(self, requests, count);
         self->first += (size_t)count;
         return wrong;

@@ -1,10 +1,10 @@
 /* Asks Python's planner, once for each run, which requests of sequences run now, and lets Python answer those whose run failed.
  *
- *     [(correlation id, START, END), ...] ─▶ batch->seat (workers/dispatch/sequence_runs.py) ─▶ how many run now, from the first one on
+ *     [(correlation id, START, END), ...] ─▶ batch->choose (workers/dispatch/sequence_runs.py) ─▶ how many run now, from the first one on
  *                                            ╰─▶ gathered, run, answered ─▶ self->left, when the answers have left
  *     it failed: [(lane, request id, arrived), ...], error ─▶ batch->fail
  *
- * No request of a sequence is run twice: one that was seated is answered here or by ``fail``.
+ * No request of a sequence is run twice: one that was chosen is answered here or by ``fail``.
  */
 
 #include "_native.h"
@@ -21,7 +21,7 @@ static PyObject *correlation_id(reader_t reader) {
                         : PyUnicode_DecodeUTF8((const char *)text, (Py_ssize_t)number, NULL);
 }
 
-/* Returns what ``seat`` is asked: (correlation id, START, END) of each request. */
+/* Returns what ``choose`` is asked: (correlation id, START, END) of each request. */
 static PyObject *asked(const request_t *requests, int count) {
     PyObject *found = PyList_New(count);
     for (int n = 0; found != NULL && n < count; n++) {
@@ -34,11 +34,11 @@ static PyObject *asked(const request_t *requests, int count) {
 }
 
 /* Returns how many of the first of these requests run now; 0: they are for Python; -1: an exception is set that ends the process. */
-int seat(const request_t *requests, int count) {
+int choose_requests(const request_t *requests, int count) {
     const batch_t *batch = requests->plan->batch;
     PyObject *list = asked(requests, count);
-    PyObject *given = list == NULL ? NULL : PyObject_CallFunctionObjArgs(batch->seat, list, NULL);
-    long seated = given == NULL ? 0 : PyLong_AsLong(given);
+    PyObject *given = list == NULL ? NULL : PyObject_CallFunctionObjArgs(batch->choose, list, NULL);
+    long chosen = given == NULL ? 0 : PyLong_AsLong(given);
     Py_XDECREF(given);
     Py_XDECREF(list);
     if (PyErr_Occurred()) {
@@ -47,7 +47,7 @@ int seat(const request_t *requests, int count) {
         PyErr_Clear();
         return 0;
     }
-    return seated < 0 || seated > count ? 0 : (int)seated;
+    return chosen < 0 || chosen > count ? 0 : (int)chosen;
 }
 
 /* Returns what ``fail`` is told: (lane, request id, moment of arrival) of each request. */
@@ -61,7 +61,7 @@ static PyObject *described(const request_t *requests, int count) {
     return found;
 }
 
-/* Lets Python answer seated requests whose run, or answer, failed. Returns 0, or -1: an exception is set that ends the process. */
+/* Lets Python answer chosen requests whose run, or answer, failed. Returns 0, or -1: an exception is set that ends the process. */
 int fail(fast_path_t *self, const request_t *requests, int count) {
     PyObject *type, *error, *trace;
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))

@@ -14,9 +14,9 @@ from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.regions import Region
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.processor import output_memory
-from tensord.workers.processor.lone_run import LoneRun, plan_alone
 from tensord.workers.processor.output_memory import OutputMemory
-from tensord.workers.programs.executable import Executable, Outputs, Wanted, specs_of
+from tensord.workers.processor.single_run import SingleRun, plan_single
+from tensord.workers.programs.executable import Executable, RunOutputs, Wanted, specs_of
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.gather_buffer import GatherBuffer, RaggedBuffer
 from tensord.workers.programs.placement import CompiledProgram
@@ -33,32 +33,31 @@ if TYPE_CHECKING:
 _Range = tuple[tuple[int, int], int, int]
 
 
-class _Buffers:
-    """The gather buffers of an executable: one for each input, made when it is first needed."""
+class _Buffers(dict[str, GatherBuffer | RaggedBuffer]):
+    """The gather buffers of an executable by input, each made when it is first needed."""
 
     #: Whether the inputs can be gathered here.
     fit = True
 
     def __init__(self, wanted: Wanted, signature: Signature) -> None:
-        self._wanted = wanted
-        self._signature = signature
-        self._buffers: dict[str, GatherBuffer | RaggedBuffer] = {}
+        self._rows = wanted.rows
+        self._batches = signature.batches
+        self._specs = {spec.name: (spec, shape) for spec, shape in specs_of(signature, wanted)}
 
-    def of(self, spec: TensorSpec, shape: tuple[int, ...]) -> GatherBuffer | RaggedBuffer:
-        """Returns the buffer of one input."""
-        buffer = self._buffers.get(spec.name)
-        if buffer is None:
-            if spec.ragged:
-                buffer = RaggedBuffer(spec.name, shape, spec.dtype)
-            else:
-                buffer = GatherBuffer(spec.name, self._wanted.rows, shape, spec.dtype, self._signature.batches)
-            self._buffers[spec.name] = buffer
+    def __missing__(self, name: str) -> GatherBuffer | RaggedBuffer:
+        spec, shape = self._specs[name]
+        buffer: GatherBuffer | RaggedBuffer
+        if spec.ragged:
+            buffer = RaggedBuffer(name, shape, spec.dtype)
+        else:
+            buffer = GatherBuffer(name, self._rows, shape, spec.dtype, self._batches)
+        self[name] = buffer
         return buffer
 
     @functools.cached_property
     def arrays(self) -> dict[str, Array]:
         """The arrays of all buffers, by input."""
-        return {spec.name: self.of(spec, shape).array for spec, shape in specs_of(self._signature, self._wanted)}
+        return {name: self[name].array for name in self._specs}
 
     def send(self) -> dict[str, Any]:
         """Returns the gathered inputs as arguments."""
@@ -102,11 +101,11 @@ class HostExecutable(Executable):
 
     def _fill(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> tuple[Array, int]:
         if self._laid and spec.of_batch is not None:
-            return self._told(spec, shape, requests), 0
-        buffer = self._buffers.of(spec, shape)
+            return self._batch_input(spec, shape, requests), 0
+        buffer = self._buffers[spec.name]
         return buffer.array, buffer.fill(requests)
 
-    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> Outputs:
+    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> RunOutputs:
         made = self.computed(arguments, {} if places is None else places.addresses)
         outputs = self.outputs(made, requests)
         if places is not None:
@@ -124,11 +123,11 @@ class HostExecutable(Executable):
             return learned.run(functools.partial(self.call, arguments), addresses)
         return self.call(arguments)
 
-    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> Outputs:
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
         """Waits for all outputs and returns them: only then has the program read its last input."""
-        return Outputs({name: np.asarray(made[name]) for name in self._signature.outputs})
+        return RunOutputs({name: np.asarray(made[name]) for name in self._signature.outputs})
 
-    def uncut(self, outputs: Outputs) -> BatchOutputs | None:
+    def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
         return uncut(self.layout_of(outputs.arrays), [*outputs.arrays.values()])
 
     # -------------------------------------------------------------------------------------------------------- outputs in place
@@ -182,12 +181,14 @@ class HostExecutable(Executable):
         if not output_memory.given_up(address, memory) and self.memory_of_outputs is not None:
             self.memory_of_outputs.refuse()
 
-    def lone_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> LoneRun | None:
-        answer, checked = plan_alone(execution, preparation), preparation.checked
+    def single_run(
+        self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]
+    ) -> SingleRun | None:
+        answer, checked = plan_single(execution, preparation), preparation.checked
         if answer is None or checked is None:
             return None
         lane, prepared = execution.requests[0].submitter.lane, preparation.prepared
-        run = LoneRun(self, lane, prepared.inputs, checked.sizes, answer, regions)
+        run = SingleRun(self, lane, prepared.inputs, checked.sizes, answer, regions)
         return run if run.is_aligned else None
 
     def __repr__(self) -> str:

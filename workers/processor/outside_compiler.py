@@ -23,7 +23,7 @@ import jax
 
 from tensord.shm.errors import Internal
 from tensord.workers.compiling.compilers import CompilerDied, Compilers
-from tensord.workers.compiling.records import Compile, Refused
+from tensord.workers.compiling.records import Compile, CompileRefused
 from tensord.workers.devices.device_cpu import thread_count
 from tensord.workers.jax_internals.interfaces import COMPILER, CUSTOM_CALLS, PICKLER, XLA_CLIENT, Missing
 from tensord.workers.threads.cancellation import Cancellation
@@ -96,7 +96,7 @@ class OutsideCompiler:
         except OSError as error:
             _log.warning("no compile process can be started, programs are compiled in the worker: %s", error)
             return None
-        if isinstance(answer, Refused):
+        if isinstance(answer, CompileRefused):
             _log.info("a compile process refused a program, which is compiled in the worker: %s", answer.reason)
             return None
         try:

@@ -32,14 +32,14 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 if TYPE_CHECKING:
     from tensord.shm.regions import Region
     from tensord.workers.models.execution import Execution
-    from tensord.workers.processor.lone_run import LoneRun
+    from tensord.workers.processor.single_run import SingleRun
     from tensord.workers.requests.prepared import Preparation
 
 #: One output, or several, in host memory.
 Content = Array | bytes
 
 
-class Outputs(NamedTuple):
+class RunOutputs(NamedTuple):
     """The outputs of a run."""
 
     arrays: dict[str, Array]
@@ -162,7 +162,7 @@ class Executable(ABC):
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """Gathers a batch. Returns the arguments, and how many bytes were copied."""
 
-    def compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> Outputs:
+    def compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> RunOutputs:
         """Runs the program. ``places``: of a single request's outputs, which it may write there. Raises what the run raises."""
         if self._signature.wide:
             with precision(self._signature):
@@ -170,14 +170,14 @@ class Executable(ABC):
         return self._compute(arguments, requests, places)
 
     @abstractmethod
-    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> Outputs:
+    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> RunOutputs:
         """Implements ``compute`` in the right precision."""
 
     @abstractmethod
-    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> Outputs:
+    def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
         """Waits for a run. Returns its outputs, on the side where they are wanted. Raises what the run raised."""
 
-    def uncut(self, outputs: Outputs) -> BatchOutputs | None:
+    def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
         """Returns outputs as bytes that answers are cut from, or None where they are too large, or not in host memory."""
         return None if outputs.contents is None else BatchOutputs(self.layout_of(outputs.arrays), outputs.contents)
 
@@ -194,7 +194,9 @@ class Executable(ABC):
         """Ends ``offer``: the answer is announced, or there is none, and no code here has the outputs any more."""
 
     @abstractmethod
-    def lone_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> LoneRun | None:
+    def single_run(
+        self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]
+    ) -> SingleRun | None:
         """Returns an object that runs further single requests of a prepared one's kind directly, or None.
 
         ``regions``: those that it names.
@@ -220,7 +222,7 @@ class Executable(ABC):
             self._plain = is_plain(self._program.call)
         return self._plain
 
-    def _told(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> Array:
+    def _batch_input(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> Array:
         assert spec.of_batch is not None
         return batch_input(spec, self._signature.inputs[spec.of_batch.source], shape, self.wanted.rows, requests)
 

@@ -136,7 +136,7 @@ class Executables:
         what = f"model '{self._signature.model}', {what}"
         return self._cache.found_or_made(key, self._usual, self._small, what, make, cancellation)
 
-    def kept_series(
+    def kept_grouped(
         self, cancellation: Cancellation
     ) -> Callable[[Shapes, Callable[[], CompiledProgram]], CompiledProgram]:
         """Returns a function that makes programs for grouped calls, or finds them in the cache."""

@@ -32,7 +32,7 @@ from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
 
 #: A program with its parameters.
-Call = Callable[..., Any]
+DeviceCall = Callable[..., Any]
 
 
 class _Wanted(NamedTuple):
@@ -85,11 +85,11 @@ class StepExecutables:
             self._place = Placement(jax.device_put(parameters))
         self._small = device.small_programs(signature, self._place.parameters)
         #: () -> carry.
-        self.init: Call
+        self.init: DeviceCall
         #: Shapes of one request's inputs -> program: (inputs, slots, carry) -> (rows, carry).
-        self.inserts: dict[Shapes, Call] = {}
+        self.inserts: dict[Shapes, DeviceCall] = {}
         #: Number of slots -> program: (unmasked, carry) -> (rows, carry).
-        self.steps: dict[int, Call] = {}
+        self.steps: dict[int, DeviceCall] = {}
 
     @property
     def device(self) -> jax.Device | None:
@@ -153,7 +153,7 @@ class StepExecutables:
         with precision(self._signature):
             return CompiledProgram(self._place.compile(lowered), self._place)
 
-    def _adopt(self, what: _Wanted, call: Call) -> None:
+    def _adopt(self, what: _Wanted, call: DeviceCall) -> None:
         if what.name == "init":
             self.init = call
         elif what.name == "step":

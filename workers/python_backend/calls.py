@@ -14,7 +14,7 @@ import numpy as np
 
 from tensord.shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unavailable
 from tensord.shm.messages import PreparedRequest, RequestRecord
-from tensord.workers.calls.call import Call
+from tensord.workers.calls.call import ModelCall
 from tensord.workers.calls.caller import asker
 from tensord.workers.python_backend.errors import ErrorCode, TritonError, TritonModelException
 from tensord.workers.python_backend.response import InferenceResponse
@@ -32,13 +32,13 @@ def call_of(
     outputs: tuple[str, ...],
     decoupled: bool,
     timeline: RequestTimeline | None,
-) -> Call | InferenceResponse:
+) -> ModelCall | InferenceResponse:
     """Makes a call, or returns what is wrong with its inputs. Raises TritonModelException: no model may be called from here."""
     try:
         found = asker()
     except InvalidArgument as error:
         raise TritonModelException(error.message) from None
-    if found is None or not found.may_call or found.port.desk is None:
+    if found is None or not found.may_call or found.port.server is None:
         raise TritonModelException("BLS is only supported during the 'execute' function.")
     arrays = {tensor.name(): tensor.for_call() for tensor in inputs}
     if len(arrays) < len(inputs):
@@ -50,7 +50,7 @@ def call_of(
         f"Model {prepared.model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
         "transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models.'"
     )
-    return Call(found, prepared, own, arrays, outputs, decoupled, hint, timeline)
+    return ModelCall(found, prepared, own, arrays, outputs, decoupled, hint, timeline)
 
 
 def response_of(result: Result | None) -> InferenceResponse:
@@ -61,14 +61,14 @@ def response_of(result: Result | None) -> InferenceResponse:
     return InferenceResponse(tensors, parameters=result.parameters if isinstance(result, Response) else None)
 
 
-def answer_of(call: Call, first: _Answer) -> InferenceResponse | ResponseIterator:
+def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
     """Returns what ``exec`` does once the first response has come."""
     if call.refused and isinstance(first[0], ServingError):
         return one_response(_refusal(call, first[0]), call.streams)
     return ResponseIterator(call, first) if call.streams else response_of(first[0])
 
 
-def _refusal(call: Call, error: ServingError) -> InferenceResponse:
+def _refusal(call: ModelCall, error: ServingError) -> InferenceResponse:
     """Returns Triton's words for a call that could not be made."""
     why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
     code = ErrorCode.of(error.code) if isinstance(error, Cancelled | Unavailable) else ErrorCode.INTERNAL
@@ -81,14 +81,14 @@ def one_response(response: InferenceResponse, decoupled: bool) -> InferenceRespo
     return ResponseIterator(None, (None, True), response) if decoupled else response
 
 
-async def first_answer(call: Call, first: asyncio.Task[_Answer]) -> InferenceResponse | ResponseIterator:
+async def first_answer(call: ModelCall, first: asyncio.Task[_Answer]) -> InferenceResponse | ResponseIterator:
     return answer_of(call, await first)
 
 
 class ResponseIterator:
     """Iterates over the responses of one call. They are kept, so it can be iterated over again."""
 
-    def __init__(self, call: Call | None, first: _Answer, response: InferenceResponse | None = None) -> None:
+    def __init__(self, call: ModelCall | None, first: _Answer, response: InferenceResponse | None = None) -> None:
         """``call`` brings further responses, unless the first is the last."""
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]

@@ -14,11 +14,11 @@ from typing import Any
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.workers.calls.asking import check_sequence
-from tensord.workers.calls.call import Call
+from tensord.workers.calls.call import ModelCall
 from tensord.workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response
 from tensord.workers.python_backend.errors import TritonModelException
 from tensord.workers.python_backend.response import InferenceResponse, checked_parameters
-from tensord.workers.python_backend.response_sender import InferenceResponseSender, Outlet
+from tensord.workers.python_backend.response_sender import InferenceResponseSender, ResponseWriter
 from tensord.workers.python_backend.tensors import Tensor
 from tensord.workers.requests.timeline import RequestTimeline
 
@@ -76,7 +76,7 @@ class InferenceRequest:
         trace: InferenceTrace | None = None,
         parameters: Mapping[str, Any] | str | None = None,
         cancelled: Callable[[], bool] | None = None,
-        outlet: Callable[[], Outlet] | None = None,
+        writer: Callable[[], ResponseWriter] | None = None,
         timeline: RequestTimeline | None = None,
     ) -> None:
         """Makes a request. ``trace``: of the request that it is made for. ``timeline``: its own, where ``execute`` gets it.
@@ -105,7 +105,7 @@ class InferenceRequest:
         if "" in self._requested:
             raise TritonModelException(f"Requested output name {of}")
         self._cancelled = cancelled
-        self._outlet = outlet
+        self._writer = writer
         self._trace = trace
         self._timeline = timeline
         #: The response sender, once it was asked for.
@@ -157,9 +157,9 @@ class InferenceRequest:
     def get_response_sender(self) -> InferenceResponseSender:
         """Returns the request's sender of responses: any number of them if the model is decoupled, else one."""
         if self.sender is None:
-            if self._outlet is None:
+            if self._writer is None:
                 raise TritonModelException("Only a request that execute() was given has a response sender.")
-            self.sender = InferenceResponseSender(self._outlet())
+            self.sender = InferenceResponseSender(self._writer())
         return self.sender
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
@@ -184,7 +184,7 @@ class InferenceRequest:
         call.begin(by_coroutine=True)
         return asyncio.ensure_future(first_answer(call, call.first()))
 
-    def _call(self, decoupled: bool) -> Call | InferenceResponse:
+    def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
         """Returns a call that is not begun, or a response that says why there is none."""
         if not self._model_name:
             raise TritonModelException("A request to a model needs its model_name.")

@@ -15,7 +15,7 @@ from tensord.workers.python_backend.response import InferenceResponse
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
-class Outlet(Protocol):
+class ResponseWriter(Protocol):
     """Takes the responses to a request. A model that lets go of its sender lets go of this."""
 
     #: Whether the model answers a request with any number of responses.
@@ -34,8 +34,8 @@ class Outlet(Protocol):
 class InferenceResponseSender:
     """Sends the responses to one request; may be used from any thread, and after ``execute``."""
 
-    def __init__(self, outlet: Outlet) -> None:
-        self._outlet = outlet
+    def __init__(self, writer: ResponseWriter) -> None:
+        self._writer = writer
         self._lock = threading.Lock()
         self._sent = 0
         self._closed = False
@@ -56,11 +56,11 @@ class InferenceResponseSender:
             self._check(response, final)
             self._sent += 1
             self._closed = final
-            if response is not None or self._outlet.decoupled:
-                self._outlet.send(response, final)
+            if response is not None or self._writer.decoupled:
+                self._writer.send(response, final)
 
     def _check(self, response: InferenceResponse | None, final: bool) -> None:
-        if not self._outlet.decoupled:
+        if not self._writer.decoupled:
             if response is not None and self._sent:
                 raise TritonModelException(
                     "Unable to send response. Non-decoupled model cannot send more than one response."
@@ -73,9 +73,9 @@ class InferenceResponseSender:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
 
     def is_cancelled(self) -> bool:
-        return self._outlet.is_cancelled()
+        return self._writer.is_cancelled()
 
     def __del__(self) -> None:
         # A model that has not sent its final response is done once it cannot send it any more.
         with contextlib.suppress(AttributeError):
-            self._outlet.give_up()
+            self._writer.give_up()

@@ -1,1 +1,1 @@
-"""Requests inside the worker: what they are, what they have in common, who sent them, what came of them."""
+"""Requests inside the worker, their prepared parts, their submitters and their results."""

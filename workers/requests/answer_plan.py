@@ -1,8 +1,8 @@
-"""Plans of small answers: how they are cut out of what a run computed, and where each of their outputs goes.
+"""Plans small answers: how they are cut out of a run's outputs, and where each of their outputs goes.
 
     prepared request, layout of a program's outputs ─▶ AnswerPlan, kept by the number of the request
     AnswerPlan ─▶ write: one answer ─▶ the C part: the same, outside of Python (workers/dispatch/fast_path.py)
-    its number ─▶ AnswerRows: one for each of many requests ─▶ AnswerPieces: many for one request
+    its number ─▶ AnswerRows: one for each of many requests ─▶ answer_pieces: many for one request
 
 Records of one number are put together from what the encoder made of one, instead of a record and its call for each:
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000
 
 
-class Part(NamedTuple):
-    """Where an output is in what a run made, and where it goes. Row n begins at ``start + n * step``."""
+class PlannedOutput(NamedTuple):
+    """An output's place in a run's contents, and where it goes. Row n begins at ``start + n * step``."""
 
     #: Which of the run's contents.
     content: int
@@ -47,13 +47,13 @@ class Part(NamedTuple):
 
 
 class AnswerPlan(NamedTuple):
-    """An answer but for its bytes: to requests that say the same, out of outputs that lie alike."""
+    """An answer without its bytes, to requests of one preparation, out of outputs of one layout."""
 
     #: As the record has it: its number, or all of it where it has none.
     said: int | PreparedAnswer
     numbered: Numbered[PreparedAnswer] | None
     #: In the order of the answer's outputs.
-    parts: list[Part]
+    parts: list[PlannedOutput]
     #: Of all parts together, for one row.
     row_byte_size: int
     #: Whether all of them go into the record.
@@ -92,7 +92,7 @@ class AnswerPlan(NamedTuple):
 
 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
-    """Plans how such requests are answered: into the record, or where a region is named into that.
+    """Plans how requests like this one are answered: into the record, or into a region that they name.
 
     None: an output is large, is wanted as classes or does not fit into its region; nothing of this is planned.
     """
@@ -100,7 +100,7 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
     if rows * layout.row_byte_size > inline_byte_size:
         return None
     tensors: list[PreparedTensor] = []
-    parts: list[Part] = []
+    parts: list[PlannedOutput] = []
     for name, datatype, content, start, step, size, shape in layout.outputs:
         region: RegionSlice | None = None
         if wishes:
@@ -111,14 +111,14 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
             if wanted.classification or (region is not None and region.byte_size < rows * size):
                 return None
         tensors.append(PreparedTensor(name, datatype, (rows, *shape) if layout.batches else shape, region))
-        parts.append(Part(content, start, step, size, region))
+        parts.append(PlannedOutput(content, start, step, size, region))
     prepared = PreparedAnswer(request.version.version, tuple(tensors))
     inside = all(part.region is None for part in parts)
     return AnswerPlan(prepared, None, parts, sum([part.byte_size for part in parts]), inside)
 
 
 class AnswerRows:
-    """Answers of that number; ``name`` says for which requests."""
+    """Encodes answers of one number for many requests, which ``name`` sets."""
 
     def __init__(self, number: int, sizes: Sequence[int]) -> None:
         """``sizes``: bytes of each output."""
@@ -128,12 +128,12 @@ class AnswerRows:
         self._rows = self._sample[None]
 
     def name(self, request_ids: Sequence[int]) -> None:
-        """A row for each of these requests."""
+        """Sets the requests: each gets a row."""
         self._rows = np.tile(self._sample, (len(request_ids), 1))
         self._rows[:, self._id_at : self._id_at + 8] = np.array(request_ids, ">u8").view(np.uint8).reshape(-1, 8)
 
     def records(self, contents: Array) -> list[bytes]:
-        """A record for each of them. ``contents``: their outputs side by side, UINT8[requests, size]."""
+        """Returns a record for each request. ``contents``: their outputs side by side, UINT8[requests, size]."""
         rows, size = self._rows, len(self._sample)
         rows[:, self._content] = contents
         encoded = rows.tobytes()
@@ -143,34 +143,26 @@ class AnswerRows:
         return f"<AnswerRows {self._rows.shape}>"
 
 
-class AnswerPieces:
-    """Answers of that number: what stands before, between and behind the outputs."""
+def answer_pieces(number: int, sizes: Sequence[int]) -> tuple[bytes, int, list[bytes]]:
+    """Returns an answer without its outputs: the bytes before them, where the id is in these, and what follows each output.
 
-    def __init__(self, number: int, sizes: Sequence[int]) -> None:
-        """``sizes``: bytes of each output."""
-        sample, self._id_at, content = _layout(number, sizes)
-        encoded, begins, at = sample.tobytes(), [], 0
-        for size in sizes:
-            # What has no bytes stands nowhere: it is with what follows.
-            begins.append(int(content[at]) if at < len(content) else len(encoded))
-            at += size
-        ends = [0, *(begin + size for begin, size in zip(begins, sizes, strict=True))]
-        pieces = [encoded[end:begin] for end, begin in zip(ends, [*begins, len(encoded)], strict=True)]
-        self._head = pieces[0]
-        #: What follows each output.
-        self._behind = pieces[1:]
-
-    def of(self, request_id: int) -> tuple[bytes, list[bytes]]:
-        """For that request: what stands before its outputs, and what follows each of them."""
-        head, at = self._head, self._id_at
-        return head[:at] + request_id.to_bytes(8) + head[at + 8 :], self._behind
-
-    def __repr__(self) -> str:
-        return f"<AnswerPieces around {len(self._behind)} outputs>"
+    Args:
+      sizes: bytes of each output.
+    """
+    sample, id_at, content = _layout(number, sizes)
+    encoded, cuts, at = sample.tobytes(), [0], 0
+    for size in sizes:
+        # An output without bytes stands nowhere: it is with what follows.
+        begin = int(content[at]) if at < len(content) else len(encoded)
+        cuts += [begin, begin + size]
+        at += size
+    cuts.append(len(encoded))
+    head, *behind = [encoded[begin:end] for begin, end in zip(cuts[::2], cuts[1::2], strict=True)]
+    return head, id_at, behind
 
 
 def _layout(number: int, sizes: Sequence[int]) -> tuple[Array, int, Array]:
-    """A record, where its id begins, and where the bytes of its outputs are."""
+    """Returns a record, where its id begins, and where the bytes of its outputs are."""
     sample = _encoded(_ID, number, [bytes(size) for size in sizes])
     id_at = int(np.argmax(sample != _encoded(_OTHER_ID, number, [bytes(size) for size in sizes])))
     return sample, id_at, np.flatnonzero(sample != _encoded(_ID, number, [b"\xff" * size for size in sizes]))

@@ -1,4 +1,4 @@
-"""A request that was made inside the worker, by a step of an ensemble or by a model: in the queues it is one like any other.
+"""A request made inside the worker, by a step of an ensemble or by a model; queues treat it like any other.
 
 Its inputs are arrays, of this device or of the host, and not places; what becomes of it goes to a sink, and not to a lane.
 Nothing is copied for either: the arrays of one model's answer are the inputs of the next request.
@@ -8,26 +8,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tensord.shm.arrays import Array, strings
 from tensord.shm.messages import PreparedRequest, RequestedOutput, RequestRecord
-from tensord.workers.requests.request import Moments, Request, Sink, Version
+from tensord.workers.requests.request import Moments, Request, Sink
 from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.submitter import Submitter
+
+if TYPE_CHECKING:
+    from tensord.workers.models.model_version import ModelVersion
 
 _ALL: Mapping[str, RequestedOutput] = {}
 
 
 class InnerRequest(Request):
-    """``request_id`` and ``submitter`` are of the client's request that it belongs to, which is blamed for what it does."""
+    """A request with the ``request_id`` and ``submitter`` of the client's request that it is made for."""
 
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
     def __init__(
         self,
-        version: Version,
+        version: ModelVersion,
         submitter: Submitter[Request],
         prepared: PreparedRequest,
         own: RequestRecord,
@@ -39,7 +43,7 @@ class InnerRequest(Request):
         sink: Sink,
         origin: Request | None = None,
     ) -> None:
-        """``outputs``: which of them are wanted; none: all."""
+        """``outputs``: names of the wanted outputs; none: all."""
         wanted = {name: RequestedOutput(name) for name in outputs} if outputs else _ALL
         super().__init__(version, submitter, prepared, own, key, rows, arrays, wanted, [], now_ns)
         self.sink: Sink = sink
@@ -72,7 +76,7 @@ def hand_over(request: Request, result: Result | None, moments: Moments | None =
 
 
 def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
-    """A model's outputs as the inputs of others: nobody writes to them, and strings are bytes. Also, how many bytes were copied.
+    """Returns a model's outputs as read-only inputs of others, with strings as bytes; and how many bytes were copied.
 
     What XLA made is used where it is. What a model's own code made it may keep, and write to again.
     """

@@ -1,4 +1,4 @@
-"""Where the outputs of one answer go, found before anything is written.
+"""Finds the places of one answer's outputs, before anything is written.
 
 requested region   the client's memory, after all of them are known to fit
 small              inside the record
@@ -22,7 +22,7 @@ _INLINE_TENSORS = 8
 
 
 class Places:
-    """Belongs to one request; made by ``find``."""
+    """The places of the outputs of one request; ``find`` makes them."""
 
     __slots__ = ("addresses", "in_regions", "lease", "offered", "offsets", "sizes", "written")
 
@@ -49,7 +49,7 @@ class Places:
 
     @classmethod
     def find(cls, request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
-        """The places for outputs of those sizes. None: the response arena is full now.
+        """Finds the places for outputs of those sizes. Returns None while the response arena is full.
 
         Raises: Internal: an output does not fit where its client wants it.  InvalidArgument: larger than the whole arena.
         """
@@ -69,14 +69,14 @@ class Places:
         return None if needed and lease is None else cls(sizes, in_regions, offsets, lease)
 
     def in_arena(self, name: str) -> Slice | None:
-        """Where in the response arena an output goes; None: into the record or a region."""
+        """Returns an output's place in the response arena, or None where it goes into the record or a region."""
         at = self.offsets.get(name)
         if at is None or self.lease is None:
             return None
         return Slice(self.lease.place.segment, self.lease.place.offset + at, self.sizes[name])
 
     def memory(self, name: str) -> memoryview | None:
-        """The memory of that output, as many bytes as it has; None: in the record, or not mapped.
+        """Returns the memory of an output, as many bytes as it has, or None where it is in the record, or not mapped.
 
         Raises InvalidArgument: not wholly inside its region.
         """
@@ -87,7 +87,7 @@ class Places:
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
     def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
-        """Outputs that a GPU can bring to their places by itself, from wherever it has them: memory, or region and offset.
+        """Returns the places to which a GPU can copy outputs by itself: memory, or region and offset.
 
         Raises: as ``memory``.
         """
@@ -103,12 +103,12 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """The key of the lease, which is the reader's to give back from now on."""
+        """Returns the key of the lease, which the reader gives back from now on."""
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 
     def release(self) -> None:
-        """Nothing was written to them, or what was is void. Idempotent."""
+        """Releases the lease of places that stay unused. Idempotent."""
         if self.lease is not None:
             self.lease.release()
 
@@ -117,7 +117,7 @@ class Places:
 
 
 def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
-    """Where outputs go that a region was named for, all checked before any is written."""
+    """Returns the places of outputs that go to regions, all checked before any is written."""
     places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
     for name, wanted in request.outputs.items():
         if wanted.region is None or name not in sizes:

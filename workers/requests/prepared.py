@@ -73,7 +73,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """What inputs of certain names, datatypes and shapes come to in one load of a model version."""
+    """The properties that inputs of certain names, datatypes and shapes have in one load of a model version."""
 
     #: What requests must have in common to run together.
     key: Hashable
@@ -97,7 +97,7 @@ class CheckedInputs(dict[Inputs, Checked]):
 
 
 class Preparation:
-    """A prepared request of one submitter, with what was found when one like it was validated, and how they are answered.
+    """A prepared request of one submitter, with the results of validating it and the plans of its answers.
 
     That holds for one load of a model version. Where its model means another one by now, everything is found out again.
     """
@@ -105,7 +105,7 @@ class Preparation:
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = _INLINE) -> None:
-        """``number``: none of one that came inside its request, and is nobody else's."""
+        """``number``: the lane's number for it; ``_INLINE``: it came inside its request, and is nobody else's."""
         self.number = number
         self.prepared = prepared
         #: Whether all of its tensors are each request's own, and none lies in a region.
@@ -122,7 +122,7 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """One of them was found right."""
+        """Keeps the results of validating one of its requests."""
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None
         self.plans = {}
@@ -247,7 +247,7 @@ def validate_inner(
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
-    """Reshapes a tensor for a model with those dims: to a batch of one where that batches, to its one row where it does not."""
+    """Reshapes a tensor for a model with those dims: to a batch of one where it batches, to its one row where it does not."""
     shape = array.shape
     if batches and len(shape) == len(dims):
         return cast(Array, array.reshape((1, *shape)))
@@ -260,7 +260,7 @@ def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
 
 
 class _Shaped(NamedTuple):
-    """An array as far as keys are made of it."""
+    """The shape of an array, from which keys are made."""
 
     shape: tuple[int, ...]
 
@@ -317,7 +317,7 @@ def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
 ) -> None:
-    """Each input once, none too many, none missing."""
+    """Checks that each input is there once, none too many, none missing. Raises InvalidArgument."""
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()
     for name in given:
@@ -354,7 +354,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
-    """The one batch size of all inputs."""
+    """Returns the common batch size of all inputs. Raises InvalidArgument."""
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:
@@ -380,7 +380,7 @@ def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature:
 
 
 def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTensor) -> None:
-    """Its datatype and its shape. Raises InvalidArgument."""
+    """Checks a tensor's datatype and shape. Raises InvalidArgument."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
         raise InvalidArgument(
@@ -392,7 +392,7 @@ def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTens
 
 
 def _model_shape(signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which the model takes a tensor of that shape."""
+    """Returns the shape in which the model takes a client's tensor of some shape."""
     lead = shape[:1] if signature.batches else ()
     return lead + spec.to_model(shape[len(lead) :])
 

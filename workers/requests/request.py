@@ -1,32 +1,29 @@
-"""One request inside the worker: validated, with its tensors in reach, from the queue to its answer.
+"""A request inside the worker, from its validation to its answer, with its tensors in reach.
 
 Made by ``tensord.workers.requests.prepared``, owned by the worker's loop; models only read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
 
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.messages import TIMING, AnswerRecord, PreparedRequest, RequestedOutput, RequestRecord
-from tensord.shm.refusals import Refusal
 from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.regions.region_tensor import LateTensor
 from tensord.workers.requests.response_cache import Question
-from tensord.workers.requests.response_sender import ResponseSender, Sent
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.requests.timeline import RequestTimeline
-from tensord.workers.scheduling.planner import Planner
 from tensord.workers.scheduling.sequence import Controls, Sequenced
-from tensord.workers.tensors.signature import Signature
 
 if TYPE_CHECKING:
-    from tensord.workers.requests.prepared import CheckedInputs, Preparation
+    from tensord.workers.models.model_version import ModelVersion
+    from tensord.workers.requests.prepared import Preparation
 
 #: When a run began, had its inputs, had computed; in ns.
 Moments = tuple[int, int, int]
@@ -36,57 +33,8 @@ Sink = Callable[["Request", "Result | None", "Moments | None", bool], None]
 _NONE: Mapping[str, Array] = {}
 
 
-class Counts(Protocol):
-    """What is counted of requests when they are answered."""
-
-    #: Bytes of a request's tensors that were copied for it alone.
-    copied_byte_size: int
-
-    @property
-    def refused(self) -> MutableMapping[Refusal, int]:
-        """For want of room or time."""
-
-    def failed(self, lasted_ns: int, why: Any) -> None:
-        """A request was accepted and never ran."""
-
-    def responded(self, sender: ResponseSender[Request], result: Sent, now_ns: int, placed_ns: int) -> None:
-        """A response came at ``now_ns``, and is placed: its sender is told, too."""
-
-    def responded_more(self, sender: ResponseSender[Request], count: int, now_ns: int) -> None:
-        """So many good ones came behind others at ``now_ns``, and are placed."""
-
-    def streamed(self, sender: ResponseSender[Request], now_ns: int, failure: Any) -> None:
-        """A request is at its end that was answered by its sender."""
-
-
-class Version(Protocol):
-    """The model version that a request is for, as far as its answer needs it."""
-
-    name: str
-    version: int
-    #: Batches given to instances and not done.
-    executing: int
-    signature: Signature
-    checked: CheckedInputs
-    planner: Planner[Request]
-    #: Whether a request may be run again, by itself, where its batch has failed.
-    repeatable: bool
-    #: Whether answers leave in the order in which requests were taken.
-    ordered: bool
-
-    #: Of requests that are answered by senders, and are not at their end.
-    senders: dict[Request, ResponseSender[Request]]
-
-    @property
-    def statistics(self) -> Counts:
-        """What is counted of it."""
-
-    def __hash__(self) -> int:
-        """It is known by being itself."""
-
-
 class Request(Sequenced):
-    """One client's request."""
+    """A validated request of a client."""
 
     __slots__ = (
         "_added",
@@ -118,7 +66,7 @@ class Request(Sequenced):
 
     def __init__(
         self,
-        version: Version,
+        version: ModelVersion,
         submitter: Submitter[Request],
         prepared: PreparedRequest,
         own: RequestRecord,
@@ -172,7 +120,7 @@ class Request(Sequenced):
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """Input name -> array of the model's shape (after a configured reshape).
+        """The input arrays by name, in the model's shapes (after a configured reshape).
 
         A ``LateTensor`` of GPU memory and snapshot regions; else views of the submitter's arena or of a client's region
         wherever that is possible: nobody writes to them.
@@ -188,11 +136,11 @@ class Request(Sequenced):
         return self._arrays
 
     def keep(self, arrays: dict[str, Array]) -> None:
-        """Its tensors are these from now on."""
+        """Replaces its tensors."""
         self._arrays, self.contents = arrays, None
 
     def add(self, inputs: Mapping[str, Array]) -> None:
-        """Further inputs, besides those of the client."""
+        """Adds inputs to those of the client."""
         if self.contents is None or any(array.dtype == np.object_ for array in inputs.values()):
             self._arrays, self.contents = {**self.arrays, **inputs}, None
             return
@@ -202,22 +150,22 @@ class Request(Sequenced):
 
     @property
     def is_cancelled(self) -> bool:
-        """What its model is told: nobody needs further answers."""
+        """True once nobody needs further answers, as its model may ask."""
         return self.cancelled
 
     @property
     def is_open(self) -> bool:
-        """Whether its last answer has not been given."""
+        """True until its last answer is given."""
         return self.submitter.in_flight.get(self.request_id) is self
 
     @property
     def small(self) -> bool:
-        """Whether all of its tensors came inside its record."""
+        """True if all of its tensors came inside its record."""
         return self.contents is not None and not [one for one in self.contents.values() if type(one) is not bytes]
 
     @property
     def label(self) -> str:
-        """How Triton's messages begin, so that a client finds its request."""
+        """The beginning of Triton's messages, by which a client finds its request."""
         return label(self.client_id)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
@@ -249,7 +197,7 @@ class Request(Sequenced):
 
 
 def controls_of(own: RequestRecord) -> Controls:
-    """What a request says of its sequence."""
+    """Returns the sequence controls of a request."""
     return Controls(own.sequence_id, own.sequence_start, own.sequence_end)
 
 
@@ -260,10 +208,10 @@ def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple
 
 
 def named(client_id: str) -> str:
-    """What begins a line of the log about a request; "": it has no id."""
+    """Returns the beginning of a log line about a request; "": it has no id."""
     return label(client_id) if client_id else ""
 
 
 def label(client_id: str) -> str:
-    """``[request id: X] `` with the client's id."""
+    """Returns ``[request id: X] `` with the client's id."""
     return f"[request id: {client_id or '<id_unknown>'}] "

@@ -1,4 +1,4 @@
-"""Answers that can be given again: the response cache of one worker, shared by all of its models that ask for one.
+"""The response cache of one worker, shared by all of its models that ask for one.
 
     digest of a question ─▶ entry ─▶ its question, compared as a whole ─▶ its answer
 
@@ -35,16 +35,16 @@ class Input(NamedTuple):
     content: Array
 
     def same(self, other: Input) -> bool:
-        """Whether it is the same tensor."""
+        """Returns whether another input is the same tensor."""
         return self[:3] == other[:3] and np.array_equal(self.content, other.content)
 
     def copy(self) -> Input:
-        """This input in memory of its own."""
+        """Returns this input in memory of its own."""
         return self._replace(content=self.content.copy())
 
 
 class Question(NamedTuple):
-    """What an answer depends on."""
+    """The part of a request that its answer depends on."""
 
     digest: bytes
     #: Stands for the load of the model version that is asked: another load may answer differently.
@@ -56,7 +56,7 @@ class Question(NamedTuple):
 
     @classmethod
     def of(cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array]) -> Question:
-        """The question that these tensors are. It reads them where they are, and keeps them."""
+        """Makes the question of a request's tensors, which it reads where they are, and keeps."""
         wanted = tuple(sorted(outputs))
         digest = hashlib.blake2b(repr((id(load), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
         inputs: list[Input] = []
@@ -69,19 +69,19 @@ class Question(NamedTuple):
         return cls(digest.digest(), load, wanted, tuple(inputs))
 
     def same(self, other: Question) -> bool:
-        """Whether both have the same answer."""
+        """Returns whether two questions have the same answer."""
         if self.load is not other.load or self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
             return False
         return all(one.same(two) for one, two in zip(self.inputs, other.inputs, strict=True))
 
     @property
     def byte_size(self) -> int:
-        """Of its inputs."""
+        """The bytes of its inputs."""
         return sum(each.content.nbytes for each in self.inputs)
 
 
 class Insertion(enum.Enum):
-    """What became of an answer."""
+    """The outcome of storing an answer."""
 
     KEPT = enum.auto()
     #: Its question was answered meanwhile.
@@ -96,10 +96,10 @@ class _Entry(NamedTuple):
 
 
 class ResponseCache:
-    """One per worker; belongs to its loop."""
+    """Stores answers by their questions; a worker has one, which belongs to its loop."""
 
     def __init__(self, max_byte_size: int) -> None:
-        """``max_byte_size``: inputs and outputs of all entries together, and ``ENTRY_BYTE_SIZE`` for each."""
+        """``max_byte_size``: bytes of inputs and outputs of all entries, and ``ENTRY_BYTE_SIZE`` for each entry."""
         self._max_byte_size = max_byte_size
         self._byte_size = 0
         #: By digest, least recently used first.
@@ -110,16 +110,16 @@ class ResponseCache:
 
     @property
     def max_byte_size(self) -> int:
-        """What all entries together may take; 0: there is no cache."""
+        """The bytes that all entries together may take; 0: there is no cache."""
         return self._max_byte_size
 
     @property
     def byte_size(self) -> int:
-        """What all entries together take."""
+        """The bytes that all entries together take."""
         return self._byte_size
 
     def find(self, question: Question) -> Response | None:
-        """The answer that was given to that question, if it is known. Only to be read."""
+        """Returns the answer to a question, if it is known. It may only be read."""
         entry = self._entries.get(question.digest)
         if entry is None or not entry.question.same(question):
             return None
@@ -146,7 +146,7 @@ class ResponseCache:
         return Insertion.KEPT
 
     def forget(self, load: object) -> None:
-        """That load answers nothing any more."""
+        """Forgets the answers of a load that has ended."""
         for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
             self._remove(digest)
 
@@ -154,7 +154,7 @@ class ResponseCache:
         self._byte_size -= self._entries.pop(digest).byte_size
 
     def check_invariants(self) -> None:
-        """For tests: the sum is that of the entries, and within the bound."""
+        """Asserts, for tests, that the sum is that of the entries, and within the bound."""
         assert self._byte_size == sum(entry.byte_size for entry in self._entries.values())
         assert self._byte_size <= self._max_byte_size
 

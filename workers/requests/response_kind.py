@@ -1,4 +1,4 @@
-"""Small responses with the same outputs: what the first of them is known by, the others need not be looked at for again.
+"""Encodes small responses with the same outputs, of which only the first has to be examined.
 
 a response ─▶ ResponseKind (once for a submitter) ─▶ another one of that kind ─▶ ResponsesAlike: record, record, ...
 """
@@ -6,19 +6,19 @@ a response ─▶ ResponseKind (once for a submitter) ─▶ another one of that
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tensord.shm.arrays import DTYPES, Array, datatype_of
 from tensord.shm.messages import PreparedAnswer, response_byte_size
 from tensord.shm.prepared import Numbered
-from tensord.workers.requests.answer_plan import AnswerPieces
+from tensord.workers.requests.answer_plan import answer_pieces
 
 #: Name, datatype and shape of each output.
 Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def describe(result: Mapping[str, Array], wanted: Collection[str], most: int) -> Described | None:
-    """Small outputs that have as many bytes in every response like this one. None: they are others.
+    """Returns names, datatypes and shapes of small outputs of fixed size, or None where a response has others.
 
     Args:
       wanted: names of the outputs that are asked for; empty: all are.
@@ -39,14 +39,15 @@ def describe(result: Mapping[str, Array], wanted: Collection[str], most: int) ->
 
 
 class ResponseKind:
-    """Of one model version to one submitter: outputs of these datatypes and shapes, all of them in the record."""
+    """Responses of one model version to one submitter, with outputs of certain datatypes and shapes in the record."""
 
     __slots__ = ("_pieces", "described", "numbered")
 
     def __init__(self, numbered: Numbered[PreparedAnswer], described: Described) -> None:
         self.numbered = numbered
         self.described = described
-        self._pieces: AnswerPieces | None = None
+        #: Of its answers (``answer_pieces``), and what each counts while its client has not taken it.
+        self._pieces: tuple[bytes, int, list[bytes], int] | None = None
 
     def alike(self, request_id: int, count: int) -> ResponsesAlike:
         """Returns what encodes the responses to that request; every output has a size of its own. From any thread.
@@ -54,11 +55,13 @@ class ResponseKind:
         Args:
           count: outputs that each response has, those that nobody asked for among them.
         """
-        sizes = [math.prod(shape) * DTYPES[datatype].itemsize for _, datatype, shape in self.described]
         if self._pieces is None:
-            self._pieces = AnswerPieces(self.numbered.number, sizes)
-        byte_size = response_byte_size(tuple([bytes(size) for size in sizes]))
-        return ResponsesAlike(self, request_id, self._pieces, count, byte_size)
+            sizes = [math.prod(shape) * DTYPES[datatype].itemsize for _, datatype, shape in self.described]
+            byte_size = response_byte_size(tuple([bytes(size) for size in sizes]))
+            self._pieces = (*answer_pieces(self.numbered.number, sizes), byte_size)
+        head, at, behind, byte_size = self._pieces
+        head = head[:at] + request_id.to_bytes(8) + head[at + 8 :]
+        return ResponsesAlike(self, head, behind, count, byte_size)
 
     def __repr__(self) -> str:
         return f"<ResponseKind {self.numbered.number} {self.described}>"
@@ -69,16 +72,17 @@ class ResponsesAlike:
 
     __slots__ = ("_count", "_head", "_parts", "byte_size", "kind")
 
-    def __init__(self, kind: ResponseKind, request_id: int, pieces: AnswerPieces, count: int, byte_size: int) -> None:
+    def __init__(self, kind: ResponseKind, head: bytes, behind: Sequence[bytes], count: int, byte_size: int) -> None:
         """
         Args:
+          head, behind: what stands before the outputs, and what follows each.
           count: outputs that each has, those that nobody asked for among them.
           byte_size: what each counts where those are bounded that a client has not taken.
         """
         self.kind = kind
         self.byte_size = byte_size
         self._count = count
-        self._head, behind = pieces.of(request_id)
+        self._head = head
         self._parts = [
             (name, DTYPES[datatype], shape, follows)
             for (name, datatype, shape), follows in zip(kind.described, behind, strict=True)
@@ -121,12 +125,12 @@ class EncodedResponses:
         self.taken = False
 
     def join(self, record: bytes) -> bool:
-        """Adds one. False: the loop may not have seen it, and has to be told of them again."""
+        """Adds a record. Returns False if the loop may not have seen it, and the responses have to be put again."""
         self._records.append(record)
         return not self.taken
 
     def take(self) -> list[bytes]:
-        """On the loop: what it has not taken yet."""
+        """Returns the records that the loop has not taken yet; for the loop."""
         # Said before it looks: whoever adds one looks afterwards.
         self.taken = True
         records = self._records[:]

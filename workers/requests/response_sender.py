@@ -1,4 +1,4 @@
-"""Answers one request with any number of responses, in order, from any thread: whoever runs the model has it.
+"""Answers one request with any number of responses, in order, from any thread.
 
     model's thread ── send, send, ..., send(final) ──▶ Responses (loop) ──▶ lane ──▶ front ──▶ client
                    ◀── waits while its client has not taken ``max_ahead`` bytes of what was sent ──┘
@@ -12,16 +12,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Internal, ServingError, Unavailable
-from tensord.shm.messages import RequestedOutput
 from tensord.workers.requests.response_kind import EncodedResponses, ResponsesAlike
 from tensord.workers.requests.result import Result
+
+if TYPE_CHECKING:
+    from tensord.workers.requests.request import Request
 
 #: Where a thread must not wait, because it answers other requests as well: so many times ``max_ahead`` may be ahead.
 _UNWAITED = 16
@@ -31,50 +33,41 @@ NOT_COMPLETED = "the model ended without completing its response"
 
 
 class SenderClosed(Exception):
-    """The final mark was sent already."""
+    """Raised where a response follows the final mark."""
 
 
-class Answered(Protocol):
-    """A request, as its sender sees it."""
-
-    #: Nobody waits for it any more.
-    cancelled: bool
-    outputs: Mapping[str, RequestedOutput]
-
-
-R = TypeVar("R", bound=Answered)
 #: A response on its way; None: only the mark that there is no further one.
 Sent = Result | EncodedResponses | None
 
 
 class Taker(Protocol):
-    """Where responses go: ``tensord.workers.dispatch.responses`` takes them to the loop."""
+    """Takes a sender's responses: ``tensord.workers.dispatch.responses``, which has the loop send them, or ``Nobody``."""
 
     max_ahead: int
 
-    def alike(self, sender: ResponseSender[Any], result: dict[str, Array]) -> ResponsesAlike | None:
-        """From any thread: what encodes that response, and others like it; None: it is placed by the loop."""
+    def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
+        """Returns an encoder of responses like a given one, or None where the loop has to place them. For any thread."""
 
-    def put(self, sender: ResponseSender[Any], result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """From any thread; in order of one sender. ``wake``: not False where the loop is about to be woken anyway."""
+    def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
+        """Takes a response, in order of one sender, from any thread. ``wake``: False if the loop is about to be woken anyway."""
 
 
 class Nobody:
-    """Takes the responses to a request that nobody sent. An error among them is raised where it is sent."""
+    """Discards the responses to a sample; raises an error among them where it is sent."""
 
     max_ahead = 1
 
-    def alike(self, sender: ResponseSender[Any], result: dict[str, Array]) -> ResponsesAlike | None:
+    def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
         return None
 
-    def put(self, sender: ResponseSender[Any], result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
+    def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
         sender.settle(byte_size)
         if isinstance(result, ServingError):
             raise result
 
 
-class ResponseSender(Generic[R]):
-    """One request's. ``send`` and what asks are for any thread; the rest is the loop's."""
+class ResponseSender:
+    """Sends the responses to one request. ``send`` and the properties are for any thread; the rest belongs to the loop."""
 
     __slots__ = (
         *(
@@ -95,12 +88,12 @@ class ResponseSender(Generic[R]):
     )
 
     def __init__(
-        self, request: R, taker: Taker, began_ns: int, single: bool = False, max_ahead: int | None = None
+        self, request: Request, taker: Taker, began_ns: int, single: bool = False, max_ahead: int | None = None
     ) -> None:
         """Begins to answer a request.
 
         Args:
-          single: its model answers a request once, and that response is the last one, whatever is said.
+          single: whether its model answers a request once, so that the first response is the last one.
           max_ahead: bytes that its client need not have taken; None: as many as the taker allows.
         """
         self.request = request
@@ -141,26 +134,21 @@ class ResponseSender(Generic[R]):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """True once nobody waits for its responses any more."""
         return self.ended or self.request.cancelled
 
     @property
-    def is_closed(self) -> bool:
-        """Whether the final mark was sent."""
-        return self._closed
-
-    @property
     def is_full(self) -> bool:
-        """Whether its client has not taken what was sent, as much as may be: ``send`` would wait."""
+        """True while ``send`` would wait, because the client has not taken as many bytes as may be ahead."""
         return self._posted - self._settled >= self._max_ahead and not self.is_cancelled
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether whoever sends waits for room, or rests."""
+        """True while its model waits for room."""
         return bool(self._on_room)
 
     def begin(self, now_ns: int) -> None:
-        """Its model has it from now on. Not the first time: it goes round."""
+        """Notes that its model has begun; a request that goes round again has begun before."""
         if not self.begun:
             self.begun = True
             self.began_ns = self.last_ns = now_ns
@@ -201,7 +189,7 @@ class ResponseSender(Generic[R]):
             self._taker.put(self, sent, self._closed, size)
 
     def fail(self, error: ServingError) -> None:
-        """The request ends with an error, unless it has ended."""
+        """Ends the request with an error, unless it has ended."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -215,12 +203,12 @@ class ResponseSender(Generic[R]):
                 self._taker.put(self, None, True, 0, wake)
 
     def hold(self) -> None:
-        """Somebody has it who may answer the request, until ``let_go``."""
+        """Adds a holder, who may answer the request until ``let_go``."""
         with self._lock:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Who has it will not send any more. When nobody can the request ends, unless it goes round again."""
+        """Removes a holder. Without any the request ends, unless it goes round again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)
@@ -228,7 +216,7 @@ class ResponseSender(Generic[R]):
             self.fail(Internal(NOT_COMPLETED))
 
     def released(self, again: bool) -> bool:
-        """Its model has returned; ``again``: the request goes round once more. Returns whether anybody may answer it now."""
+        """Notes that its model has returned. ``again``: it goes round once more. Returns whether anybody may answer it now."""
         with self._lock:
             self._again = again
             return self._holders > 0
@@ -244,7 +232,7 @@ class ResponseSender(Generic[R]):
         self._taker.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
-        """Encoded; None: it is of a kind that the loop places, or has not met."""
+        """Returns a response encoded, or None where the loop has to place it."""
         alike = self.alike
         record = None if alike is None else alike.record(result)
         if record is None:
@@ -253,7 +241,7 @@ class ResponseSender(Generic[R]):
         return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
-        """Returns when there is room, or nobody is there. Not None: it may not wait, and too much is ahead."""
+        """Waits for room, or for the client's end. Returns an error where it may not wait and too much is ahead."""
         most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
             while True:
@@ -269,7 +257,7 @@ class ResponseSender(Generic[R]):
         )
 
     def when_room(self, call: Callable[[], None]) -> bool:
-        """Calls, on the loop and once, when it is not full any more. False: it is not full."""
+        """Has a function called once, on the loop, when there is room again. Returns False, doing nothing, if there is room."""
         self._on_room.append(call)
         if self.is_full:
             return True
@@ -282,12 +270,12 @@ class ResponseSender(Generic[R]):
     # ------------------------------------------------------------------------------------------------------------ the loop's
 
     def ahead(self, byte_size: int) -> None:
-        """Notes what the loop itself has put on the lane."""
+        """Notes bytes that the loop itself has put on the lane."""
         self._posted += byte_size
 
     @property
     def room(self) -> int:
-        """Bytes that may follow until it is full; 0 or less: it is."""
+        """The bytes that may follow until it is full; 0 or less: it is full."""
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
@@ -306,18 +294,18 @@ class ResponseSender(Generic[R]):
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Afterwards all responses that left are noted."""
+        """Notes responses that left together with those of other requests."""
         if self.counted is not None:
             self.counted()
 
     def settle(self, byte_size: int) -> None:
-        """So much of what was sent was taken, or counts no more."""
+        """Notes that bytes which were sent were taken, or count no more."""
         self._settled += byte_size
         if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:
             self.wake()
 
     def wake(self) -> None:
-        """There is room, or nobody waits for it any more: whoever waits shall look."""
+        """Wakes whoever waits for room, because there is room or nobody waits for responses."""
         try:
             call = self._on_room.pop()
         except IndexError:
@@ -325,7 +313,7 @@ class ResponseSender(Generic[R]):
         call()
 
     def end(self) -> None:
-        """Its final mark has left, or nobody is there to get it."""
+        """Notes that its final mark has left, or that nobody is there to get it."""
         self.ended = True
         self.wake()
 

@@ -1,4 +1,4 @@
-"""What a model makes of one request: its outputs, or why there are none."""
+"""The result of a model for one request: its outputs, or an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tensord.shm.messages import Parameter
 
 
 class Response(dict[str, Array]):
-    """Outputs with parameters, of a model that gives its answers some."""
+    """Outputs with response parameters."""
 
     __slots__ = ("parameters",)
 

@@ -1,4 +1,4 @@
-"""What a sampled request met in the worker: when it was where, and with level TENSORS what went in and came out, as text.
+"""Records when a sampled request was where in the worker, and with level TENSORS its tensors as text.
 
 Requests that are not sampled have none. Source: Triton docs/user_guide/trace.md.
 """
@@ -42,11 +42,11 @@ class RequestTimeline:
 
     @property
     def level(self) -> int:
-        """For ``RequestRecord.trace`` of requests that are made for this one."""
+        """The trace level for ``RequestRecord.trace`` of requests that are made for this one."""
         return self._level
 
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
-        """The model ran; its outputs are not placed yet. ``moments``: it began, had its inputs, had computed; in ns."""
+        """Notes a run, whose outputs are not placed yet. ``moments``: it began, had its inputs, had computed; in ns."""
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
         if self._level & TENSORS:
@@ -55,11 +55,11 @@ class RequestTimeline:
                 self._tensors += [_described(activity, name, array) for name, array in arrays.items()]
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:
-        """The answer is placed: it takes all of this along."""
+        """Adds the timeline to an answer that is placed."""
         return msgspec.structs.replace(answer, trace=self._timeline())
 
     def add(self, model: str, version: int, child: RequestTimeline) -> None:
-        """A request to that model is over that was made for this one."""
+        """Adds a request that was made for this one, and is over."""
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:
             return

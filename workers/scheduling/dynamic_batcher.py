@@ -20,8 +20,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.planner import Decision, QueuePlanner, Run, WaitUntil, decide
-from tensord.workers.scheduling.queue import RequestQueue, W
+from tensord.workers.scheduling.planner import Decision, Run, WaitUntil, decide
+from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 _LIMIT = 64
 
 
-class Step(NamedTuple):
+class EnsembleStep(NamedTuple):
     """A request of an ensemble to one of its models."""
 
     model: str
@@ -32,7 +32,9 @@ class Step(NamedTuple):
 class EnsembleGraph:
     """The steps of an ensemble. Its maker has checked that every tensor is written once, and has one origin at most."""
 
-    def __init__(self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[Step], most: int = 0) -> None:
+    def __init__(
+        self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[EnsembleStep], most: int = 0
+    ) -> None:
         """``most``: so many answers of one streaming step are worked on at a time; 0: any number."""
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)

@@ -1,7 +1,7 @@
 """Decides for one request to an ensemble which steps run next, what its answers are, and when it is over.
 
     begun(tensors)                 ─┐
-    responded(start, tensors)       ├─▶ Start: a step may run;  Answer: to the client
+    responded(start, tensors)       ├─▶ StepStart: a step may run;  EnsembleAnswer: to the client
     ended(start)                   ─┘
 
 Pure: tensors are whatever the caller gives, and a tensor that is not there (an optional input that the client left out, an output
@@ -23,7 +23,7 @@ from tensord.workers.scheduling.sequence import Controls
 T = TypeVar("T")
 
 
-class Start(NamedTuple, Generic[T]):
+class StepStart(NamedTuple, Generic[T]):
     """The decision that a step may run."""
 
     step: int
@@ -35,7 +35,7 @@ class Start(NamedTuple, Generic[T]):
     controls: Controls | None = None
 
 
-class Answer(NamedTuple, Generic[T]):
+class EnsembleAnswer(NamedTuple, Generic[T]):
     """An answer to the client: the requested outputs of one iteration."""
 
     outputs: dict[str, T]
@@ -63,17 +63,17 @@ class EnsembleRun(Generic[T]):
         self._answered = 0
         self.running = 0
 
-    def begun(self, tensors: Mapping[str, T]) -> list[Start[T] | Answer[T]]:
+    def begun(self, tensors: Mapping[str, T]) -> list[StepStart[T] | EnsembleAnswer[T]]:
         """Takes the client's inputs. Returns the steps that may run and answers that are complete."""
         self._keep({name: tensors.get(name) for name in self._graph.inputs}, 0)
-        out: list[Start[T] | Answer[T]] = [
+        out: list[StepStart[T] | EnsembleAnswer[T]] = [
             start for number in self._needed.numbers if (start := self._start(number, 0)) is not None
         ]
         return out + self._answers()
 
     def responded(
-        self, start: Start[T], outputs: Mapping[str, T], controls: Controls | None = None
-    ) -> list[Start[T] | Answer[T]]:
+        self, start: StepStart[T], outputs: Mapping[str, T], controls: Controls | None = None
+    ) -> list[StepStart[T] | EnsembleAnswer[T]]:
         """Takes a step's answer, perhaps not its last one. ``controls``: what its model says of the sequence."""
         number, step = start.step, self._graph.steps[start.step]
         iteration = start.iteration
@@ -89,10 +89,10 @@ class EnsembleRun(Generic[T]):
             for taker in self._needed.takers.get(tensor, ())
             for due in self._due(taker, tensor, iteration)
         }
-        out: list[Start[T] | Answer[T]] = [at for each in ready if (at := self._start(*each)) is not None]
+        out: list[StepStart[T] | EnsembleAnswer[T]] = [at for each in ready if (at := self._start(*each)) is not None]
         return out + self._answers()
 
-    def ended(self, start: Start[T]) -> None:
+    def ended(self, start: StepStart[T]) -> None:
         """Notes that a step has answered for the last time, or failed."""
         self.running -= 1
         key = (self._needed.origins[start.step], start.iteration)
@@ -157,7 +157,7 @@ class EnsembleRun(Generic[T]):
         mine = {name for name in self._graph.steps[number].inputs.values() if self._dynamic(name)}
         return sorted({at for name, at in self._values if name in mine})
 
-    def _start(self, number: int, iteration: int) -> Start[T] | None:
+    def _start(self, number: int, iteration: int) -> StepStart[T] | None:
         step = self._graph.steps[number]
         if not all(self._there(tensor, iteration) for tensor in step.inputs.values()):
             return None
@@ -169,22 +169,22 @@ class EnsembleRun(Generic[T]):
         controls = self._controls_of(step.inputs.values(), iteration) if self._controls else None
         found = {tensor: self._look(tensor, iteration, again) for tensor in dict.fromkeys(step.inputs.values())}
         inputs = {name: value for name, tensor in step.inputs.items() if (value := found[tensor]) is not None}
-        return Start(number, iteration, inputs, controls)
+        return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
         """Returns the sequence controls of the first tensor that has some."""
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 
-    def _answers(self) -> list[Start[T] | Answer[T]]:
+    def _answers(self) -> list[StepStart[T] | EnsembleAnswer[T]]:
         """Returns answers that are complete now, in the order of their iterations."""
-        out: list[Start[T] | Answer[T]] = []
+        out: list[StepStart[T] | EnsembleAnswer[T]] = []
         dynamic = any(self._dynamic(name) for name in self._needed.outputs)
         while (dynamic or not self._answered) and all(
             self._there(name, self._answered) for name in self._needed.outputs
         ):
             found = {name: self._look(name, self._answered, dynamic) for name in self._needed.outputs}
-            out.append(Answer({name: value for name, value in found.items() if value is not None}))
+            out.append(EnsembleAnswer({name: value for name, value in found.items() if value is not None}))
             self._answered += 1
         return out
 

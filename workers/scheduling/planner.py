@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from tensord.shm.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
-from tensord.workers.scheduling.queue import RequestQueue, W, Waiting
+from tensord.shm.errors import ServingError
+from tensord.workers.scheduling.queue import Waiting
 
 P = TypeVar("P", bound=Waiting)
 
@@ -114,39 +114,3 @@ def decide(planner: Planner[P], now_ns: int, instance: int) -> Decision[P]:
     if due_ns is None:
         return WaitUntil(tick_ns) if tick_ns else None
     return WaitUntil(min(due_ns, tick_ns or due_ns))
-
-
-class QueuePlanner(Generic[W]):
-    """The part of a planner that concerns requests waiting in its queue."""
-
-    def __init__(self, queue: RequestQueue[W]) -> None:
-        self._queue = queue
-        self.arrived = queue.push
-
-    def __len__(self) -> int:
-        """Returns how many requests wait."""
-        return self._queue.size
-
-    def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
-        """Cancels a request. Returns its answer, if it waited."""
-        return [(request, Cancelled("the request was cancelled"))] if self._queue.remove(request) else []
-
-    def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Removes requests that waited too long. Returns their answers."""
-        return [
-            (
-                request,
-                DeadlineExceeded() if 0 < request.deadline_ns <= now_ns else Unavailable("Request timeout expired"),
-            )
-            for request in self._queue.expire(now_ns)
-        ]
-
-    @property
-    def next_tick_ns(self) -> int:
-        """When ``tick`` is worth a call, perhaps too early; 0: never."""
-        return self._queue.next_expiry_ns
-
-    def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """Queues taken requests again that could not run."""
-        self._queue.restore(requests)
-        return []

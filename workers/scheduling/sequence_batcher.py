@@ -142,9 +142,9 @@ class SequenceBatcher(Generic[S]):
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
 
-    def have_run(self, seated: Iterable[LiveSequence[S]], now_ns: int) -> None:
+    def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
         """Notes that sequences that ``run_now`` began have run, well or not."""
-        self.table.have_run(seated, now_ns)
+        self.table.have_run(chosen, now_ns)
 
     def at_once(self, key: Hashable) -> int:
         """Implements ``Planner.at_once``."""

@@ -76,7 +76,7 @@ class SequenceTable(Generic[S]):
         """How many sequences wait for a slot."""
         return len(self._backlog)
 
-    def seated(self, now_ns: int) -> int:
+    def with_slot(self, now_ns: int) -> int:
         """Returns how many sequences have a slot, without those that have been silent too long and are still to be ended."""
         silent = 0
         for since_ns in self._idle.values():
@@ -141,12 +141,12 @@ class SequenceTable(Generic[S]):
         live: LiveSequence[S] = LiveSequence(correlation_id, self._generation)
         self._live[correlation_id] = live
         if self._slots.free and not self._backlog:
-            self._seat(live, self._slots.take())
+            self._give_slot(live, self._slots.take())
         else:
             self._backlog[live] = None
         return live
 
-    def _seat(self, live: LiveSequence[S], slot: Slot) -> None:
+    def _give_slot(self, live: LiveSequence[S], slot: Slot) -> None:
         live.slot = slot
         self._holders[slot] = live
 
@@ -157,9 +157,9 @@ class SequenceTable(Generic[S]):
 
         Returns the sequences of the first ones. It ends before one that has to wait, or is to be refused: ``admit`` says why.
         """
-        seated: list[LiveSequence[S]] = []
+        chosen: list[LiveSequence[S]] = []
         if self._waiting or self._lost or self._rules.iterative:
-            return seated
+            return chosen
         live_by_id, idle = self._live, self._idle
         for correlation_id, start, end in asked:
             live = live_by_id.get(correlation_id)
@@ -171,15 +171,15 @@ class SequenceTable(Generic[S]):
             else:
                 del idle[live]
             live.running = True
-            seated.append(live)
+            chosen.append(live)
             if end:
                 self._forget(live)
-        return seated
+        return chosen
 
-    def have_run(self, seated: Iterable[LiveSequence[S]], now_ns: int) -> None:
+    def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
         """Notes that sequences that ``run_now`` began have run."""
         idle = self._idle
-        for live in seated:
+        for live in chosen:
             live.running = False
             if live.closed:
                 self._free(live)
@@ -247,7 +247,7 @@ class SequenceTable(Generic[S]):
             return None
         first = next(iter(self._backlog))
         del self._backlog[first]
-        self._seat(first, slot)
+        self._give_slot(first, slot)
         return first
 
     def _gone(self, live: LiveSequence[S]) -> None:

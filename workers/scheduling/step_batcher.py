@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.planner import Decision, QueuePlanner, decide
-from tensord.workers.scheduling.queue import RequestQueue, W
+from tensord.workers.scheduling.planner import Decision, decide
+from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W
 
 #: Steps on their way to the device, or on it.
 AHEAD = 2
@@ -42,7 +42,7 @@ class StepRules:
     insert_rows: int = 1
 
 
-class Seat(Generic[W]):
+class SlotHolder(Generic[W]):
     """One request's stay in a slot."""
 
     __slots__ = ("left", "number", "paused", "request", "steps")
@@ -58,20 +58,20 @@ class Seat(Generic[W]):
         self.paused = False
 
     def __repr__(self) -> str:
-        return f"<Seat {self.number}, {self.steps} steps>"
+        return f"<SlotHolder {self.number}, {self.steps} steps>"
 
 
 class Step(NamedTuple, Generic[W]):
     """One step of all slots: who takes part in it."""
 
     #: Requests that take part, and slots for which it is the last step.
-    seats: Sequence[Seat[W]]
+    holders: Sequence[SlotHolder[W]]
     last: frozenset[int]
     #: Slots that must not be stepped although the device knows of a request there.
     masked: frozenset[int]
 
 
-class Answer(NamedTuple, Generic[W]):
+class SlotAnswer(NamedTuple, Generic[W]):
     """An answer to a request, from a step or from its insertion."""
 
     request: W
@@ -88,9 +88,9 @@ class StepBatcher(QueuePlanner[W]):
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
         self._rules = rules
-        self._seats: dict[W, Seat[W]] = {}
+        self._holders: dict[W, SlotHolder[W]] = {}
         #: Slot -> its request, if that takes part in the next step.
-        self._running: dict[int, Seat[W]] = {}
+        self._running: dict[int, SlotHolder[W]] = {}
         #: A heap of free slots: lower ones are given out first.
         self._free = list(range(rules.slots))
         self._masked: frozenset[int] = frozenset()
@@ -110,7 +110,7 @@ class StepBatcher(QueuePlanner[W]):
     @property
     def lives(self) -> bool:
         """True while a request has a slot, or a step is on its way."""
-        return bool(self._seats) or self._on_their_way > 0
+        return bool(self._holders) or self._on_their_way > 0
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
         """Implements ``Planner.decide``: a batch is requests that get their slots."""
@@ -130,8 +130,8 @@ class StepBatcher(QueuePlanner[W]):
         self._room -= len(taken)
         for request in taken:
             number = heapq.heappop(self._free)
-            self._seats[request] = self._running[number] = Seat(request, number)
-        self._masked -= {self._seats[request].number for request in taken}
+            self._holders[request] = self._running[number] = SlotHolder(request, number)
+        self._masked -= {self._holders[request].number for request in taken}
         return taken
 
     def done(self, requests: Iterable[W], now_ns: int) -> None:
@@ -166,41 +166,41 @@ class StepBatcher(QueuePlanner[W]):
 
     def slot(self, request: W) -> int:
         """Returns the slot of a request that has one."""
-        return self._seats[request].number
+        return self._holders[request].number
 
-    def seated(self) -> list[W]:
+    def with_slots(self) -> list[W]:
         """Returns the requests that have a slot."""
-        return list(self._seats)
+        return list(self._holders)
 
     def _leave(self, request: W, known: bool = False) -> bool:
         """Frees a request's slot, if it has one. ``known``: the device knows that the slot is free."""
-        seat = self._seats.pop(request, None)
-        if seat is None:
+        holder = self._holders.pop(request, None)
+        if holder is None:
             return False
-        seat.left = True
-        self._running.pop(seat.number, None)
-        heapq.heappush(self._free, seat.number)
+        holder.left = True
+        self._running.pop(holder.number, None)
+        heapq.heappush(self._free, holder.number)
         if not known:
-            self._masked |= {seat.number}
+            self._masked |= {holder.number}
         return True
 
     def pause(self, request: W) -> None:
         """Leaves a request out of steps until ``resume``; it keeps its slot. Ignores one that has none."""
-        seat = self._seats.get(request)
-        if seat is not None:
-            seat.paused = True
-            self._running.pop(seat.number, None)
-            self._masked |= {seat.number}
+        holder = self._holders.get(request)
+        if holder is not None:
+            holder.paused = True
+            self._running.pop(holder.number, None)
+            self._masked |= {holder.number}
 
     def resume(self, request: W) -> None:
         """Lets a paused request take part in steps again."""
-        seat = self._seats.get(request)
-        if seat is None or not seat.paused:
+        holder = self._holders.get(request)
+        if holder is None or not holder.paused:
             return
-        seat.paused = False
-        if seat.steps < self._rules.max_steps:
-            self._running[seat.number] = seat
-            self._masked -= {seat.number}
+        holder.paused = False
+        if holder.steps < self._rules.max_steps:
+            self._running[holder.number] = holder
+            self._masked -= {holder.number}
 
     def step(self) -> Step[W] | None:
         """Begins the next step. None: no request takes part, or enough steps are on their way."""
@@ -209,59 +209,59 @@ class StepBatcher(QueuePlanner[W]):
         self._room = self._rules.inserts_per_step
         if not self._running:
             return None
-        seats, masked = list(self._running.values()), self._masked
+        holders, masked = list(self._running.values()), self._masked
         last: list[int] = []
-        for seat in seats:
-            seat.steps += 1
-            if seat.steps == self._rules.max_steps:
-                last.append(seat.number)
-                del self._running[seat.number]
+        for holder in holders:
+            holder.steps += 1
+            if holder.steps == self._rules.max_steps:
+                last.append(holder.number)
+                del self._running[holder.number]
         self._masked |= frozenset(last)
         self._on_their_way += 1
-        return Step(seats, frozenset(last), masked)
+        return Step(holders, frozenset(last), masked)
 
     # ------------------------------------------------------------------------------------------------------ what came of it
 
-    def inserted(self, requests: Sequence[W], says: Sequence[int]) -> list[Answer[W]]:
+    def inserted(self, requests: Sequence[W], says: Sequence[int]) -> list[SlotAnswer[W]]:
         """Takes the flags of an insertion, one for each request. Returns the requests' answers."""
-        answers: list[Answer[W]] = []
+        answers: list[SlotAnswer[W]] = []
         for row, (request, said) in enumerate(zip(requests, says, strict=False)):
-            if request in self._seats and said:
+            if request in self._holders and said:
                 answers.append(self._answer(request, row, said))
         return answers
 
     def stepped(
         self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
-    ) -> tuple[list[Answer[W]], list[int]]:
+    ) -> tuple[list[SlotAnswer[W]], list[int]]:
         """Takes the flags of the oldest step on its way, one for each slot.
 
         Returns: the requests' answers; and the slots among ``joined`` that emit and go on.
         """
         self._on_their_way -= 1
-        answers: list[Answer[W]] = []
+        answers: list[SlotAnswer[W]] = []
         going: list[int] = []
         last, joined = step.last, joined or [False] * len(says)
-        for seat in step.seats:
-            if seat.left:
+        for holder in step.holders:
+            if holder.left:
                 continue
-            number = seat.number
+            number = holder.number
             said = says[number] | FINISHED if number in last else says[number]
             if said == EMITS and joined[number]:
                 going.append(number)
             elif said:
-                answers.append(self._answer(seat.request, number, said))
+                answers.append(self._answer(holder.request, number, said))
         return answers, going
 
-    def _answer(self, request: W, row: int, said: int) -> Answer[W]:
+    def _answer(self, request: W, row: int, said: int) -> SlotAnswer[W]:
         over = said & FINISHED > 0
         if over:
             # After its last step it is masked already.
             self._leave(request, known=True)
-        return Answer(request, row, said & EMITS > 0, over)
+        return SlotAnswer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
         """Frees all slots, because the device's state is lost. Returns the requests that had one: they are over."""
-        lost = list(self._seats)
+        lost = list(self._holders)
         self.done(lost, 0)
         # The device begins anew, and knows of nobody.
         self._masked, self._on_their_way = frozenset(), 0
@@ -270,14 +270,14 @@ class StepBatcher(QueuePlanner[W]):
     def check_invariants(self) -> None:
         """Asserts, for tests, that each slot is free or one request's, and that who is stepped has one."""
         self._queue.check_invariants()
-        numbers = [seat.number for seat in self._seats.values()]
+        numbers = [holder.number for holder in self._holders.values()]
         assert sorted(numbers + self._free) == list(range(self._rules.slots))
-        assert all(seat.request is request and not seat.left for request, seat in self._seats.items())
-        assert all(self._seats[seat.request] is seat and not seat.paused for seat in self._running.values())
-        assert all(seat.steps < self._rules.max_steps for seat in self._running.values())
+        assert all(holder.request is request and not holder.left for request, holder in self._holders.items())
+        assert all(self._holders[holder.request] is holder and not holder.paused for holder in self._running.values())
+        assert all(holder.steps < self._rules.max_steps for holder in self._running.values())
         assert not self._masked & self._running.keys()
         assert 0 <= self._on_their_way <= AHEAD
         assert 0 <= self._room <= self._rules.inserts_per_step
 
     def __repr__(self) -> str:
-        return f"<StepBatcher {len(self._queue)} waiting, {len(self._seats)} of {self._rules.slots} slots taken>"
+        return f"<StepBatcher {len(self._queue)} waiting, {len(self._holders)} of {self._rules.slots} slots taken>"

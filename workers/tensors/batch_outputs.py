@@ -20,7 +20,7 @@ from tensord.workers.tensors.signature import Signature
 LIMIT = 1 << 18
 
 
-class Part(NamedTuple):
+class PackedTensor(NamedTuple):
     """The place of one tensor in a ``Packing``."""
 
     name: str
@@ -48,14 +48,14 @@ class Packing:
         numbers: dict[np.dtype[Any], int] = {}
         sizes: list[int] = []
         #: Places of the tensors, in the order in which they were given.
-        self.parts: list[Part] = []
+        self.parts: list[PackedTensor] = []
         for name, shape, dtype in tensors:
             number = numbers.setdefault(dtype, len(numbers))
             if number == len(sizes):
                 sizes.append(0)
             start = sizes[number]
             sizes[number] += int(np.prod(shape, dtype=np.int64))
-            self.parts.append(Part(name, number, start, sizes[number], shape))
+            self.parts.append(PackedTensor(name, number, start, sizes[number], shape))
         #: dtype and number of elements of each row.
         self.rows = list(zip(numbers, sizes, strict=True))
 

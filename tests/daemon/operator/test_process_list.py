@@ -72,12 +72,11 @@ def test_what_a_worker_has_been_at_for_longest() -> None:
     worker.page.begin(5, [(1, 3)], model_key("gone", 1), 8 * SECOND)
     assert entry()["oldest_execution"] == {"model": "digits", "version": 2, "seconds": 3.0}
     worker.page.begin(0, [(1, 4)], model_key("scale", 3), 6 * SECOND)
-    worker.page.set_state(WorkerState.EXECUTING, 6 * SECOND)
     assert entry()["oldest_execution"] == {"model": "scale", "version": 3, "seconds": 4.0}
-    worker.page.set_state(WorkerState.IDLE, 9 * SECOND)
-    worker.page.end(4)
+    worker.page.end(0, 9 * SECOND)
+    worker.page.end(4, 9)
     assert entry()["oldest_execution"] == {"model": "?", "version": 0, "seconds": 2.0}
-    worker.page.end(5)
+    worker.page.end(5, 9)
     assert entry()["oldest_execution"] is None
     for name in ("first", "second"):
         worker.send(Load(name, 1, "", "", b""))

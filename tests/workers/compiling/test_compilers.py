@@ -20,7 +20,7 @@ import pytest
 from tensord.shm.errors import Cancelled
 from tensord.shm.record import encoder
 from tensord.workers.compiling.compilers import CompilerDied, Compilers
-from tensord.workers.compiling.records import Compile, Compiled, Refused
+from tensord.workers.compiling.records import Compile, Compiled, CompileRefused
 from tensord.workers.threads.cancellation import Cancellation
 from tests.daemon_process import nothing_left_behind, wait_until
 
@@ -83,7 +83,7 @@ def test_what_it_makes_runs_here() -> None:
 def test_what_xla_does_not_take_is_refused() -> None:
     compilers = Compilers(1)
     answer = compilers.compile(Compile(b"nothing", options(), 1, 1, (0,)), Cancellation())
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, CompileRefused)
     assert answer.reason
     (process,) = processes()
     assert isinstance(compilers.compile(asked(), Cancellation()), Compiled)

@@ -297,10 +297,10 @@ def test_requests_that_share_a_call_cross_the_bus_together(device: CudaDevice, c
     """With their number among the inputs, and each gets what it gets alone."""
     model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"})
     single = model.executables.planned(Wanted(1, ((4,),)))
-    assert model.series is not None
+    assert model.grouped is not None
     assert single is not None
-    assert model.series.wants(single)
-    programs = model.series.compile(single)
+    assert model.grouped.wants(single)
+    programs = model.grouped.compile(single)
     assert [program.rows for program in programs] == [8, 4, 2, 1]
     for program in programs:
         each = [np.random.default_rng(seed).random(4, np.float32) for seed in range(program.rows)]

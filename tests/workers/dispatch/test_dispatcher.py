@@ -180,15 +180,15 @@ def test_what_waits_without_a_batch_dimension_shares_calls_once_a_program_for_th
 def test_a_program_for_several_requests_is_compiled_when_none_waits_for_one(bench: Bench) -> None:
     version = bench.load("any")
     assert version.jitted is not None
-    series = version.jitted.series
-    assert series is not None
+    grouped = version.jitted.grouped
+    assert grouped is not None
     for length in (2, 4):
         bench.submit("any", *range(length))
         bench.turn()
     found = []
     while bench.compiler.jobs:
         bench.compiler.work()
-        found.append([series.find(((length,),), 4) is not None for length in (2, 4)])
+        found.append([grouped.find(((length,),), 4) is not None for length in (2, 4)])
     assert found == [[False, False], [False, False], [True, False], [True, True]], (
         "both for one request, and then one after the other"
     )

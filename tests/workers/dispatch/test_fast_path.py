@@ -400,7 +400,7 @@ def test_whoever_interrupts_the_process_gets_through(native: Native) -> None:
         native.fast.wait(0, True)
 
 
-class Seats:
+class Choices:
     """What the planner says, and what it is asked."""
 
     def __init__(self, *given: int) -> None:
@@ -409,7 +409,7 @@ class Seats:
         self.asked: list[Any] = []
         self.failed: list[Any] = []
 
-    def seat(self, asked: list[Any]) -> int:
+    def choose(self, asked: list[Any]) -> int:
         self.asked.append(asked)
         return self.given.pop(0) if self.given else len(asked)
 
@@ -418,12 +418,12 @@ class Seats:
 
     @property
     def sequences(self) -> Any:
-        return self.seat, self.fail
+        return self.choose, self.fail
 
 
 def test_of_sequences_as_many_run_as_the_planner_says(native: Native) -> None:
-    seats = Seats(2, 1)
-    native.learn(sequences=seats.sequences)
+    choices = Choices(2, 1)
+    native.learn(sequences=choices.sequences)
     own: list[dict[str, Any]] = [
         {"sequence_id": 5, "sequence_start": True},
         {"sequence_id": (1 << 64) - 1},
@@ -434,7 +434,7 @@ def test_of_sequences_as_many_run_as_the_planner_says(native: Native) -> None:
     assert native.fast.wait(0, True) == ([], [], [])
     assert native.answers() == [AnswerRecord(n + 1, 9, (turned(bytes([n] * 8)),)) for n in range(4)]
     asked = [(5, True, False), ((1 << 64) - 1, False, False), ("é" * 64, False, True), (0, False, False)]
-    assert seats.asked == [asked, asked[2:], asked[3:]]
+    assert choices.asked == [asked, asked[2:], asked[3:]]
     assert [run[:8] for run in native.runs] == [bytes([n] * 8) for n in (0, 2, 3)]
     assert native.left == 1
 
@@ -443,10 +443,10 @@ def refusing(asked: list[Any]) -> int:
     raise ValueError("a defect")
 
 
-@pytest.mark.parametrize("seat", [lambda asked: 0, lambda asked: -1, lambda asked: 9, refusing, lambda asked: "one"])
-def test_what_the_planner_seats_not_goes_back_in_its_order(native: Native, seat: Any) -> None:
+@pytest.mark.parametrize("choose", [lambda asked: 0, lambda asked: -1, lambda asked: 9, refusing, lambda asked: "one"])
+def test_what_the_planner_does_not_choose_goes_back_in_its_order(native: Native, choose: Any) -> None:
     """What came behind it may be of the same sequence."""
-    native.learn(sequences=(seat, seat))
+    native.learn(sequences=(choose, choose))
     first, behind = native.send(request(1), request(2)), native.send(request(3, form=4))
     datagrams = native.fast.wait(0, True)[1]
     assert [content for _, (content, _, _) in datagrams] == [first, behind]
@@ -455,12 +455,12 @@ def test_what_the_planner_seats_not_goes_back_in_its_order(native: Native, seat:
 
 @pytest.mark.parametrize("made", [failing, lambda: [np.zeros(7, np.uint8)]], ids=["raises", "short"])
 def test_a_step_that_goes_wrong_is_told_and_never_given_back(native: Native, made: Any) -> None:
-    seats = Seats(1)
-    native.learn(sequences=seats.sequences)
+    choices = Choices(1)
+    native.learn(sequences=choices.sequences)
     native.made = made
     native.send(request(1, received_ns=77, sequence_id=5), request(2, received_ns=78, sequence_id=6))
     assert native.fast.wait(0, True) == ([], [], [])
-    (first, error), (second, _) = seats.failed
+    (first, error), (second, _) = choices.failed
     assert (first, second) == ([(native.lane.fileno(), 1, 77)], [(native.lane.fileno(), 2, 78)])
     assert isinstance(error, RuntimeError) == (made is failing)
     assert native.answers() == []

@@ -53,7 +53,7 @@ class Bench:
         self.submitter: Submitter[Request] = Submitter(1, cast(Any, self.lane))
         self.responses = Responses(ARENAS, Outbox(ARENAS), self.posted.append, lambda: self.now_ns, 100 * MEBIBYTE)
 
-    def ask(self, request_id: int = 1) -> ResponseSender[Request]:
+    def ask(self, request_id: int = 1) -> ResponseSender:
         request = request_of({}, version=self.version, submitter=self.submitter, request_id=request_id)
         self.submitter.in_flight[request_id] = request
         self.responses.open([request], 0)
@@ -67,7 +67,7 @@ class Bench:
         for call in posted:
             call()
 
-    def returned(self, sender: ResponseSender[Request], result: Any = STREAMED) -> Execution:
+    def returned(self, sender: ResponseSender, result: Any = STREAMED) -> Execution:
         execution = Execution([sender.request], 0)
         execution.results = [result]
         self.responses.returned(execution)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tensord.workers.processor.host_executable import HostExecutable
-from tensord.workers.programs.series_program import SeriesProgram
+from tensord.workers.programs.grouped_program import GroupedProgram
 from tests.records import Tensor
 from tests.repositories import write_model
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
@@ -66,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(kind, name, counted)
 
-    count(SeriesProgram, "run")
+    count(GroupedProgram, "run")
     count(HostExecutable, "run")
     count(HostExecutable, "compute")
     return made
@@ -76,8 +76,8 @@ def shares(loop: WorkerLoop) -> bool:
     """Whether there is a program for several requests."""
     (version,) = loop.worker._models
     assert version.jitted is not None
-    assert version.jitted.series is not None
-    return version.jitted.series.find(((4,),), 8) is not None
+    assert version.jitted.grouped is not None
+    return version.jitted.grouped.find(((4,),), 8) is not None
 
 
 def way(loop: WorkerLoop, calls: list[str]) -> Way:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.workers.models.stepped_model import Run, SteppedModel
+from tensord.workers.models.stepped_model import DeviceRun, SteppedModel
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
 from tests.workers.worker_loop import WorkerLoop
@@ -125,18 +125,18 @@ def test_who_joins_is_inserted_before_another_step(
     """1. A request is stepped; the device is asked for a step ahead, or has done each at once. 2. While a step is read another
     request comes. 3. It is the next thing that the device gets: its first response waits for what was on its way, no more."""
     model, given, came = stepped(counting), list[str](), list[int]()
-    insert, step, read_run = model.insert, model.step, Run.read
-    monkeypatch.setattr(Run, "ready", property(lambda _: at_once))
+    insert, step, read_run = model.insert, model.step, DeviceRun.read
+    monkeypatch.setattr(DeviceRun, "ready", property(lambda _: at_once))
 
-    def inserts(*arguments: Any) -> Run:
+    def inserts(*arguments: Any) -> DeviceRun:
         given.append("insert")
         return insert(*arguments)
 
-    def steps(*arguments: Any) -> Run:
+    def steps(*arguments: Any) -> DeviceRun:
         given.append("step")
         return step(*arguments)
 
-    def reads(run: Run) -> Any:
+    def reads(run: DeviceRun) -> Any:
         if not came and given.count("step") == 3:
             came.append(begin(counting, 200))
             counting.front.flush()
@@ -145,7 +145,7 @@ def test_who_joins_is_inserted_before_another_step(
 
     monkeypatch.setattr(model, "insert", inserts)
     monkeypatch.setattr(model, "step", steps)
-    monkeypatch.setattr(Run, "read", reads)
+    monkeypatch.setattr(DeviceRun, "read", reads)
     first = begin(counting, 100)
     answers = counting.answers(1)
     while not came:

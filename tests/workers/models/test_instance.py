@@ -81,7 +81,7 @@ def execution_of(value: int) -> Execution:
 def test_life(inbox: Inbox, page: StatusPage) -> None:
     model = AModel()
     instance = Instance("m_0", lambda: model, inbox, page)
-    instance.desk = 4
+    instance.status_slot = 4
     instance.start()
     instance.wait_started(Cancellation())
     done: list[Execution] = []

@@ -27,11 +27,11 @@ def test_words_of_the_status_page() -> None:
     page.set_state(status_page.WorkerState.EXECUTING, 7)
     page.beat(8)
     page.begin(0, [(1, 2)], 3, 9)
-    desk = page.word(0)
+    slot = page.word(0)
     assert words[_native.PAGE_STATE] == status_page.WorkerState.EXECUTING
     assert (words[_native.PAGE_SINCE], words[_native.PAGE_BEAT]) == (7, 8)
-    assert words[desk : desk + 3].tolist() == [1, 1, 2]
-    assert (words[desk + _native.DESK_MODEL], words[desk + _native.DESK_SINCE]) == (3, 9)
+    assert words[slot : slot + 3].tolist() == [1, 1, 2]
+    assert (words[slot + _native.SLOT_MODEL], words[slot + _native.SLOT_SINCE]) == (3, 9)
     assert _native.MAX_ROWS <= status_page.IDS_PER_SLOT
     words.release()
     page.close()

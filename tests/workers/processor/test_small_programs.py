@@ -189,8 +189,8 @@ def test_a_series_is_where_its_requests_are_when_they_are_alone() -> None:
         single = model.executables.find(Wanted(1, ((100,),)))
         assert single is not None
         assert (single.placement.device is None) == (flops == 1)
-        assert model.series is not None
-        (program,) = model.series.compile(single, lengths=[2])
+        assert model.grouped is not None
+        (program,) = model.grouped.compile(single, lengths=[2])
         given = [{"x": np.random.default_rng(i).random(100, np.float32)} for i in range(2)]
         together = Execution([request_of(one, key=model.key(one)) for one in given], 0, program)
         model.execute(together)

@@ -118,18 +118,18 @@ class Simulation:
     def _come_together(self) -> None:
         """Nothing waits, so what comes now runs at once, as far as it can: what cannot has to wait, or is refused."""
         asked = [self._controls() for _ in range(self._chance.randint(1, self.batcher.at_once("k")))]
-        seated = self.batcher.run_now(asked, self._now_ns)
+        chosen = self.batcher.run_now(asked, self._now_ns)
         self.naive.tick(self._now_ns)
         steps = [Step(self._number + n, "k", self._now_ns, controls) for n, controls in enumerate(asked, 1)]
         self._number += len(steps)
-        for step in steps[: len(seated)]:
+        for step in steps[: len(chosen)]:
             assert self.naive.arrived(step) is None
         taken = self.naive.take(0)
-        assert sorted(step.number for step in taken) == [step.number for step in steps[: len(seated)]]
-        assert [live.slot for live in seated] == [self.naive.of(step).slot for step in steps[: len(seated)]]
-        assert len(seated) == len(steps) or not self.naive.may_run(steps[len(seated)])
-        self.batcher.have_run(seated, self._now_ns)
-        self.naive.done(steps[: len(seated)], self._now_ns)
+        assert sorted(step.number for step in taken) == [step.number for step in steps[: len(chosen)]]
+        assert [live.slot for live in chosen] == [self.naive.of(step).slot for step in steps[: len(chosen)]]
+        assert len(chosen) == len(steps) or not self.naive.may_run(steps[len(chosen)])
+        self.batcher.have_run(chosen, self._now_ns)
+        self.naive.done(steps[: len(chosen)], self._now_ns)
 
     def _take(self, instance: int) -> None:
         if instance in self._running:

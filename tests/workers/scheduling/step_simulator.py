@@ -11,7 +11,7 @@ from collections import deque
 
 from tensord.shm.errors import Cancelled, Unavailable
 from tensord.workers.scheduling.queue import QueuePolicy, QueueRules, RequestQueue, Waiting
-from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Answer, Step, StepBatcher, StepRules
+from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, SlotAnswer, Step, StepBatcher, StepRules
 
 
 class Counting(Waiting):
@@ -113,7 +113,7 @@ class Simulation:
             self.runs.append((taken, self.device.insert(taken, [self.batcher.slot(request) for request in taken])))
         assert room >= 0
         while (step := self.batcher.step()) is not None:
-            assert not self.paused.intersection(seat.request for seat in step.seats)
+            assert not self.paused.intersection(holder.request for holder in step.holders)
             self.runs.append((step, self.device.step(step.masked)))
         assert sum(isinstance(run, Step) for run, _ in self.runs) <= AHEAD
 
@@ -127,8 +127,8 @@ class Simulation:
             joined = [self.chance.random() < 0.5 for _ in says]
             answers, going = self.batcher.stepped(run, says, joined)
             assert all(joined[slot] for slot in going)
-            seated = {seat.number: seat.request for seat in run.seats}
-            answers += [Answer(seated[slot], slot, True, False) for slot in going]
+            with_slots = {holder.number: holder.request for holder in run.holders}
+            answers += [SlotAnswer(with_slots[slot], slot, True, False) for slot in going]
         else:
             answers = self.batcher.inserted(run, says)
         for request, row, emits, final in answers:
@@ -143,18 +143,18 @@ class Simulation:
         there = [request for request in self.requests if not request.end]
         if there:
             request = self.chance.choice(there)
-            seated = request in self.batcher.seated()
+            with_slots = request in self.batcher.with_slots()
             answers = self.batcher.cancelled(request)
-            assert [answered for answered, _ in answers] == ([] if seated else [request])
+            assert [answered for answered, _ in answers] == ([] if with_slots else [request])
             assert all(isinstance(error, Cancelled) for _, error in answers)
-            assert request not in self.batcher.seated()
+            assert request not in self.batcher.with_slots()
             self.end(request, "cancelled")
             assert not self.batcher.cancelled(request)
 
     def pause(self) -> None:
         """A client is slow."""
-        if seated := self.batcher.seated():
-            request = self.chance.choice(seated)
+        if with_slots := self.batcher.with_slots():
+            request = self.chance.choice(with_slots)
             self.batcher.pause(request)
             self.paused.add(request)
 
@@ -166,9 +166,9 @@ class Simulation:
 
     def fail(self) -> None:
         """The device loses all it has."""
-        seated = self.batcher.seated()
-        assert self.batcher.failed() == seated
-        for request in seated:
+        with_slots = self.batcher.with_slots()
+        assert self.batcher.failed() == with_slots
+        for request in with_slots:
             self.end(request, "failed")
         self.runs.clear()
         self.device = Device(self.rules.slots, self.knows)

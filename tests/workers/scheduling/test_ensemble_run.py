@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, Step
-from tensord.workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, EnsembleStep
+from tensord.workers.scheduling.ensemble_run import EnsembleAnswer, EnsembleRun, StepStart
 from tensord.workers.scheduling.sequence import Controls
 
 
-def step(takes: str, gives: str, streams: bool = False) -> Step:
+def step(takes: str, gives: str, streams: bool = False) -> EnsembleStep:
     """``"a b"``: inputs and outputs are named as the tensors they are."""
-    return Step("m", 0, {name: name for name in takes.split()}, {name: name for name in gives.split()}, streams)
+    return EnsembleStep("m", 0, {name: name for name in takes.split()}, {name: name for name in gives.split()}, streams)
 
 
 def run(graph: EnsembleGraph, wanted: str = "") -> EnsembleRun[str]:
@@ -22,11 +22,11 @@ def run(graph: EnsembleGraph, wanted: str = "") -> EnsembleRun[str]:
 
 
 def starts(instructions: list[Any]) -> list[tuple[int, int]]:
-    return [(each.step, each.iteration) for each in instructions if isinstance(each, Start)]
+    return [(each.step, each.iteration) for each in instructions if isinstance(each, StepStart)]
 
 
 def answers(instructions: list[Any]) -> list[dict[str, Any]]:
-    return [each.outputs for each in instructions if isinstance(each, Answer)]
+    return [each.outputs for each in instructions if isinstance(each, EnsembleAnswer)]
 
 
 DIAMOND = EnsembleGraph(["a"], ["d", "c"], [step("a", "b"), step("a", "c"), step("b c", "d")])
@@ -37,14 +37,14 @@ def test_a_step_starts_when_all_it_takes_is_there() -> None:
     begun = going.begun({"a": "A"})
     assert starts(begun) == [(0, 0), (1, 0)]
     first, second = begun
-    assert isinstance(first, Start)
-    assert isinstance(second, Start)
+    assert isinstance(first, StepStart)
+    assert isinstance(second, StepStart)
     assert going.responded(second, {"c": "C"}) == []
     going.ended(second)
     third = going.responded(first, {"b": "B"})
     going.ended(first)
     assert starts(third) == [(2, 0)]
-    assert isinstance(third[0], Start)
+    assert isinstance(third[0], StepStart)
     assert third[0].inputs == {"b": "B", "c": "C"}
     assert answers(going.responded(third[0], {"d": "D"})) == [{"d": "D", "c": "C"}]
     going.ended(third[0])
@@ -61,7 +61,7 @@ def test_only_what_is_asked_for_is_run() -> None:
 def test_a_tensor_that_is_not_there_is_not_passed_on() -> None:
     graph = EnsembleGraph(["a", "hint"], ["b"], [step("a hint", "b")])
     (only,) = run(graph).begun({"a": "A"})
-    assert isinstance(only, Start)
+    assert isinstance(only, StepStart)
     assert only.inputs == {"a": "A"}
 
 
@@ -71,20 +71,20 @@ def test_what_an_answer_says_of_its_sequence_holds_for_all_that_comes_of_it() ->
     )
     going = run(graph)
     first, second = going.begun({"a": "A"})
-    assert isinstance(first, Start)
-    assert isinstance(second, Start)
+    assert isinstance(first, StepStart)
+    assert isinstance(second, StepStart)
     assert first.controls is second.controls is None
     (plain,) = going.responded(second, {"c": "C"})
-    assert isinstance(plain, Start)
+    assert isinstance(plain, StepStart)
     assert plain.controls is None, "of the client's sequence"
     going.responded(plain, {"f": "F"})
     for number in range(2):
         said = Controls(number + 7, True, False)
         (third,) = going.responded(first, {"b": f"B{number}"}, said)
-        assert isinstance(third, Start)
+        assert isinstance(third, StepStart)
         assert third.controls == said
         (fourth,) = going.responded(third, {"d": "D"})
-        assert isinstance(fourth, Start)
+        assert isinstance(fourth, StepStart)
         assert fourth.controls == said, "its model has said nothing else"
         going.check_invariants()
         assert answers(going.responded(fourth, {"e": "E"})) == [{"d": "D", "e": "E", "f": "F"}]
@@ -100,14 +100,14 @@ def test_an_input_that_is_an_output() -> None:
     graph = EnsembleGraph(["a"], ["a", "b"], [step("a", "b")])
     going = run(graph)
     (only,) = going.begun({"a": "A"})
-    assert isinstance(only, Start)
+    assert isinstance(only, StepStart)
     assert answers(going.responded(only, {"b": "B"})) == [{"a": "A", "b": "B"}]
 
 
 def test_a_step_without_an_answer_leaves_the_run_stuck() -> None:
     going = run(DIAMOND, "c")
     (only,) = going.begun({"a": "A"})
-    assert isinstance(only, Start)
+    assert isinstance(only, StepStart)
     going.ended(only)
     assert going.running == 0
     assert going.stuck
@@ -120,8 +120,8 @@ STREAM = EnsembleGraph(["a"], ["d"], [step("a", "s", streams=True), step("a", "k
 def test_each_answer_of_a_streaming_step_goes_its_way() -> None:
     going = run(STREAM)
     streaming, constant = going.begun({"a": "A"})
-    assert isinstance(streaming, Start)
-    assert isinstance(constant, Start)
+    assert isinstance(streaming, StepStart)
+    assert isinstance(constant, StepStart)
     assert going.responded(streaming, {"s": "S0"}) == []
     after = going.responded(constant, {"k": "K"})
     going.ended(constant)
@@ -129,8 +129,8 @@ def test_each_answer_of_a_streaming_step_goes_its_way() -> None:
     more = [*after, *going.responded(streaming, {"s": "S1"})]
     assert going.full(0)
     assert starts(more) == [(2, 0), (2, 1)]
-    assert isinstance(more[0], Start)
-    assert isinstance(more[1], Start)
+    assert isinstance(more[0], StepStart)
+    assert isinstance(more[1], StepStart)
     # They leave in the order of the stream, whichever is ready first.
     assert answers(going.responded(more[1], {"d": "D1"})) == []
     going.ended(more[1])
@@ -147,8 +147,8 @@ def test_each_answer_of_a_streaming_step_goes_its_way() -> None:
 def test_no_answer_at_all_of_a_stream_is_none() -> None:
     going = run(STREAM)
     streaming, constant = going.begun({"a": "A"})
-    assert isinstance(streaming, Start)
-    assert isinstance(constant, Start)
+    assert isinstance(streaming, StepStart)
+    assert isinstance(constant, StepStart)
     going.responded(constant, {"k": "K"})
     going.ended(constant)
     going.ended(streaming)
@@ -158,12 +158,14 @@ def test_no_answer_at_all_of_a_stream_is_none() -> None:
 @st.composite
 def graphs(draw: st.DrawFn) -> EnsembleGraph:
     known = ["in0", "in1"]
-    steps: list[Step] = []
+    steps: list[EnsembleStep] = []
     for number in range(draw(st.integers(1, 8))):
         taken = draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True))
         made = [f"t{number}_{i}" for i in range(draw(st.integers(1, 2)))]
         steps.append(
-            Step("m", 0, dict.fromkeys(taken, "") | {name: name for name in taken}, {name: name for name in made})
+            EnsembleStep(
+                "m", 0, dict.fromkeys(taken, "") | {name: name for name in taken}, {name: name for name in made}
+            )
         )
         known += made
     outputs = draw(st.lists(st.sampled_from(known), min_size=1, max_size=4, unique=True))
@@ -183,7 +185,7 @@ def test_any_graph_in_any_order_gives_what_evaluating_it_does(graph: EnsembleGra
     begun: list[int] = []
     while waiting:
         each = waiting.pop(chance.randrange(len(waiting)))
-        if isinstance(each, Answer):
+        if isinstance(each, EnsembleAnswer):
             answered.append(each.outputs)
             continue
         begun.append(each.step)

@@ -9,11 +9,11 @@ from tensord.workers.scheduling.sequence import Controls, LiveSequence, Slot
 from tests.workers.scheduling.naive_sequences import Step
 
 
-def step(number: int, deadline_ns: int = 0, timeout_ns: int = 0, seated: bool = False) -> Step:
+def step(number: int, deadline_ns: int = 0, timeout_ns: int = 0, has_slot: bool = False) -> Step:
     made = Step(number, "k", number, Controls(number, True, False), timeout_ns)
     made.deadline_ns = deadline_ns
     made.live = LiveSequence(number, number)
-    made.live.slot = Slot(0, 0) if seated else None
+    made.live.slot = Slot(0, 0) if has_slot else None
     made.line = 0
     return made
 
@@ -49,7 +49,7 @@ def test_who_left_or_got_a_slot_is_passed_over(left: bool) -> None:
 
 def test_a_timeout_counts_only_in_the_backlog() -> None:
     expiries: Expiries[Step] = Expiries()
-    expiries.watch(step(1, timeout_ns=50, seated=True), 1)
+    expiries.watch(step(1, timeout_ns=50, has_slot=True), 1)
     assert expiries.earliest_ns is None
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tensord.shm.errors import Cancelled, DeadlineExceeded
 from tensord.workers.scheduling.queue import QueueRules, RequestQueue, Waiting
-from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Answer, StepBatcher, StepRules
+from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, SlotAnswer, StepBatcher, StepRules
 from tests.workers.scheduling.step_simulator import Simulation
 
 
@@ -25,46 +25,46 @@ def arrive(batcher: StepBatcher[Waiting], at: int, key: str = "a", priority: int
     return request
 
 
-def seat(batcher: StepBatcher[Waiting]) -> list[Waiting]:
+def give_slots(batcher: StepBatcher[Waiting]) -> list[Waiting]:
     """Everybody who may get a slot now."""
-    seated: list[Waiting] = []
+    found: list[Waiting] = []
     while taken := batcher.take(0):
-        seated += taken
+        found += taken
     batcher.check_invariants()
-    return seated
+    return found
 
 
 def test_free_slots_are_taken_in_order() -> None:
     batcher, (a, b, c) = batcher_of(3)
     assert batcher.due_ns() == 1
-    assert seat(batcher) == [a, b]
+    assert give_slots(batcher) == [a, b]
     assert (batcher.slot(a), batcher.slot(b)) == (0, 1)
     assert (batcher.due_ns(), len(batcher)) == (None, 1)
     batcher.done([a], 0)
     batcher.step()
     assert batcher.due_ns() == 3
-    assert seat(batcher) == [c]
+    assert give_slots(batcher) == [c]
     assert batcher.slot(c) == 0
 
 
 def test_priority_comes_first() -> None:
     batcher, _ = batcher_of()
     slow, urgent, usual = arrive(batcher, 1, priority=3), arrive(batcher, 2, priority=1), arrive(batcher, 3)
-    assert seat(batcher) == [urgent, usual]
+    assert give_slots(batcher) == [urgent, usual]
     assert batcher.cancelled(slow)
 
 
 def test_few_begin_between_two_steps() -> None:
     batcher, (a, b, c) = batcher_of(3, slots=8, inserts_per_step=1)
-    assert seat(batcher) == [a]
+    assert give_slots(batcher) == [a]
     assert batcher.due_ns() == 2
     step = batcher.step()
     assert step is not None
-    assert seat(batcher) == [b]
+    assert give_slots(batcher) == [b]
     # Nothing was stepped in between.
-    assert seat(batcher) == []
+    assert give_slots(batcher) == []
     batcher.step()
-    assert seat(batcher) == [c]
+    assert give_slots(batcher) == [c]
 
 
 def test_one_call_is_for_requests_of_one_key() -> None:
@@ -81,43 +81,43 @@ def test_nobody_is_stepped_who_is_not_there() -> None:
 
 def test_two_steps_are_on_their_way() -> None:
     batcher, (a,) = batcher_of(1)
-    seat(batcher)
+    give_slots(batcher)
     steps = [batcher.step() for _ in range(AHEAD)]
-    assert [[each.request for each in step.seats] for step in steps if step] == [[a], [a]]
+    assert [[each.request for each in step.holders] for step in steps if step] == [[a], [a]]
     assert batcher.step() is None
     assert steps[0] is not None
-    assert batcher.stepped(steps[0], [EMITS, 0])[0] == [Answer(a, 0, True, False)]
+    assert batcher.stepped(steps[0], [EMITS, 0])[0] == [SlotAnswer(a, 0, True, False)]
     assert batcher.step() is not None
 
 
 def test_a_slot_is_free_when_its_request_has_finished() -> None:
     batcher, (a, b) = batcher_of(2, slots=1)
-    seat(batcher)
+    give_slots(batcher)
     first, second = batcher.step(), batcher.step()
     assert first is not None
     assert second is not None
-    assert batcher.stepped(first, [EMITS | FINISHED])[0] == [Answer(a, 0, True, True)]
-    assert seat(batcher) == [b]
+    assert batcher.stepped(first, [EMITS | FINISHED])[0] == [SlotAnswer(a, 0, True, True)]
+    assert give_slots(batcher) == [b]
     # The step that was on its way already is nobody's: neither what it says of the first request counts, nor is it the second's.
     assert batcher.stepped(second, [EMITS | FINISHED])[0] == []
-    assert batcher.seated() == [b]
+    assert batcher.with_slots() == [b]
     third = batcher.step()
     assert third is not None
     assert not third.masked
-    assert batcher.stepped(third, [FINISHED])[0] == [Answer(b, 0, False, True)]
+    assert batcher.stepped(third, [FINISHED])[0] == [SlotAnswer(b, 0, False, True)]
     assert not batcher.lives
 
 
 def test_an_insertion_may_end_a_request() -> None:
     batcher, (a, b) = batcher_of(2)
-    seat(batcher)
-    assert batcher.inserted([a, b], [EMITS | FINISHED, 0]) == [Answer(a, 0, True, True)]
-    assert batcher.seated() == [b]
+    give_slots(batcher)
+    assert batcher.inserted([a, b], [EMITS | FINISHED, 0]) == [SlotAnswer(a, 0, True, True)]
+    assert batcher.with_slots() == [b]
 
 
 def test_who_is_cancelled_is_not_stepped_again() -> None:
     batcher, (a, b, c) = batcher_of(3)
-    seat(batcher)
+    give_slots(batcher)
     step = batcher.step()
     assert step is not None
     assert batcher.cancelled(a) == []
@@ -127,12 +127,12 @@ def test_who_is_cancelled_is_not_stepped_again() -> None:
     c = arrive(batcher, 4)
     following = batcher.step()
     assert following is not None
-    assert [each.request for each in following.seats] == [b]
+    assert [each.request for each in following.holders] == [b]
     assert following.masked == {0}
-    assert batcher.stepped(step, [EMITS, EMITS])[0] == [Answer(b, 1, True, False)]
+    assert batcher.stepped(step, [EMITS, EMITS])[0] == [SlotAnswer(b, 1, True, False)]
     # Its slot is the next one's, who is stepped.
-    assert seat(batcher) == [c]
-    assert batcher.stepped(following, [EMITS, EMITS])[0] == [Answer(b, 1, True, False)]
+    assert give_slots(batcher) == [c]
+    assert batcher.stepped(following, [EMITS, EMITS])[0] == [SlotAnswer(b, 1, True, False)]
     last = batcher.step()
     assert last is not None
     assert not last.masked
@@ -140,42 +140,42 @@ def test_who_is_cancelled_is_not_stepped_again() -> None:
 
 def test_the_last_step_ends_a_request() -> None:
     batcher, (a,) = batcher_of(1, max_steps=2)
-    seat(batcher)
+    give_slots(batcher)
     first, second = batcher.step(), batcher.step()
     assert first is not None
     assert second is not None
     assert (first.last, second.last) == (frozenset(), {0})
-    assert batcher.stepped(first, [EMITS, 0])[0] == [Answer(a, 0, True, False)]
+    assert batcher.stepped(first, [EMITS, 0])[0] == [SlotAnswer(a, 0, True, False)]
     assert batcher.step() is None
-    assert batcher.stepped(second, [EMITS, 0])[0] == [Answer(a, 0, True, True)]
+    assert batcher.stepped(second, [EMITS, 0])[0] == [SlotAnswer(a, 0, True, True)]
     assert not batcher.lives
 
 
 def test_who_is_paused_keeps_the_slot() -> None:
     batcher, (a, b) = batcher_of(2)
-    seat(batcher)
+    give_slots(batcher)
     batcher.pause(a)
     step = batcher.step()
     assert step is not None
-    assert ([each.request for each in step.seats], step.masked) == ([b], {0})
+    assert ([each.request for each in step.holders], step.masked) == ([b], {0})
     batcher.resume(a)
     batcher.resume(a)
     following = batcher.step()
     assert following is not None
-    assert ({each.request for each in following.seats}, following.masked) == ({a, b}, frozenset())
+    assert ({each.request for each in following.holders}, following.masked) == ({a, b}, frozenset())
     batcher.check_invariants()
 
 
 def test_all_that_have_a_slot_fail_together() -> None:
     batcher, (a, b, c) = batcher_of(3)
-    seat(batcher)
+    give_slots(batcher)
     step = batcher.step()
     batcher.cancelled(b)
     assert batcher.failed() == [a]
     assert (len(batcher), batcher.lives) == (1, False)
     assert step is not None
     # The device begins anew.
-    assert seat(batcher) == [c]
+    assert give_slots(batcher) == [c]
     fresh = batcher.step()
     assert fresh is not None
     assert not fresh.masked
@@ -183,18 +183,18 @@ def test_all_that_have_a_slot_fail_together() -> None:
 
 def test_what_could_not_be_inserted_waits_in_front() -> None:
     batcher, (a, b, c) = batcher_of(3)
-    seat(batcher)
+    give_slots(batcher)
     assert batcher.restore([a, b], 0) == []
     batcher.step()
-    assert seat(batcher) == [a, b]
+    assert give_slots(batcher) == [a, b]
     assert batcher.dropped(a, 0) == []
     batcher.step()
-    assert seat(batcher) == [c]
+    assert give_slots(batcher) == [c]
 
 
 def test_who_waits_too_long_is_told() -> None:
     batcher, (a, _, c) = batcher_of(3)
-    seat(batcher)
+    give_slots(batcher)
     late = Waiting("a", 1, 4)
     late.deadline_ns = 10
     batcher.arrived(late)
@@ -204,7 +204,7 @@ def test_who_waits_too_long_is_told() -> None:
     assert answered is late
     assert isinstance(error, DeadlineExceeded)
     assert [request for request, _ in batcher.cancelled(c)] == [c]
-    assert a in batcher.seated()
+    assert a in batcher.with_slots()
 
 
 @pytest.mark.parametrize("seed", range(0, 4000, 500))

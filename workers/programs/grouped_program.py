@@ -10,9 +10,10 @@ One program is compiled for each shape, with room for ``MOST`` requests; how man
 ``apply`` stays a computation of its own inside the loop, or on a GPU apart from what is around it. Were it compiled together with
 that, XLA would put other operations into one kernel than it does for a request alone, and a product that is added to something
 would be rounded, or not.
-With numbers of 16 bits or fewer that happens all the same on processors that compute with them, so such models have no series.
+With numbers of 16 bits or fewer that happens all the same on processors that compute with them, so such models have
+no grouped calls.
 From JAX 0.11 on, it also happens to small loops on a CPU, which XLA compiles with what is in them as one function: that is turned
-off for the loop here, and models with loops of their own, which keep it when they run alone, have no series.
+off for the loop here, and models with loops of their own, which keep it when they run alone, have none.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _JOINS_SMALL_LOOPS = jax.__version_info__[:2] > (0, 10)
 _OPTIONS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if _JOINS_SMALL_LOOPS else {}
 
 
-class NoSeries(Exception):
+class NotGroupable(Exception):
     """Raised where a program for several requests might not compute what each of them gets alone."""
 
 
@@ -65,7 +66,7 @@ class _Place(NamedTuple):
     content: memoryview
 
 
-class SeriesMemory:
+class GroupedMemory:
     """The memory that the requests of one compiled program are stacked in. Used by the execution thread only."""
 
     def __init__(self, packing: Packing, inputs: Inputs) -> None:
@@ -99,7 +100,7 @@ class SeriesMemory:
         return self._inputs.send()
 
 
-class SeriesProgram:
+class GroupedProgram:
     """A compiled program for ``rows`` requests; those of one shape share its memory. The execution thread alone uses it."""
 
     __slots__ = ("_call", "_layout", "_memory", "_outputs", "_read", "_signature", "rows")
@@ -109,7 +110,7 @@ class SeriesProgram:
         rows: int,
         signature: Signature,
         call: functools.partial[Any],
-        memory: SeriesMemory,
+        memory: GroupedMemory,
         outputs: Packing,
         read: Callable[[Sequence[Any]], list[Content]],
     ) -> None:
@@ -192,10 +193,10 @@ class SeriesProgram:
         return [self._outputs.unpack([array[i] for array in arrays]) for i in range(self.rows)]
 
     def __repr__(self) -> str:
-        return f"<SeriesProgram of {self.rows} requests>"
+        return f"<GroupedProgram of {self.rows} requests>"
 
 
-class SeriesMaker:
+class GroupedProgramMaker:
     """Makes the programs for grouped calls of one shape; any thread may use it."""
 
     def __init__(self, single: Executable, signature: Signature, apply: Apply) -> None:
@@ -218,7 +219,7 @@ class SeriesMaker:
         return [*stacks, (_COUNT, np.dtype(np.uint32), ())]
 
     def compile(self) -> CompiledProgram:
-        """Compiles the program. Raises NoSeries; or whatever tracing raises."""
+        """Compiles the program. Raises NotGroupable; or whatever tracing raises."""
         signature, placement, inputs = self._signature, self._placement, self._inputs
 
         def inner(parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +229,7 @@ class SeriesMaker:
 
         alone = jax.jit(inner)
 
-        def series(parameters: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def grouped(parameters: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             stacks = [arguments[str(number)] for number in range(len(inputs.rows))]
 
             def apply(number: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -253,26 +254,26 @@ class SeriesMaker:
 
         specs = {name: placement.spec(shape, dtype) for name, dtype, shape in self.arguments}
         with precision(signature):
-            traced = jax.jit(series).trace(placement.parameter_specs, specs)
+            traced = jax.jit(grouped).trace(placement.parameter_specs, specs)
             text = str(traced.jaxpr)
             # One of the loops is that over the requests.
             if _NARROW_FLOAT.search(text) or (_JOINS_SMALL_LOOPS and len(_LOOP.findall(text)) > 1):
-                raise NoSeries
+                raise NotGroupable
             return CompiledProgram(placement.compile(traced.lower(), _OPTIONS), placement)
 
-    def programs(self, compiled: CompiledProgram, lengths: Sequence[int]) -> list[SeriesProgram]:
+    def programs(self, compiled: CompiledProgram, lengths: Sequence[int]) -> list[GroupedProgram]:
         """Returns the program for each number of requests."""
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []
         call = functools.partial(compiled.call, compiled.placement.parameters)
         made: Any = self._single.program.out_info
-        memory, outputs = SeriesMemory(self._inputs, inputs), _packing(self._signature, made)
+        memory, outputs = GroupedMemory(self._inputs, inputs), _packing(self._signature, made)
         read = self._single.device.contents_of
-        return [SeriesProgram(length, self._signature, call, memory, outputs, read) for length in lengths]
+        return [GroupedProgram(length, self._signature, call, memory, outputs, read) for length in lengths]
 
     def __repr__(self) -> str:
-        return f"<SeriesMaker of {self._inputs}>"
+        return f"<GroupedProgramMaker of {self._inputs}>"
 
 
 def _apart(alone: Callable[..., Any], parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 /* Runs one large request by itself, with its tensors where they lie in the arenas.
  *
- *     RequestRecord ─▶ (place or bytes, ...) ─▶ plan->alone (workers/processor/lone_run.py) ─▶ lease, small outputs ─▶ AnswerRecord
+ *     RequestRecord ─▶ (place or bytes, ...) ─▶ plan->alone (workers/processor/single_run.py) ─▶ lease, small outputs ─▶ AnswerRecord
  *
  * ``alone`` returns (segment, offset, generation, [small output, ...]), where segment -1 means that there is no lease, or None: then
  * the request is for Python.
@@ -9,7 +9,7 @@
 #include "_native.h"
 
 /* Reads a plan's tensors. ``inputs``: sizes; ``outputs``: (stack, start, size) each. Not 0: an exception is set. */
-int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
+int read_single_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
     plan->inputs = (int)PyTuple_Size(inputs);
     plan->outputs = plan->inside = (int)PyTuple_Size(outputs);
     if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS || plan->rows < 1 || plan->rows > MAX_ROWS)

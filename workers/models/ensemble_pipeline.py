@@ -1,8 +1,8 @@
 """Runs the steps of an ensemble as a pipeline, for requests that find no others waiting for any of its models.
 
 It does what the steps would do as requests of their own, where all of them are compiled programs of fixed shapes on the
-worker's device: they would be run at once, and alone, because nobody waits there (``workers/programs/chain_program.py``). Chains
-are found once for each set of outputs, until a model changes.
+worker's device: they would be run at once, and alone, because nobody waits there (``workers/programs/pipeline_program.py``).
+Pipelines are found once for each set of outputs, until a model changes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tensord.shm.errors import NotFound
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
-from tensord.workers.models.statistics import Turns
-from tensord.workers.programs.chain_program import ChainProgram, Link
+from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.pipeline_program import Link, PipelineProgram
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
@@ -37,11 +37,11 @@ class _Step(NamedTuple):
     outputs: Mapping[str, str]
 
 
-class EnsembleChain:
+class EnsemblePipeline:
     """The pipeline of one ensemble version for one set of outputs. Belongs to the worker's loop."""
 
     #: Requests share batches, and no calls besides.
-    series = None
+    grouped = None
 
     def __init__(self, version: ModelVersion, graph: EnsembleGraph, needed: NeededSteps, models: ModelTable) -> None:
         self._signature = version.signature
@@ -50,9 +50,9 @@ class EnsembleChain:
         steps = [graph.steps[number] for number in graph.in_order() if number in needed.numbers]
         self._steps = [_Step(models.find(step.model, step.version), step.inputs, step.outputs) for step in steps]
         #: By the rows that wait.
-        self._by_rows: dict[int, ChainProgram | None] = {}
+        self._by_rows: dict[int, PipelineProgram | None] = {}
         #: By bucket.
-        self._made: dict[int, ChainProgram] = {}
+        self._made: dict[int, PipelineProgram] = {}
 
     @property
     def free(self) -> bool:
@@ -63,18 +63,18 @@ class EnsembleChain:
         """Returns whether it makes exactly the outputs that a request asks for."""
         return len(request.outputs or self._signature.outputs) == len(self._outputs)
 
-    def program(self, rows: int) -> ChainProgram | None:
+    def program(self, rows: int) -> PipelineProgram | None:
         """Returns the program for so many rows, or None where the steps have to be requests."""
         if rows not in self._by_rows:
             self._by_rows[rows] = self._build(rows)
         found = self._by_rows[rows]
         return None if found is None or found.long or not found.gathers else found
 
-    def programs(self, key: Shapes, most: int) -> list[ChainProgram | None]:
+    def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
         """Returns the program for each number of rows that wait, up to ``most``, as ``JaxModel.programs``."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
-    def run(self, execution: Execution, program: ChainProgram) -> None:
+    def run(self, execution: Execution, program: PipelineProgram) -> None:
         """Runs a batch and fills in its results. Raises whatever a program raises."""
         requests = execution.requests
         arguments, execution.copied_byte_size = program.gather(requests)
@@ -90,7 +90,8 @@ class EnsembleChain:
         }
         if program.layout is None:
             program.layout = layout_of(self._signature, found, self._signature.batches)
-        execution.computed(uncut(program.layout, contents), lambda: self._cut(requests, found))
+        execution.outputs = uncut(program.layout, contents)
+        execution.cut = lambda: self._cut(requests, found)
 
     def _cut(self, requests: Sequence[Request], found: Mapping[str, Array]) -> list[Result]:
         if not self._signature.batches:
@@ -107,9 +108,9 @@ class EnsembleChain:
         rows = sum([request.rows for request in execution.requests])
         took, count = execution.computed_ns - execution.gathered_ns, len(execution.requests)
         batch = (rows, 1, 0, took, 0)
-        self.credit(Turns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
+        self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
-    def credit(self, turns: Turns) -> None:
+    def credit(self, turns: NativeRuns) -> None:
         """Counts runs for its models: each had all of the requests, and a share of the time that the programs took."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
@@ -120,7 +121,7 @@ class EnsembleChain:
         for step, share in zip(self._steps, shares, strict=True):
             step.version.statistics.add(turns.part(share, whole))
 
-    def _build(self, rows: int) -> ChainProgram | None:
+    def _build(self, rows: int) -> PipelineProgram | None:
         """Builds the program of the smallest bucket that has room for the rows and that all models have."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
@@ -135,10 +136,10 @@ class EnsembleChain:
             else:
                 found.append(executable)
         if bucket not in self._made:
-            self._made[bucket] = self._chained(found, bucket)
+            self._made[bucket] = self._pipelined(found, bucket)
         return self._made[bucket]
 
-    def _chained(self, executables: Sequence[Executable], rows: int) -> ChainProgram:
+    def _pipelined(self, executables: Sequence[Executable], rows: int) -> PipelineProgram:
         #: Tensor -> where it is made; None: it is the client's.
         made_on = dict.fromkeys(self._signature.inputs)
         links: list[Link] = []
@@ -151,24 +152,24 @@ class EnsembleChain:
             made_on.update(dict.fromkeys(step.outputs.values(), here))
             links.append(Link(executable, tuple(inputs), tuple(step.outputs.items())))
         wide = any(step.version.signature.wide for step in self._steps)
-        return ChainProgram(self._signature, links, self._outputs, rows, wide, executables[0].device)
+        return PipelineProgram(self._signature, links, self._outputs, rows, wide, executables[0].device)
 
     def __repr__(self) -> str:
-        return f"<EnsembleChain {' '.join(step.version.name for step in self._steps)}>"
+        return f"<EnsemblePipeline {' '.join(step.version.name for step in self._steps)}>"
 
 
-class EnsembleChains:
+class EnsemblePipelines:
     """Finds and caches the pipelines of a worker's ensembles."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
         self._changes = models.changes
         #: By version, and outputs that are wanted.
-        self._known: dict[tuple[ModelVersion, tuple[str, ...]], EnsembleChain] = {}
+        self._known: dict[tuple[ModelVersion, tuple[str, ...]], EnsemblePipeline] = {}
 
     def find(
         self, version: ModelVersion, graph: EnsembleGraph, requests: Sequence[Request]
-    ) -> tuple[EnsembleChain, ChainProgram] | None:
+    ) -> tuple[EnsemblePipeline, PipelineProgram] | None:
         """Returns the pipeline for a batch, or None where the steps have to be requests."""
         if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
             return None
@@ -178,18 +179,18 @@ class EnsembleChains:
         first = requests[0].outputs
         alike = all(request.outputs.keys() == first.keys() for request in requests)
         needed = graph.needed(first if alike else ())
-        chain = self._known.get((version, needed.outputs))
-        if chain is None:
+        pipeline = self._known.get((version, needed.outputs))
+        if pipeline is None:
             try:
-                chain = self._known[version, needed.outputs] = EnsembleChain(version, graph, needed, self._models)
+                pipeline = self._known[version, needed.outputs] = EnsemblePipeline(version, graph, needed, self._models)
             except NotFound:
                 # One of its models has gone, and the step will say so.
                 return None
-        program = chain.program(sum([request.rows for request in requests]))
-        return None if program is None or not chain.free or not program.takes(requests) else (chain, program)
+        program = pipeline.program(sum([request.rows for request in requests]))
+        return None if program is None or not pipeline.free or not program.takes(requests) else (pipeline, program)
 
     def __repr__(self) -> str:
-        return f"<EnsembleChains {len(self._known)}>"
+        return f"<EnsemblePipelines {len(self._known)}>"
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:

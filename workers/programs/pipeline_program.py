@@ -41,7 +41,7 @@ class Link(NamedTuple):
     outputs: tuple[tuple[str, str], ...]
 
 
-class ChainProgram:
+class PipelineProgram:
     """A pipeline's programs for one bucket; belongs to the worker's loop. It can stand for an ``Executable``."""
 
     #: Rows that no request fills are zero.
@@ -152,4 +152,4 @@ class ChainProgram:
             return [tensors[name] for name in self._outputs]
 
     def __repr__(self) -> str:
-        return f"<ChainProgram of {len(self._links)} programs, {self.rows} rows>"
+        return f"<PipelineProgram of {len(self._links)} programs, {self.rows} rows>"

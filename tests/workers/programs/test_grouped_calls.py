@@ -1,4 +1,4 @@
-"""Series: programs for several requests are made of what is light and small, and found by how many wait."""
+"""Grouped calls: programs for several requests are made of what is light and small, and found by how many wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Apply
-from tensord.workers.programs.series import LENGTHS, Series
+from tensord.workers.programs.grouped_calls import LENGTHS, GroupedCalls
 from tensord.workers.threads.cancellation import Cancellation
 from tests.workers.programs.test_executables import model_of
 
@@ -43,16 +43,16 @@ def model(of: Apply = apply, size: int = 3, cache: ExecutableCache | None = None
     )
 
 
-def series(made: JaxModel) -> tuple[Series, Executable]:
+def series(made: JaxModel) -> tuple[GroupedCalls, Executable]:
     """With what runs one of its requests."""
-    assert made.series is not None
+    assert made.grouped is not None
     ((_, shapes),) = made._buckets.planned()
     single = made.executables.find(Wanted(1, shapes))
     assert single is not None
-    return made.series, single
+    return made.grouped, single
 
 
-def lengths_of(made: Series) -> list[int]:
+def lengths_of(made: GroupedCalls) -> list[int]:
     """How many go together where so many wait."""
     return [0 if program is None else program.rows for program in [made.find(KEY, waiting) for waiting in range(12)]]
 
@@ -110,7 +110,7 @@ def test_shapes_that_are_known_at_load_have_their_programs_then_and_keep_them(tm
         cache = ExecutableCache(CacheDirectory(tmp_path / "cache"))
         version = model(traced, cache=cache)
         before = len(times)
-        version.prepare_series(Cancellation())
+        version.prepare_grouped(Cancellation())
         counts.append(((cache.hits, cache.misses), len(times) - before))
         made, _ = series(version)
         assert lengths_of(made)[:4] == [0, 1, 2, 2]

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.executables import Apply
+from tensord.workers.programs.grouped_program import MOST, GroupedProgram, GroupedProgramMaker, NotGroupable
 from tensord.workers.programs.placement import CompiledProgram
-from tensord.workers.programs.series_program import MOST, NoSeries, SeriesMaker, SeriesProgram
 from tensord.workers.programs.weight import Weight, weight_of
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.signature import Signature
@@ -25,7 +25,7 @@ LENGTHS = (MOST, 4, 2, 1)
 _LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(MOST + 1)]
 #: Requests with larger inputs gain nothing worth their neighbours' waiting.
 _SMALL_BYTE_SIZE = 16 << 10
-#: Makes the program of a shape, or finds it in the cache. Raises as ``SeriesMaker.compile``.
+#: Makes the program of a shape, or finds it in the cache. Raises as ``GroupedProgramMaker.compile``.
 Make = Callable[[Shapes, Callable[[], CompiledProgram]], CompiledProgram]
 
 
@@ -37,15 +37,15 @@ class _Shape:
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
         #: By the number of requests that wait: the program for them, once there is one.
-        self.fitting: list[SeriesProgram | None] = [None] * (MOST + 1)
+        self.fitting: list[GroupedProgram | None] = [None] * (MOST + 1)
 
-    def add(self, programs: Sequence[SeriesProgram]) -> None:
+    def add(self, programs: Sequence[GroupedProgram]) -> None:
         by_length = {program.rows: program for program in programs}
         for waiting in range(1, MOST + 1):
             self.fitting[waiting] = by_length.get(_LONGEST[_padded(waiting, self.weight)])
 
 
-class Series:
+class GroupedCalls:
     """The programs for one model version's grouped calls. All but ``compile`` and ``prepare`` is for the execution thread."""
 
     def __init__(self, signature: Signature, apply: Apply) -> None:
@@ -62,7 +62,7 @@ class Series:
             if self.wants(single):
                 self.add(single, self.compile(single, make))
 
-    def find(self, key: Hashable, waiting: int) -> SeriesProgram | None:
+    def find(self, key: Hashable, waiting: int) -> GroupedProgram | None:
         """Returns the program for waiting requests of a shape, or for the first of them; None: the first runs by itself.
 
         It may be for more than there are.
@@ -89,19 +89,19 @@ class Series:
 
     def compile(
         self, single: Executable, make: Make = lambda _, compile_it: compile_it(), lengths: Sequence[int] = LENGTHS
-    ) -> list[SeriesProgram]:
+    ) -> list[GroupedProgram]:
         """Makes the programs for an executable's requests, in any thread. Empty: the model's calls cannot be grouped.
 
         Raises whatever tracing raises.
         """
-        maker = SeriesMaker(single, self._signature, self._apply)
+        maker = GroupedProgramMaker(single, self._signature, self._apply)
         try:
             compiled = make(single.wanted.shapes, maker.compile)
-        except NoSeries:
+        except NotGroupable:
             return []
         return maker.programs(compiled, lengths)
 
-    def add(self, single: Executable, programs: Sequence[SeriesProgram]) -> None:
+    def add(self, single: Executable, programs: Sequence[GroupedProgram]) -> None:
         """Adds the programs for an executable's shape."""
         shape = self._shapes.get(single.wanted.shapes)
         if shape is not None and programs:
@@ -112,7 +112,7 @@ class Series:
         self._shapes.pop(shapes, None)
 
     def __repr__(self) -> str:
-        return f"<Series of {len(self._shapes)} shapes>"
+        return f"<GroupedCalls of {len(self._shapes)} shapes>"
 
 
 def _padded(waiting: int, weight: Weight) -> int:

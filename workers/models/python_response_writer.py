@@ -11,13 +11,13 @@ from tensord.workers.requests.response_sender import ResponseSender, SenderClose
 from tensord.workers.requests.result import Result
 
 
-class PythonOutlet:
+class PythonResponseWriter:
     """Writes the responses to one request. ``answer`` converts a response to a result."""
 
     def __init__(
         self,
         request: Request,
-        sender: ResponseSender[Request],
+        sender: ResponseSender,
         decoupled: bool,
         answer: Callable[[Request, InferenceResponse], Result],
     ) -> None:

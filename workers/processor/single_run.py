@@ -38,7 +38,7 @@ Outcome = tuple[int, int, int, list[Array]]
 _LEASED = -1
 
 
-class LoneAnswer(NamedTuple):
+class SingleAnswer(NamedTuple):
     """The plan of an answer: all but its bytes."""
 
     numbered: Numbered[PreparedAnswer]
@@ -54,7 +54,7 @@ class LoneAnswer(NamedTuple):
     outputs: tuple[tuple[int, int, int], ...]
 
 
-def plan_alone(execution: Execution, preparation: Preparation) -> LoneAnswer | None:
+def plan_single(execution: Execution, preparation: Preparation) -> SingleAnswer | None:
     """Returns the plan by which a single prepared request was answered, or None where there is none."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
@@ -62,7 +62,7 @@ def plan_alone(execution: Execution, preparation: Preparation) -> LoneAnswer | N
         names = {content: name for name, _, content, *_ in made.layout.outputs}
         inside = [names[part.content] for part in plan.parts]
         cut = [(number, part.start, part.byte_size * request.rows) for number, part in enumerate(plan.parts)]
-        return LoneAnswer(plan.numbered, 0, {}, {}, inside, tuple(cut)) if plan.inside else None
+        return SingleAnswer(plan.numbered, 0, {}, {}, inside, tuple(cut)) if plan.inside else None
     if preparation.large is None or places is None or not places.written:
         return None
     byte_size, leased, placed = 0, dict[str, tuple[int, int]](), dict[str, RegionSlice]()
@@ -83,10 +83,10 @@ def plan_alone(execution: Execution, preparation: Preparation) -> LoneAnswer | N
             byte_size = at + size
         else:
             return None
-    return LoneAnswer(preparation.large, byte_size, leased, placed, inside, tuple(outputs))
+    return SingleAnswer(preparation.large, byte_size, leased, placed, inside, tuple(outputs))
 
 
-class LoneRun:
+class SingleRun:
     """Runs single requests of one prepared number of one submitter. It belongs to the worker's loop."""
 
     def __init__(
@@ -95,7 +95,7 @@ class LoneRun:
         lane: WorkerLane,
         inputs: Sequence[PreparedTensor],
         sizes: Sequence[int],
-        answer: LoneAnswer,
+        answer: SingleAnswer,
         regions: Mapping[str, Region],
     ) -> None:
         """Finds what lies in regions.
@@ -195,7 +195,7 @@ class LoneRun:
         return inside if len(written) == len(addresses) else None
 
     def __repr__(self) -> str:
-        return f"<LoneRun of {self._executable.wanted}, {self.answer.byte_size} bytes out>"
+        return f"<SingleRun of {self._executable.wanted}, {self.answer.byte_size} bytes out>"
 
 
 def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:

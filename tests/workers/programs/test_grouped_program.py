@@ -14,8 +14,8 @@ from tensord.shm.arrays import DTYPES, Array
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.programs.executable import Executable, Wanted
-from tensord.workers.programs.series import LENGTHS
-from tensord.workers.programs.series_program import SeriesProgram
+from tensord.workers.programs.grouped_calls import LENGTHS
+from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.requests.request import Request
 from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of
@@ -103,16 +103,16 @@ def in_record(arrays: dict[str, Array], key: object) -> Request:
     return Request(made.version, made.submitter, own.prepared, own.record, key, 1, None, {}, [], 1, 0, contents)
 
 
-def program_of(model: JaxModel, length: int) -> SeriesProgram:
+def program_of(model: JaxModel, length: int) -> GroupedProgram:
     program = asked_of(model, length)
     assert program is not None
     return program
 
 
-def asked_of(model: JaxModel, length: int) -> SeriesProgram | None:
-    assert model.series is not None
+def asked_of(model: JaxModel, length: int) -> GroupedProgram | None:
+    assert model.grouped is not None
     single = single_of(model, some(model))
-    return next(iter(model.series.compile(single, lengths=[length])), None)
+    return next(iter(model.grouped.compile(single, lengths=[length])), None)
 
 
 def single_of(model: JaxModel, given: dict[str, Array]) -> Executable:
@@ -185,9 +185,9 @@ def test_an_input_that_may_be_left_out() -> None:
         return {"y": inputs["a"] * 2 if "b" not in inputs else inputs["a"] + inputs["b"]}
 
     model = model_of(apply, {"a": "FP32[2]", "b": "FP32[2]"}, {"y": "FP32[2]"}, parameters={})
-    assert model.series is not None
+    assert model.grouped is not None
     single = model.executables.compile(Wanted(1, ((2,), None)))
-    (program,) = model.series.compile(single, lengths=[2])
+    (program,) = model.grouped.compile(single, lengths=[2])
     requests = [request_of({"a": np.full(2, i, np.float32)}) for i in (3, 4)]
     assert program.gather(requests) == 16
     assert [one["y"].tolist() for one in program.split(program.run()) if isinstance(one, dict)] == [[6, 6], [8, 8]]
