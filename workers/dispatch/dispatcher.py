@@ -129,7 +129,7 @@ class Dispatcher:
         self._active: dict[ModelVersion, None] = {}
         #: Requests that came on clients' lanes and were looked at here.
         self.lane_requests = 0
-        #: Whether no request waits to run, and no answer for room; as of the last iteration.
+        #: Whether no request waits to run, no answer for room, and nothing is to be done at once; as of the last iteration.
         self.idle = True
         #: What the table of models had changed when all of them were asked.
         self._asked_of = 0
@@ -282,12 +282,13 @@ class Dispatcher:
         again = False
         if self._stepping.living:
             again = self._stepping.step(now_ns, wait=not agenda.woken and agenda.due_ns > now_ns)
-        waits = self._active or blocked or kept
-        self.idle = not (waits or (self._stepping.living and self._stepping.waits))
         if blocked or kept:
             agenda.put(self._retry, min(self._outbox.next_give_up_ns, self.responses.next_give_up_ns))
         if again or agenda.woken or self.limiter.moved:
+            self.idle = False
             return now_ns
+        waits = self._active or blocked or kept
+        self.idle = not (waits or (self._stepping.living and self._stepping.waits))
         return None if agenda.due_ns == NEVER else agenda.due_ns
 
     def _retry(self, now_ns: int) -> None:

@@ -150,7 +150,7 @@ class FastPath(Poller):
         super().__init__(epoll, look_ns)
         states = WorkerState.IDLE, WorkerState.EXECUTING
         self._native = _native.FastPath(
-            epoll.fileno(), self._spin, page.memory, page.word(slot), *states, register.left
+            epoll.fileno(), self._spin if look_ns else None, page.memory, page.word(slot), *states, register.left
         )
         self._submitters: dict[int, Submitter[Request]] = {}
         self._register = register

@@ -33,7 +33,7 @@ class Woken(NamedTuple):
 class Poller:
     """Waits on an epoll. ``look_ns``: how long it polls; 0: it sleeps at once.
 
-    What it is told of lanes and requests is for those that serve while they wait.
+    The methods about lanes and requests are for pollers that serve while they wait.
     """
 
     def __init__(self, epoll: select.epoll, look_ns: int) -> None:

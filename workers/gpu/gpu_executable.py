@@ -108,7 +108,7 @@ class GpuExecutable(Executable):
         outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
         # They stay on the device: their places decide how they leave it.
         kept = cast(list[Array], [self._cuda.keep(output) for output in outputs])
-        return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)))
+        return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> RunOutputs:
         """Has the GPU copy a single request's outputs to their places."""
@@ -116,7 +116,7 @@ class GpuExecutable(Executable):
         outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()
         request.copied_byte_size += sum([places.sizes[name] for name in reached])
-        return RunOutputs(cast(dict[str, Array], outputs))
+        return RunOutputs(cast(dict[str, Array], outputs), None)
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
         """Returns the outputs' sizes if they are large, or may be wanted on the GPU; else None."""

@@ -8,7 +8,7 @@
  * of that can change while ``wait`` runs: whatever could change it comes as an event, and ``wait`` returns with the first event, or
  * datagram, that has no plan. What it hands to Python it has not touched.
  *
- * When to poll before sleeping is decided by shm/spin.py, once for each wait.
+ * When to poll before sleeping is decided by shm/spin.py, once for each wait, unless there is no polling.
  */
 
 #include "_native.h"
@@ -269,8 +269,8 @@ static int poll_and_sleep(fast_path_t *self, struct epoll_event *ready, uint64_t
 /* Waits for events until ``until``. Returns as epoll_wait, or -1 with an exception. ``sleeps``: without polling first. */
 static int wait_until(fast_path_t *self, struct epoll_event *ready, uint64_t until, int sleeps) {
     uint64_t now = now_ns(), polling = 0;
-    int found, failure, waits = until > now;
-    if (waits) {
+    int found, failure, asks = until > now && self->spin_begin != NULL;
+    if (asks) {
         polling = poll_until(self, now);
         if (PyErr_Occurred())
             return -1;
@@ -282,11 +282,11 @@ static int wait_until(fast_path_t *self, struct epoll_event *ready, uint64_t unt
     failure = errno;
     Py_END_ALLOW_THREADS
     self->ended = now_ns();
-    if (waits) {
-        PyObject *told = PyObject_CallFunction(self->spin_end, "K", (unsigned long long)self->ended);
-        if (told == NULL)
+    if (asks) {
+        PyObject *ended = PyObject_CallFunction(self->spin_end, "K", (unsigned long long)self->ended);
+        if (ended == NULL)
             return -1;
-        Py_DECREF(told);
+        Py_DECREF(ended);
     }
     errno = failure;
     return found;
@@ -391,10 +391,12 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     self->executing = executing;
     Py_INCREF(left);
     self->left = left;
-    self->spin_begin = PyObject_GetAttrString(spin, "begin");
-    self->spin_end = PyObject_GetAttrString(spin, "end");
-    if (self->spin_begin == NULL || self->spin_end == NULL)
-        Py_CLEAR(self);
+    if (spin != Py_None) {
+        self->spin_begin = PyObject_GetAttrString(spin, "begin");
+        self->spin_end = PyObject_GetAttrString(spin, "end");
+        if (self->spin_begin == NULL || self->spin_end == NULL)
+            Py_CLEAR(self);
+    }
     return (PyObject *)self;
 }
 

@@ -267,7 +267,7 @@ void give_up_answers(lane_t *lane);
 typedef struct fast_path {
     PyObject_HEAD
     int epoll;
-    /* begin and end of Python's Spin (shm/spin.py). */
+    /* begin and end of Python's Spin (shm/spin.py); NULL: there is no polling. */
     PyObject *spin_begin, *spin_end;
     /* When the last wait ended. */
     uint64_t ended;

@@ -37,7 +37,7 @@ class FastPath:
     def __init__(
         self,
         epoll_fd: int,
-        spin: Spin,
+        spin: Spin | None,
         page: memoryview,
         desk: int,
         idle: int,

@@ -22,8 +22,7 @@ from tensord.workers.programs.gather_buffer import GatherBuffer, RaggedBuffer
 from tensord.workers.programs.placement import CompiledProgram
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
-from tensord.workers.tensors.batch_outputs import BatchOutputs, uncut
-from tensord.workers.tensors.signature import Signature, TensorSpec
+from tensord.workers.tensors.signature import Signature
 
 if TYPE_CHECKING:
     from tensord.workers.models.execution import Execution
@@ -81,29 +80,25 @@ class HostExecutable(Executable):
         A single request that fills the bucket is used where it lies, unless that is in its record, which is never aligned; XLA
         copies small unaligned arguments itself, but large ones are copied faster here.
         """
-        arguments: dict[str, Any]
-        if len(requests) == 1 and requests[0].rows == self.wanted.rows and not (requests[0].small or self._laid):
-            arguments, copied = dict(requests[0].arrays), 0
-            for spec, shape in self._specs:
-                array = arguments[spec.name]
-                exact = (array.shape[1:] if self._batches else array.shape) == shape
-                # Such as a tensor in a GPU's memory: a program on several devices takes it from the host.
-                late = not isinstance(array, np.ndarray)
-                if not exact or late or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
-                    arguments[spec.name], byte_size = self._fill(spec, shape, requests)
-                    copied += byte_size
-            return arguments, copied
-        arguments, copied = {}, 0
+        arguments: dict[str, Any] = {}
+        copied = 0
+        whole = len(requests) == 1 and requests[0].rows == self.wanted.rows and not (requests[0].small or self._laid)
         for spec, shape in self._specs:
-            arguments[spec.name], byte_size = self._fill(spec, shape, requests)
-            copied += byte_size
+            if whole and self._fits(array := requests[0].arrays[spec.name], shape):
+                arguments[spec.name] = array
+            elif self._laid and spec.of_batch is not None:
+                arguments[spec.name] = self._batch_input(spec, shape, requests)
+            else:
+                buffer = self._buffers[spec.name]
+                arguments[spec.name] = buffer.array
+                copied += buffer.fill(requests)
         return arguments, copied
 
-    def _fill(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> tuple[Array, int]:
-        if self._laid and spec.of_batch is not None:
-            return self._batch_input(spec, shape, requests), 0
-        buffer = self._buffers[spec.name]
-        return buffer.array, buffer.fill(requests)
+    def _fits(self, array: Array, shape: tuple[int, ...]) -> bool:
+        """Returns whether a tensor may be used where it lies: it has the program's shape, in host memory, aligned if large."""
+        if (array.shape[1:] if self._batches else array.shape) != shape or not isinstance(array, np.ndarray):
+            return False
+        return array.nbytes <= 4096 or not array.__array_interface__["data"][0] % ALIGNMENT
 
     def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> RunOutputs:
         made = self.computed(arguments, {} if places is None else places.addresses)
@@ -125,10 +120,8 @@ class HostExecutable(Executable):
 
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
         """Waits for all outputs and returns them: only then has the program read its last input."""
-        return RunOutputs({name: np.asarray(made[name]) for name in self._signature.outputs})
-
-    def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
-        return uncut(self.layout_of(outputs.arrays), [*outputs.arrays.values()])
+        arrays = {name: np.asarray(made[name]) for name in self._signature.outputs}
+        return RunOutputs(arrays, [*arrays.values()])
 
     # -------------------------------------------------------------------------------------------------------- outputs in place
 

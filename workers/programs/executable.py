@@ -24,7 +24,7 @@ from tensord.workers.programs.run_errors import memory_needed
 from tensord.workers.programs.weight import share_of
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
-from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout, layout_of
+from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout, layout_of, uncut
 from tensord.workers.tensors.buckets import Shapes
 from tensord.workers.tensors.ragged import batch_input
 from tensord.workers.tensors.signature import Signature, TensorSpec
@@ -43,8 +43,8 @@ class RunOutputs(NamedTuple):
     """The outputs of a run."""
 
     arrays: dict[str, Array]
-    #: The bytes that they lie in, where they were fetched from a GPU together.
-    contents: list[bytes] | None = None
+    #: The same in host memory, one by one; None: they stay on a GPU.
+    contents: Sequence[Content] | None
 
 
 class Wanted(NamedTuple):
@@ -79,6 +79,7 @@ class Executable(ABC):
         self._signature = signature
         self._batches = signature.batches
         self._inputs = inputs
+        #: The layout of its outputs, once a run has shown it.
         self._layout: OutputLayout | None = None
         self._plain: bool | None = None
         self._share: float | None = None
@@ -179,7 +180,11 @@ class Executable(ABC):
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
         """Returns outputs as bytes that answers are cut from, or None where they are too large, or not in host memory."""
-        return None if outputs.contents is None else BatchOutputs(self.layout_of(outputs.arrays), outputs.contents)
+        if outputs.contents is None:
+            return None
+        if self._layout is None:
+            self._layout = layout_of(self._signature, outputs.arrays, self._batches)
+        return uncut(self._layout, outputs.contents)
 
     @abstractmethod
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
@@ -208,12 +213,6 @@ class Executable(ABC):
         info: Any = self._program.call.out_info
         made = info[0] if self._signature.states else info
         return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}
-
-    def layout_of(self, outputs: Mapping[str, Array]) -> OutputLayout:
-        """Returns the layout of its outputs, which is the same in every run."""
-        if self._layout is None:
-            self._layout = layout_of(self._signature, outputs, self._batches)
-        return self._layout
 
     @property
     def plain(self) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.planner import Decision, Run, WaitUntil, decide
+from tensord.workers.scheduling.planner import Decision, Refuse, Run, WaitUntil
 from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W
 
 
@@ -91,13 +91,15 @@ class DynamicBatcher(QueuePlanner[W]):
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
         """Implements ``Planner.decide``."""
-        if self.delays or self._queue.expiries:
-            return decide(self, now_ns, instance)
-        head = self._queue.head()
-        if head is None:
+        expiries = self._queue.expiries
+        if expiries and expiries[0][0] <= now_ns:
+            return Refuse(self.tick(now_ns))
+        due_ns = self.due_ns()
+        if due_ns is None:
             return None
-        since_ns = head.arrived_ns
-        return Run(since_ns) if since_ns <= now_ns else WaitUntil(since_ns)
+        if due_ns <= now_ns:
+            return Run(due_ns)
+        return WaitUntil(min(due_ns, expiries[0][0]) if expiries else due_ns)
 
     def due_ns(self, instance: int = 0) -> int | None:
         """Returns when the next batch should run, on whichever instance, or None while no request waits."""

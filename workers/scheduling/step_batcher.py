@@ -118,12 +118,12 @@ class StepBatcher(QueuePlanner[W]):
 
     def due_ns(self, instance: int = 0) -> int | None:
         """Returns when the next requests should get slots, or None while none waits or no slot is free."""
-        head = self._queue.head() if self._free else None
+        head = self._queue.head() if self._queue.size and self._free else None
         return None if head is None else head.arrived_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
         """Gives slots to the next requests, which one call inserts; none where no more may begin before a step."""
-        head = self._queue.head() if self._free and self._room else None
+        head = self._queue.head() if self._queue.size and self._free and self._room else None
         if head is None:
             return []
         taken = self._queue.take(head.key, min(self._rules.insert_rows, len(self._free), self._room))

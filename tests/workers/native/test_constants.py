@@ -24,9 +24,9 @@ def test_constants_of_records() -> None:
 def test_words_of_the_status_page() -> None:
     page = status_page.StatusPage.create()
     words = page.memory.cast("Q")
+    page.begin(0, [(1, 2)], 3, 9)
     page.set_state(status_page.WorkerState.EXECUTING, 7)
     page.beat(8)
-    page.begin(0, [(1, 2)], 3, 9)
     slot = page.word(0)
     assert words[_native.PAGE_STATE] == status_page.WorkerState.EXECUTING
     assert (words[_native.PAGE_SINCE], words[_native.PAGE_BEAT]) == (7, 8)
