@@ -15,7 +15,7 @@ from tensord.shm.lane import WorkerLane
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.model_version import AgendaPart
-from tensord.workers.models.statistics import ModelStatistics
+from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.scheduling.agenda import Agenda
@@ -42,7 +42,7 @@ class Loop:
         outbox = Outbox(ARENAS, self.agenda)
         self.responses = Responses(ARENAS, outbox, lambda call: call(), lambda: self.now_ns, MEBIBYTE, self.agenda)
         version = Version(
-            name="m", version=1, statistics=ModelStatistics("m", 1), signature=signature(CONFIG, {}, {}), senders={}
+            name="m", version=1, statistics=VersionStatistics("m", 1), signature=signature(CONFIG, {}, {}), senders={}
         )
         submitter: Submitter[Any] = Submitter(1, self.lane)
         request = request_of({}, version=cast(Any, version), submitter=submitter, request_id=1)

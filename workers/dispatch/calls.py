@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
@@ -31,19 +31,12 @@ from tensord.workers.requests.result import Response, Result
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.scheduling.agenda import Agenda
 
+if TYPE_CHECKING:
+    from tensord.workers.daemon_operations import DaemonOperations
+
 _log = logging.getLogger(__name__)
 #: How deep calls may be nested.
 MAX_DEPTH = 16
-
-
-class Daemon(Protocol):
-    """Carries out operations on models."""
-
-    def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Implements ``tensord.workers.calls.caller.CallServer.ask``."""
-
-    def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
-        """Finds out whether any worker serves a version, or any (0), and says so later, on the loop."""
 
 
 class Calls:
@@ -84,7 +77,7 @@ class Calls:
         #: Whose calls have no request.
         self._nobody: Submitter[Request] = Submitter(0, cast(Any, None))
         #: Who has the daemon load models and the like; None: there is no daemon.
-        self.daemon: Daemon | None = None
+        self.daemon: DaemonOperations | None = None
         self._circles = CallCircles(self._open, ensembles, limiter)
 
     # ------------------------------------------------------------------------------------------------------- any thread

@@ -101,14 +101,14 @@ class _Batch:
             run = self._runs.program(program)
         return run, program.rows, program.clears, memory
 
-    def count(self, turns: NativeRuns) -> None:
+    def count(self, done: NativeRuns) -> None:
         """Counts the requests that the C part has answered."""
-        self.version.statistics.add(turns)
+        self.version.statistics.add(done)
         if isinstance(self.model, EnsemblePipeline):
-            self.model.credit(turns)
+            self.model.credit(done)
             return
-        if self._full is not None and not self._full.issuperset([size for size, *_ in turns.batches]):
-            self.version.statistics.padded(*self.model.padding(self._key, turns))
+        if self._full is not None and not self._full.issuperset([size for size, *_ in done.batches]):
+            self.version.statistics.padded(*self.model.padding(self._key, done))
 
 
 class _Alone:
@@ -126,9 +126,9 @@ class _Alone:
         share = self.executable.share / self.executable.rows
         return self, self._version.page_key, rules.max_size, share, False, (), (-1,) * max(1, most), None
 
-    def count(self, turns: NativeRuns) -> None:
+    def count(self, done: NativeRuns) -> None:
         """Counts the requests that the C part has answered."""
-        self._version.statistics.add(turns)
+        self._version.statistics.add(done)
         # So that it is not forgotten as one that was not used for long.
         self._model.executables.find(self.executable.wanted)
 

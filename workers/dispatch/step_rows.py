@@ -18,7 +18,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.messages import PreparedAnswer, response_byte_size
 from tensord.shm.prepared import Numbered
 from tensord.workers.dispatch.responses import Responses
-from tensord.workers.models.statistics import ModelStatistics
+from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.programs.step_program import Rows
 from tensord.workers.requests.answer_plan import AnswerRows
 from tensord.workers.requests.request import Request
@@ -63,7 +63,7 @@ class _Lane:
 class StepRows:
     """Answers the joined requests of one version; ``joined[slot]`` says which slots are among them."""
 
-    def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: ModelStatistics) -> None:
+    def __init__(self, slots: int, layout: Rows, responses: Responses, statistics: VersionStatistics) -> None:
         self.joined = [False] * slots
         self._layout = layout
         self._responses = responses

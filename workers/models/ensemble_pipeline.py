@@ -110,7 +110,7 @@ class EnsemblePipeline:
         batch = (rows, 1, 0, took, 0)
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
-    def credit(self, turns: NativeRuns) -> None:
+    def credit(self, done: NativeRuns) -> None:
         """Counts runs for its models: each had all of the requests, and a share of the time that the programs took."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
@@ -119,7 +119,7 @@ class EnsemblePipeline:
             program.call_ns = [0] * len(shares)
         whole = max(1, sum(shares))
         for step, share in zip(self._steps, shares, strict=True):
-            step.version.statistics.add(turns.part(share, whole))
+            step.version.statistics.add(done.part(share, whole))
 
     def _build(self, rows: int) -> PipelineProgram | None:
         """Builds the program of the smallest bucket that has room for the rows and that all models have."""

@@ -213,19 +213,19 @@ class JaxModel:
         given = sum([math.prod(array.shape) for request in requests for array in request.arrays.values()])
         return rows, max(0, executable.elements - given)
 
-    def padding(self, key: Shapes, turns: NativeRuns) -> tuple[int, int]:
+    def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
         """Returns padded rows and elements of runs outside of Python, which copy all bytes of requests and answers."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])
-        for size, count, *_ in turns.batches if self._signature.batches else ():
+        for size, count, *_ in done.batches if self._signature.batches else ():
             wanted = Wanted(self._buckets.rows(size), key)
             rows += (wanted.rows - size) * count
             byte_size += wanted.rows * count * row
             if (executable := self.executables.planned(wanted)) is not None:
                 elements += count * executable.elements
         answer = sum([spec.dtype.itemsize * math.prod(spec.model_dims) for spec in outputs])
-        given = turns.copied_byte_size - turns.rows * answer if self._buckets.axes else byte_size - rows * row
+        given = done.copied_byte_size - done.rows * answer if self._buckets.axes else byte_size - rows * row
         return rows, elements * max(0, byte_size - given) // byte_size if byte_size else 0
 
     def _step(

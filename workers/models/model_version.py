@@ -17,7 +17,7 @@ from tensord.workers.models.host_model import shapes_key
 from tensord.workers.models.instance import Instance
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
-from tensord.workers.models.statistics import ModelStatistics
+from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.requests.prepared import CheckedInputs
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
@@ -103,7 +103,7 @@ class ModelVersion:
         self.take: Callable[[int, int], list[Request]] = self.planner.take
         if self.jitted is not None and self.jitted.ragged:
             self.take = self._take_fitting
-        self.statistics = ModelStatistics(loaded.name, loaded.version)
+        self.statistics = VersionStatistics(loaded.name, loaded.version)
         #: Of requests to it, and what stands for this load.
         self.checked = CheckedInputs()
         #: The worker's, where it is used for this model.

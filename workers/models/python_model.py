@@ -30,7 +30,7 @@ from tensord.workers.models.author_error import describe_exception
 from tensord.workers.models.declared_outputs import DeclaredOutputs
 from tensord.workers.models.execution import Execution, own_failure
 from tensord.workers.models.is_ready_calls import IsReadyCalls
-from tensord.workers.models.python_response_writer import PythonResponseWriter
+from tensord.workers.models.response_writer import ResponseWriter
 from tensord.workers.python_backend import interface
 from tensord.workers.python_backend.response import parameters_of
 from tensord.workers.requests.request import Request, controls_of, named
@@ -209,7 +209,7 @@ class PythonModel:
             timeout=own.timeout_us,
             parameters=json.dumps(prepared.parameters),
             cancelled=lambda: request.is_cancelled,
-            writer=lambda: PythonResponseWriter(request, execution.sender(request), self._decoupled, self._answer),
+            writer=lambda: ResponseWriter(request, execution.sender(request), self._decoupled, self._answer),
             timeline=request.timeline,
         )
 

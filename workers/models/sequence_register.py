@@ -62,7 +62,11 @@ class SequenceRegister:
 
 
 class RegisteredSequences:
-    """The registered sequences of one load of a model version."""
+    """The registered sequences of one load of a model version.
+
+    ``generation`` tells sequences of one correlation id apart; a later one has a higher number. A sequence has ``waiting``, then
+    ``begun`` unless it never ran, then ``gone``, which may come after the ``waiting`` of the next one of its id.
+    """
 
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:
         self._register = register
@@ -90,7 +94,7 @@ class RegisteredSequences:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a sequence that is to be admitted. Raises Unavailable: there are too many."""
+        """Registers a sequence that is to be admitted. Raises Unavailable: there are too many; then it is not."""
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())

@@ -67,7 +67,7 @@ class BatchStatistics:
         self.output_ns = 0
 
 
-class ModelStatistics:
+class VersionStatistics:
     """Statistics of one model version on one worker; belongs to the loop."""
 
     def __init__(self, name: str, version: int) -> None:
@@ -76,7 +76,7 @@ class ModelStatistics:
         #: When what ``counts`` tells began.
         self.began_ns = time.monotonic_ns()
         #: Of the load before this one, and what it came to once it was over.
-        self._former: ModelStatistics | None = None
+        self._former: VersionStatistics | None = None
         self._inherited = Counts()
         #: Requests that were answered well, and what all of them took together.
         self.success_count = 0
@@ -216,20 +216,20 @@ class ModelStatistics:
         self.last_inference_ms = time.time_ns() // 1_000_000
         self.copied_byte_size += request.copied_byte_size
 
-    def add(self, turns: NativeRuns) -> None:
+    def add(self, done: NativeRuns) -> None:
         """Adds what was counted outside of Python, of requests none of which failed."""
-        self.success_count += turns.answered
-        self.request_ns += turns.request_ns
-        self.queue_ns += turns.queue_ns
-        input_ns, infer_ns, output_ns = turns.compute_ns
+        self.success_count += done.answered
+        self.request_ns += done.request_ns
+        self.queue_ns += done.queue_ns
+        input_ns, infer_ns, output_ns = done.compute_ns
         self.compute_input_ns += input_ns
         self.compute_infer_ns += infer_ns
         self.compute_output_ns += output_ns
-        self.inference_count += turns.rows
-        self.execution_count += turns.runs
+        self.inference_count += done.rows
+        self.execution_count += done.runs
         self.last_inference_ms = time.time_ns() // 1_000_000
-        self.copied_byte_size += turns.copied_byte_size
-        for size, count, input_ns, infer_ns, output_ns in turns.batches:
+        self.copied_byte_size += done.copied_byte_size
+        for size, count, input_ns, infer_ns, output_ns in done.batches:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
 
     def padded(self, rows: int, elements: int) -> None:
@@ -249,7 +249,7 @@ class ModelStatistics:
         self.queue_ns += max(0, began_ns - request.arrived_ns)
         self.cache_hit.add(now_ns - began_ns)
 
-    def succeed(self, former: ModelStatistics) -> None:
+    def succeed(self, former: VersionStatistics) -> None:
         """Takes over from a load that this one replaces: what is still counted there counts here as well."""
         self._former, self.began_ns = former, former.began_ns
 
@@ -330,7 +330,7 @@ class ModelStatistics:
         }
 
     def __repr__(self) -> str:
-        return f"<ModelStatistics {self._name}:{self._version} {self.success_count} ok, {self.fail.count} failed>"
+        return f"<VersionStatistics {self._name}:{self._version} {self.success_count} ok, {self.fail.count} failed>"
 
 
 def _duration(count: int, ns: int) -> dict[str, int]:

@@ -71,8 +71,15 @@ class Executable(ABC):
     ) -> None:
         """``device``: the running thread's. ``inputs``: memory in which the host gathers its inputs."""
         self.wanted = wanted
-        self._program = program
-        self._device = device
+        #: The rows of its batch.
+        self.rows = wanted.rows
+        self._compiled = program
+        #: The compiled program, which takes parameters and inputs.
+        self.program: jax.stages.Compiled = program.call
+        #: The device and parameters that the program runs with.
+        self.placement: Placement = program.placement
+        #: The device, as its thread uses it.
+        self.device = device
         #: The program with its parameters, which takes inputs.
         several, call = program.placement.several, functools.partial(program.call, program.placement.parameters)
         self.call: Callable[..., dict[str, Any]] = call if several is None else several.alone(call)
@@ -81,8 +88,6 @@ class Executable(ABC):
         self._inputs = inputs
         #: The layout of its outputs, once a run has shown it.
         self._layout: OutputLayout | None = None
-        self._plain: bool | None = None
-        self._share: float | None = None
         self._specs = specs_of(signature, wanted)
         #: Elements of all inputs together.
         self.elements = sum(
@@ -91,39 +96,17 @@ class Executable(ABC):
 
     def twin(self, device: ExecutionDevice) -> Executable:
         """Returns the program for another thread, with buffers of its own. ``device``: that thread's."""
-        return device.executable(self.wanted, self._signature, self._program)
+        return device.executable(self.wanted, self._signature, self._compiled)
 
-    @property
-    def rows(self) -> int:
-        """The rows of its batch."""
-        return self.wanted.rows
-
-    @property
-    def program(self) -> jax.stages.Compiled:
-        """The compiled program, which takes parameters and inputs."""
-        return self._program.call
-
-    @property
-    def placement(self) -> Placement:
-        """The device and parameters that the program runs with."""
-        return self._program.placement
-
-    @property
-    def device(self) -> ExecutionDevice:
-        """The device, as its thread uses it."""
-        return self._device
-
-    @property
+    @functools.cached_property
     def share(self) -> float:
         """The program's ``weight.share_of``."""
-        if self._share is None:
-            self._share = share_of(self._program.call)
-        return self._share
+        return share_of(self.program)
 
-    @property
+    @functools.cached_property
     def memory_needed(self) -> int | None:
         """The program's ``run_errors.memory_needed``."""
-        return memory_needed(self._program.call)
+        return memory_needed(self.program)
 
     # -------------------------------------------------------------------------------- gathered by whoever likes, in the host
 
@@ -155,7 +138,7 @@ class Executable(ABC):
 
     def read(self, made: Mapping[str, Any]) -> list[Content]:
         """Waits for a run. Returns the contents of its layout. Raises what the run raised."""
-        return self._device.contents_of([made[name] for name in self._signature.outputs])
+        return self.device.contents_of([made[name] for name in self._signature.outputs])
 
     # ---------------------------------------------------------------------------------------------------- batches of requests
 
@@ -210,16 +193,14 @@ class Executable(ABC):
     @property
     def output_sizes(self) -> dict[str, int]:
         """Output -> its bytes in the compiled program."""
-        info: Any = self._program.call.out_info
+        info: Any = self.program.out_info
         made = info[0] if self._signature.states else info
         return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}
 
-    @property
+    @functools.cached_property
     def plain(self) -> bool:
         """True where its program only computes (``workers/programs/plain_program.py``)."""
-        if self._plain is None:
-            self._plain = is_plain(self._program.call)
-        return self._plain
+        return is_plain(self.program)
 
     def _batch_input(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> Array:
         assert spec.of_batch is not None

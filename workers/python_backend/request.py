@@ -9,7 +9,7 @@ import asyncio
 import enum
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedRequest, RequestRecord
@@ -18,9 +18,12 @@ from tensord.workers.calls.call import ModelCall
 from tensord.workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response
 from tensord.workers.python_backend.errors import TritonModelException
 from tensord.workers.python_backend.response import InferenceResponse, checked_parameters
-from tensord.workers.python_backend.response_sender import InferenceResponseSender, ResponseWriter
+from tensord.workers.python_backend.response_sender import InferenceResponseSender
 from tensord.workers.python_backend.tensors import Tensor
 from tensord.workers.requests.timeline import RequestTimeline
+
+if TYPE_CHECKING:
+    from tensord.workers.models.response_writer import ResponseWriter
 
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2

@@ -7,28 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tensord.workers.python_backend.errors import TritonModelException
 from tensord.workers.python_backend.response import InferenceResponse
 
+if TYPE_CHECKING:
+    from tensord.workers.models.response_writer import ResponseWriter
+
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
-
-
-class ResponseWriter(Protocol):
-    """Takes the responses to a request. A model that lets go of its sender lets go of this."""
-
-    #: Whether the model answers a request with any number of responses.
-    decoupled: bool
-
-    def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Sends a response, in order. Waits where the client has not acknowledged earlier ones."""
-
-    def is_cancelled(self) -> bool:
-        """Returns whether nobody waits for responses any more."""
-
-    def give_up(self) -> None:
-        """Says that no more responses will come from the sender."""
 
 
 class InferenceResponseSender:

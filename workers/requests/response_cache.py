@@ -100,23 +100,15 @@ class ResponseCache:
 
     def __init__(self, max_byte_size: int) -> None:
         """``max_byte_size``: bytes of inputs and outputs of all entries, and ``ENTRY_BYTE_SIZE`` for each entry."""
-        self._max_byte_size = max_byte_size
-        self._byte_size = 0
+        #: The bytes that all entries together may take; 0: there is no cache.
+        self.max_byte_size = max_byte_size
+        #: The bytes that all entries together take.
+        self.byte_size = 0
         #: By digest, least recently used first.
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def max_byte_size(self) -> int:
-        """The bytes that all entries together may take; 0: there is no cache."""
-        return self._max_byte_size
-
-    @property
-    def byte_size(self) -> int:
-        """The bytes that all entries together take."""
-        return self._byte_size
 
     def find(self, question: Question) -> Response | None:
         """Returns the answer to a question, if it is known. It may only be read."""
@@ -132,17 +124,17 @@ class ResponseCache:
         if known is not None and known.question.same(question):
             return Insertion.KNOWN
         byte_size = ENTRY_BYTE_SIZE + question.byte_size + sum(map(_byte_size, answer.values()))
-        if byte_size > self._max_byte_size:
+        if byte_size > self.max_byte_size:
             return Insertion.TOO_LARGE
         if known is not None:
             self._remove(question.digest)
-        while self._byte_size + byte_size > self._max_byte_size:
+        while self.byte_size + byte_size > self.max_byte_size:
             self._remove(next(iter(self._entries)))
         kept = question._replace(inputs=tuple(each.copy() for each in question.inputs))
         outputs = {name: _private(array) for name, array in answer.items()}
         parameters = dict(answer.parameters) if isinstance(answer, Response) else {}
         self._entries[question.digest] = _Entry(kept, Response(outputs, parameters), byte_size)
-        self._byte_size += byte_size
+        self.byte_size += byte_size
         return Insertion.KEPT
 
     def forget(self, load: object) -> None:
@@ -151,15 +143,15 @@ class ResponseCache:
             self._remove(digest)
 
     def _remove(self, digest: bytes) -> None:
-        self._byte_size -= self._entries.pop(digest).byte_size
+        self.byte_size -= self._entries.pop(digest).byte_size
 
     def check_invariants(self) -> None:
         """Asserts, for tests, that the sum is that of the entries, and within the bound."""
-        assert self._byte_size == sum(entry.byte_size for entry in self._entries.values())
-        assert self._byte_size <= self._max_byte_size
+        assert self.byte_size == sum(entry.byte_size for entry in self._entries.values())
+        assert self.byte_size <= self.max_byte_size
 
     def __repr__(self) -> str:
-        return f"<ResponseCache {len(self._entries)} answers, {self._byte_size} of {self._max_byte_size} bytes>"
+        return f"<ResponseCache {len(self._entries)} answers, {self.byte_size} of {self.max_byte_size} bytes>"
 
 
 def _content(array: Array) -> Array:

@@ -30,26 +30,22 @@ _MAX_CHARACTERS = 1 << 20
 class RequestTimeline:
     """Belongs to a request."""
 
-    __slots__ = ("_characters", "_children", "_count", "_level", "_moments", "_tensors")
+    __slots__ = ("_characters", "_children", "_count", "_moments", "_tensors", "level")
 
     def __init__(self, level: int, queued_ns: int) -> None:
-        self._level = level
+        #: The trace level for ``RequestRecord.trace`` of requests that are made for this one.
+        self.level = level
         self._moments = [(trace_stamps.QUEUE_START, queued_ns)]
         self._tensors: list[TracedTensor] = []
         self._children: list[Timeline] = []
         #: Of the children and theirs: how many, and how much their tensors say.
         self._count = self._characters = 0
 
-    @property
-    def level(self) -> int:
-        """The trace level for ``RequestRecord.trace`` of requests that are made for this one."""
-        return self._level
-
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
         """Notes a run, whose outputs are not placed yet. ``moments``: it began, had its inputs, had computed; in ns."""
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
-        if self._level & TENSORS:
+        if self.level & TENSORS:
             outputs = {} if isinstance(result, ServingError) else result
             for activity, arrays in (("TENSOR_QUEUE_INPUT", inputs), ("TENSOR_BACKEND_OUTPUT", outputs)):
                 self._tensors += [_described(activity, name, array) for name, array in arrays.items()]
@@ -74,7 +70,7 @@ class RequestTimeline:
     def _timeline(self) -> Timeline:
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
-        told = tuple(moments) if self._level & TIMESTAMPS else ()
+        told = tuple(moments) if self.level & TIMESTAMPS else ()
         return Timeline(told, tuple(self._tensors), children=tuple(self._children))
 
 

@@ -103,7 +103,7 @@ class RequestQueue(Generic[W]):
         #: Requests that left the queue for a thread, and wait there: they take their place of ``max_size`` as if they were here.
         self.ahead = 0
         self._sequence = 0
-        #: (when, sequence, request) of those that can expire; entries of requests that left are skipped.
+        #: A heap of (when, sequence, request) for those that can expire; entries of requests that left are skipped.
         self.expiries: list[tuple[int, int, W]] = []
         #: Keys whose waiting requests have changed since the batcher last looked; None: it never looks.
         self.changed: set[Hashable] | None = None
@@ -238,11 +238,6 @@ class RequestQueue(Generic[W]):
                 heapq.heappush(self.expiries, (request.deadline_ns, request.sequence, request))
         return refused
 
-    @property
-    def next_expiry_ns(self) -> int:
-        """When ``expire`` is worth a call, perhaps too early; 0: never."""
-        return self.expiries[0][0] if self.expiries else 0
-
     def requests(self) -> list[W]:
         """Returns all waiting requests, in no order."""
         return [request for line in self._lines.values() for waiting in line.values() for request in waiting]
@@ -335,7 +330,8 @@ class QueuePlanner(Generic[W]):
     @property
     def next_tick_ns(self) -> int:
         """When ``tick`` is worth a call, perhaps too early; 0: never."""
-        return self._queue.next_expiry_ns
+        expiries = self._queue.expiries
+        return expiries[0][0] if expiries else 0
 
     def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
         """Queues taken requests again that could not run."""

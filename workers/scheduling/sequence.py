@@ -8,7 +8,6 @@ Pure values; ``tensord.workers.scheduling.sequence_table`` owns and changes them
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -53,17 +52,6 @@ class Sequenced(Waiting):
 S = TypeVar("S", bound=Sequenced)
 
 
-class SequenceState(enum.Enum):
-    """The state of a sequence's life."""
-
-    #: It is in the backlog, and none of its requests has run.
-    WAITING = enum.auto()
-    #: It has a slot, and further requests may join.
-    ACTIVE = enum.auto()
-    #: It has a slot until what is queued has run; its id may begin anew elsewhere.
-    ENDING = enum.auto()
-
-
 class LiveSequence(Generic[S]):
     """One sequence, from its admission until its slot is free."""
 
@@ -73,7 +61,7 @@ class LiveSequence(Generic[S]):
         self.correlation_id = correlation_id
         #: Tells sequences of one id apart; a later one has a higher number.
         self.generation = generation
-        #: None while it waits for one.
+        #: Its slot until what is queued has run; None while it waits for one.
         self.slot: Slot | None = None
         #: Its requests that were not taken, oldest first. What is taken leaves this list.
         self.waiting: deque[S] = deque()
@@ -81,7 +69,7 @@ class LiveSequence(Generic[S]):
         self.running = False
         #: Whether any of its requests was ever taken: from then on the model may have state of it.
         self.begun = False
-        #: Whether its id is forgotten: nothing joins it any more.
+        #: Whether its id is forgotten: nothing joins it any more, and the id may begin anew elsewhere.
         self.closed = False
         #: State that its last step left, where the model's state varies in size (``workers/models/free_state.py``).
         self.kept: Any = None
@@ -89,19 +77,12 @@ class LiveSequence(Generic[S]):
         self.cancelled = False
 
     @property
-    def state(self) -> SequenceState:
-        """The state that slot and id imply."""
-        if self.slot is None:
-            return SequenceState.WAITING
-        return SequenceState.ENDING if self.closed else SequenceState.ACTIVE
-
-    @property
     def ready(self) -> bool:
         """True while its first waiting request may run."""
         return self.slot is not None and not self.running and bool(self.waiting)
 
     def __repr__(self) -> str:
-        return f"<LiveSequence {self.correlation_id!r} {self.state.name}, {len(self.waiting)} waiting>"
+        return f"<LiveSequence {self.correlation_id!r} {self.slot}, {len(self.waiting)} waiting>"
 
 
 def state_lost(correlation_id: int | str, model: str) -> Unavailable:

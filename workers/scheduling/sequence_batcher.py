@@ -8,14 +8,16 @@ Pure. ``tensord.workers.dispatch.dispatcher`` asks, runs what is taken, and answ
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Generic, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol
 
 from tensord.shm.errors import Cancelled, ServingError
 from tensord.workers.scheduling.expiries import TIMED_OUT
 from tensord.workers.scheduling.planner import Decision, decide
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, state_lost
-from tensord.workers.scheduling.sequence_events import SequenceEvents
 from tensord.workers.scheduling.sequence_table import SequenceRules, SequenceTable
+
+if TYPE_CHECKING:
+    from tensord.workers.models.sequence_register import RegisteredSequences
 
 
 class Strategy(Protocol[S]):
@@ -55,7 +57,7 @@ class SequenceBatcher(Generic[S]):
         rules: SequenceRules,
         strategy: Callable[[], Strategy[S]],
         instances: int,
-        events: SequenceEvents,
+        events: RegisteredSequences,
         attach: Callable[[S], None] | None = None,
     ) -> None:
         """Makes a strategy for each instance. ``attach``: called with each request before it may run."""

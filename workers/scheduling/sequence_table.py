@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.workers.scheduling.expiries import Expiries
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, Slot, state_lost
-from tensord.workers.scheduling.sequence_events import SequenceEvents
 from tensord.workers.scheduling.slots import Slots
+
+if TYPE_CHECKING:
+    from tensord.workers.models.sequence_register import RegisteredSequences
 
 _FULL = "Exceeds maximum queue size"
 #: Ids of lost sequences that are kept.
@@ -42,7 +44,7 @@ class SequenceRules:
 class SequenceTable(Generic[S]):
     """The live sequences of one model version; one thread uses it."""
 
-    def __init__(self, model: str, rules: SequenceRules, instances: int, events: SequenceEvents) -> None:
+    def __init__(self, model: str, rules: SequenceRules, instances: int, events: RegisteredSequences) -> None:
         self.model = model
         self._rules = rules
         self._events = events

@@ -14,11 +14,15 @@ import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.tensors.ragged import MOST, Laid, elements, unit, whole_shape
+from tensord.workers.tensors.ragged import MOST, elements, unit, whole_shape
 from tensord.workers.tensors.signature import Signature, TensorSpec
+
+if TYPE_CHECKING:
+    from tensord.workers.requests.request import Request
 
 #: Model-side shape of each input in signature order, without the batch dimension; None for an optional one that is absent.
 Shapes = tuple[tuple[int, ...] | None, ...]
@@ -64,7 +68,7 @@ class Buckets:
             -1 not in spec.model_dims and not spec.optional for spec in self.signature.inputs.values()
         )
 
-    def fitting(self, requests: Sequence[Laid]) -> int:
+    def fitting(self, requests: Sequence[Request]) -> int:
         """Returns how many requests, from the first one on, fit together into the last bucket of each ragged input."""
         for spec in self.signature.inputs.values():
             sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
@@ -76,7 +80,7 @@ class Buckets:
                     break
         return len(requests)
 
-    def settled(self, key: Shapes, requests: Sequence[Laid]) -> tuple[int, Shapes]:
+    def settled(self, key: Shapes, requests: Sequence[Request]) -> tuple[int, Shapes]:
         """Returns rows and shapes of the program that runs requests with ragged inputs; ``key``: their shapes."""
         rows = self.rows(sum(request.rows for request in requests))
         shapes = list(key)

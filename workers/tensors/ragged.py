@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.tensors.signature import BatchInput, Signature, TensorSpec
+
+if TYPE_CHECKING:
+    from tensord.workers.requests.request import Request
 
 #: A kind that Triton lacks: for each element of the source (of its dims that vary), the number of its row of the batch. Padding
 #: has the number behind the last row.
@@ -38,17 +41,7 @@ MOST = "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE"
 _ITEM_SHAPE, _ITEM_SHAPE_FLATTEN = "BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN"
 
 
-class Laid(Protocol):
-    """One request of a ragged batch."""
-
-    rows: int
-
-    @property
-    def arrays(self) -> Mapping[str, Array]:
-        """The request's inputs by name."""
-
-
-def elements(request: Laid, name: str) -> int:
+def elements(request: Request, name: str) -> int:
     """Returns how many elements of an input a request has; 0 where it leaves the input out."""
     array = request.arrays.get(name)
     return 0 if array is None else math.prod(array.shape)
@@ -85,7 +78,7 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 
 
 def batch_input(
-    spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[Laid]
+    spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[Request]
 ) -> Array:
     """Makes a batch input, which describes these requests. ``rows``: as many as the program has room for."""
     assert spec.of_batch is not None
@@ -114,7 +107,7 @@ def batch_input(
     return made
 
 
-def cut(output: Array, source: TensorSpec, requests: Sequence[Laid]) -> list[Array]:
+def cut(output: Array, source: TensorSpec, requests: Sequence[Request]) -> list[Array]:
     """Cuts an output like a ragged input: returns each request's part, in the shape of its input."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []

@@ -14,7 +14,7 @@ from tensord.shm.arena import Arena
 from tensord.shm.errors import Cancelled, Internal, Unavailable
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
-from tensord.workers.models.statistics import Failure, ModelStatistics
+from tensord.workers.models.statistics import Failure, VersionStatistics
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.scheduling.agenda import NEVER
@@ -34,7 +34,7 @@ VERSION = Version(
     name="m",
     version=3,
     ordered=False,
-    statistics=ModelStatistics("m", 3),
+    statistics=VersionStatistics("m", 3),
     signature=signature(parse_pbtxt('name: "m" output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }', "m"), {}, {}),
 )
 MEBIBYTE = 1 << 20

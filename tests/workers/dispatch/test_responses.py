@@ -18,7 +18,7 @@ from tensord.shm.lane import SubmitterLane, WorkerLane
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.execution import Execution
-from tensord.workers.models.statistics import ModelStatistics
+from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender
 from tensord.workers.requests.result import STREAMED
@@ -43,7 +43,7 @@ class Bench:
         self.version = Version(
             name="m",
             version=1,
-            statistics=ModelStatistics("m", 1),
+            statistics=VersionStatistics("m", 1),
             signature=signature(config, {}, {}),
             senders={},
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensord.shm.figures import Counts
 from tensord.workers.models.execution import Execution
-from tensord.workers.models.statistics import Failure, ModelStatistics
+from tensord.workers.models.statistics import Failure, VersionStatistics
 from tests.workers.made_requests import request_of
 
 
@@ -16,7 +16,7 @@ def executed(rows: list[int]) -> Execution:
 
 
 def test_a_batch() -> None:
-    statistics = ModelStatistics("m", 3)
+    statistics = VersionStatistics("m", 3)
     statistics.executed(executed([1, 2, 1]), {}, now_ns=370)
     found = statistics.to_dict()
     assert (found["name"], found["version"]) == ("m", "3")
@@ -43,7 +43,7 @@ def test_a_batch() -> None:
 
 
 def test_failures_count_apart() -> None:
-    statistics = ModelStatistics("m", 1)
+    statistics = VersionStatistics("m", 1)
     both, alone = executed([1, 1]), executed([1])
     statistics.executed(both, {both.requests[0]: Failure.CANCELED}, now_ns=370)
     statistics.executed(alone, dict.fromkeys(alone.requests, Failure.BACKEND), now_ns=370)
@@ -57,7 +57,7 @@ def test_failures_count_apart() -> None:
 
 
 def test_counts_say_what_the_statistics_say() -> None:
-    statistics = ModelStatistics("m", 3)
+    statistics = VersionStatistics("m", 3)
     statistics.executed(executed([1, 2, 1]), {}, now_ns=370)
     statistics.copied_byte_size += 96
     assert statistics.counts() == Counts(
@@ -75,7 +75,7 @@ def test_counts_say_what_the_statistics_say() -> None:
 
 def test_counts_go_on_where_a_load_replaces_another_one() -> None:
     """Also with what the former load finishes afterwards; statistics begin anew."""
-    first, second, third = (ModelStatistics("m", 1) for _ in range(3))
+    first, second, third = (VersionStatistics("m", 1) for _ in range(3))
     first.copied_byte_size += 1
     second.succeed(first)
     second.copied_byte_size += 10

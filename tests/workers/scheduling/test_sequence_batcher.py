@@ -7,7 +7,7 @@ import pytest
 from tensord.shm.errors import Cancelled, DeadlineExceeded, InvalidArgument, ServingError, Unavailable
 from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
 from tensord.workers.scheduling.iterative import IterativeIds
-from tensord.workers.scheduling.sequence import Controls, SequenceState, state_lost
+from tensord.workers.scheduling.sequence import Controls, state_lost
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.sequence_table import SequenceRules
 from tests.workers.scheduling.naive_sequences import Step
@@ -118,12 +118,14 @@ def test_a_sequence_without_a_slot_waits_as_a_whole() -> None:
     scene = Scene()
     scene.send(1, "S")
     waiting = [scene.send(2, "S"), scene.send(2)]
-    assert waiting[0].live.state is SequenceState.WAITING
+    assert waiting[0].live.slot is None
     last = scene.send(1, "E")
     assert [step.number for step in scene.run()] == [1]
-    assert last.live.state is SequenceState.ENDING
+    assert last.live.slot is not None
+    assert last.live.closed
     assert scene.run() == [last]
-    assert waiting[0].live.state is SequenceState.ACTIVE
+    assert waiting[0].live.slot is not None
+    assert not waiting[0].live.closed
     assert [scene.run(), scene.run()] == [[waiting[0]], [waiting[1]]]
 
 

@@ -11,7 +11,7 @@ from tensord.workers.requests.response_sender import ResponseSender, SenderClose
 from tensord.workers.requests.result import Result
 
 
-class PythonResponseWriter:
+class ResponseWriter:
     """Writes the responses to one request. ``answer`` converts a response to a result."""
 
     def __init__(
