@@ -29,7 +29,7 @@ from tensord.workers.requests.result import Response
 from tensord.workers.tensors.signature import Signature
 
 Content = bytes | Array
-#: Characters of what went wrong that a client is told.
+#: The most characters of an error that a client gets.
 _MAX_MESSAGE = 8192
 
 

@@ -112,7 +112,7 @@ class EnsembleRuns:
 
         Returns whether they have run.
         """
-        # What is traced is told of each step, and of what was being executed when a worker died each step is blamed for itself.
+        # A trace has each step, and of what was being executed when a worker died each step is blamed for itself.
         steps = [request for request in batch if request.timeline is not None or request.own.strikes]
         together = [request for request in batch if request not in steps] if steps else batch
         found = self.pipelines.find(version, graph, together) if together else None

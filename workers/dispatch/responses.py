@@ -57,7 +57,7 @@ class Responses:
         self._clock = clock
         self.max_ahead = max_ahead
         self._arrived: deque[tuple[ResponseSender, _Sent]] = deque()
-        #: The loop was told that there are some, or looks for them by itself.
+        #: Whether the loop was posted a call for them, or looks for them by itself.
         self._posted = False
         #: When it looks for responses that do not wake it; 0: it does not.
         self.look_ns = 0

@@ -1,6 +1,6 @@
 """Answers requests that go on and want nothing but a step's small outputs by array operations, all at once.
 
-    first response ─▶ join ─▶ send, send, ... ─▶ leave: its sender and the statistics are told of all of them
+    first response ─▶ join ─▶ send, send, ... ─▶ leave: all of them are noted at its sender and in the statistics
                                                  (it ends, is cancelled, misses a step, or its client may be behind)
 
 Who has joined gets a response whenever anybody does. So all that is noted of a step is when its responses left; what that was for

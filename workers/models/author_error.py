@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Characters of a model's own exception that a client is told.
+#: The most characters of a model's own exception that a client gets.
 _MAX_REASON = 1000
 #: A link, which stays, or a path of this host: in quotes with whatever is in it, or to the end of a word.
 _LINK_OR_PATH = re.compile(

@@ -182,7 +182,7 @@ class JaxModel:
         if isinstance(executable, GroupedProgram):
             self._execute_grouped(execution, executable)
             return
-        # Where the device has the carry already, what fails is told as a loss.
+        # Where the device has the carry already, a failure is reported as a loss.
         execution.intact = carry is not None or self.free_state is not None
         arguments, execution.copied_byte_size = executable.gather(requests)
         execution.gathered_ns = time.monotonic_ns()

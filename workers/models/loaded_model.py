@@ -41,7 +41,7 @@ class LoadedModel:
     batch_rules: BatchRules
     #: Its code, to be forgotten when the version is gone.
     imports: ModelImports
-    #: Whether it asks for the response cache, and whether it is told which outputs a client wants.
+    #: Whether it asks for the response cache, and whether it sees which outputs a client wants.
     cached: bool = False
     sees_outputs: bool = False
     #: Answers leave in the order in which requests were taken.

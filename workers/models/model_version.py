@@ -214,7 +214,7 @@ class ModelVersion:
         self.when_closed(on_closed)
         if self.state is VersionState.SERVING:
             self.state = VersionState.DRAINING
-            # What is told to the C part of a prepared request has to hold for its next ones, which are another load's.
+            # What the C part learns of a prepared request has to hold for its next ones, which are another load's.
             self.native = False
             self.planner.end_delays()
             if self._registered is not None:

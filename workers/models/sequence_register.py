@@ -26,7 +26,7 @@ class SequenceRegister:
         self.ended = False
         #: Those that new sequences join, by the key of their model version.
         self.serving: dict[Key, RegisteredSequences] = {}
-        #: Those of them whose slots are not as it was told.
+        #: Loads whose slots differ from what the page says.
         self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:

@@ -4,7 +4,7 @@
  *           │                          └▶ large: plan->alone (Python, XLA), where their tensors lie           ─▶
  *           └▶ anything else is handed to Python, which does it the ordinary way
  *
- * What is known is told by Python (workers/dispatch/fast_path.py): a plan for each number of a lane, and the programs that can run it. None
+ * It learns from Python (workers/dispatch/fast_path.py): a plan for each number of a lane, and the programs that can run it. None
  * of that can change while ``wait`` runs: whatever could change it comes as an event, and ``wait`` returns with the first event, or
  * datagram, that has no plan. What it hands to Python it has not touched.
  *

@@ -39,7 +39,7 @@ class FastPath:
         epoll_fd: int,
         spin: Spin | None,
         page: memoryview,
-        desk: int,
+        slot: int,
         idle: int,
         executing: int,
         #: Called when the answers of sequences have left.

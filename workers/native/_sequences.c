@@ -50,7 +50,7 @@ int choose_requests(const request_t *requests, int count) {
     return chosen < 0 || chosen > count ? 0 : (int)chosen;
 }
 
-/* Returns what ``fail`` is told: (lane, request id, moment of arrival) of each request. */
+/* Returns the argument of ``fail``: (lane, request id, moment of arrival) of each request. */
 static PyObject *described(const request_t *requests, int count) {
     PyObject *found = PyList_New(count);
     for (int n = 0; found != NULL && n < count; n++) {
@@ -87,7 +87,7 @@ int fail(fast_path_t *self, const request_t *requests, int count) {
 /* Tells Python that answers of sequences were sent. Returns 0, or -1 with an exception. */
 int tell_left(fast_path_t *self) {
     self->sequenced = 0;
-    PyObject *told = PyObject_CallNoArgs(self->left);
-    Py_XDECREF(told);
-    return told == NULL ? -1 : 0;
+    PyObject *done = PyObject_CallNoArgs(self->left);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }

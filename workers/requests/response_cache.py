@@ -49,7 +49,7 @@ class Question(NamedTuple):
     digest: bytes
     #: Stands for the load of the model version that is asked: another load may answer differently.
     load: object
-    #: The outputs that the model was asked for, sorted; empty: all, or it is not told.
+    #: The outputs that the model was asked for, sorted; empty: all, or the model does not see them.
     outputs: tuple[str, ...]
     #: Sorted by name.
     inputs: tuple[Input, ...]

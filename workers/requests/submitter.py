@@ -124,7 +124,7 @@ class Submitter(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """That of small responses with such outputs. ``final``: no further ones follow."""
+        """Returns the kind of small responses with such outputs. ``final``: whether no further ones follow."""
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -136,7 +136,7 @@ class Submitter(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """That of responses like that which others follow, where there was one before. From any thread."""
+        """Returns the kind of such responses that others follow, if there was one before; for any thread."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:

@@ -70,8 +70,8 @@ class RequestTimeline:
     def _timeline(self) -> Timeline:
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
-        told = tuple(moments) if self.level & TIMESTAMPS else ()
-        return Timeline(told, tuple(self._tensors), children=tuple(self._children))
+        stamps = tuple(moments) if self.level & TIMESTAMPS else ()
+        return Timeline(stamps, tuple(self._tensors), children=tuple(self._children))
 
 
 def _described(activity: str, name: str, array: Array) -> TracedTensor:

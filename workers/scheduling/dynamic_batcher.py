@@ -1,6 +1,6 @@
 """Decides which waiting requests of one model version run together, and when.
 
-Pure: ``decide`` and ``take`` read the queue and the time they are told. ``tensord.workers.dispatch.dispatcher`` asks, and runs
+Pure: ``decide`` and ``take`` read the queue and the time they are given. ``tensord.workers.dispatch.dispatcher`` asks, and runs
 what is taken.
 
     no delay    whatever waits is due at once, as much of it as fits
