@@ -76,12 +76,12 @@ class SteppingRuns:
           wait: whether to wait until it has done something of each.
         Returns: whether there is more to do at once: there was anything to read, or somebody may begin.
         """
+        pending = False
         for version, stepping in list(self.living.items()):
-            stepping.dispatch(now_ns)
+            pending |= stepping.dispatch(now_ns)
             # Also one of which all requests have left: what the device was given is read.
             if not (stepping.given or len(version.planner) or version.planner.lives):
                 del self.living[version]
-        pending = any(stepping.pending for stepping in self.living.values())
         if pending:
             for stepping in self.living.values():
                 stepping.read(wait)
@@ -116,18 +116,16 @@ class Stepping:
         #: When the last thing was read: the device has worked on the next one since.
         self._read_ns = 0
 
-    @property
-    def pending(self) -> bool:
-        """True while anything is to be read, or a request may begin."""
-        return bool(self.given) or self._batcher.due_ns() is not None
-
     # -------------------------------------------------------------------------------------------------------- to the device
 
-    def dispatch(self, now_ns: int) -> None:
-        """Gives the device insertions of requests into free slots, and steps, as many as the planner allows."""
+    def dispatch(self, now_ns: int) -> bool:
+        """Gives the device insertions of requests into free slots, and steps, as many as the planner allows.
+
+        Returns: whether anything is to be read, or a request may begin.
+        """
         batcher, given = self._batcher, self.given
         if given and given[0].run.ready:
-            return
+            return True
         while requests := batcher.take(now_ns):
             self._begin(requests, now_ns)
         # What is done at once is answered first.
@@ -136,8 +134,9 @@ class Stepping:
                 run = self._model.step(max([holder.number for holder in step.holders]), step.masked)
             except BaseException as error:  # also sys.exit() in a callback of the model
                 self._lose(error)
-                return
+                break
             given.append(_Given(step, run, now_ns))
+        return bool(given) or batcher.due_ns() is not None
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
         """Opens senders for requests that have got slots, and inserts them."""
