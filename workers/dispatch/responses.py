@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from tensord.config.options import Arenas
-from tensord.shm.arrays import Array, byte_content, datatype_of
+from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
 from tensord.shm.messages import LAST, TIMING, AnswerRecord, response_byte_size
 from tensord.workers.dispatch.answers import complete, failure
@@ -84,10 +84,11 @@ class Responses:
         request = sender.request
         if not _leaves_as_it_is(sender):
             return None
-        described = describe(result, request.outputs, self.inline_byte_size)
-        if described is None:
+        found = describe(result, request.outputs, self.inline_byte_size, strings=False)
+        # Where an output is missing another response as long may have it.
+        if found is None or len(found[0]) < max(1, len(request.outputs)):
             return None
-        kind = request.submitter.known_kind(request.version.version, described)
+        kind = request.submitter.known_kind(request.version.version, found[0])
         return None if kind is None else kind.alike(request.request_id, len(result))
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
@@ -336,25 +337,12 @@ class Responses:
             or (request.own.trace and (final or request.timeline is not None))
         ):
             return 0
-        outputs, left = request.outputs, self.inline_byte_size
-        described: list[tuple[str, str, tuple[int, ...]]] = []
-        contents: list[bytes] = []
-        for name, array in result.items():
-            if outputs and name not in outputs:
-                continue
-            datatype = datatype_of(array.dtype)
-            if datatype is None or array.nbytes > left:
-                return 0
-            content = byte_content(array) if datatype == "BYTES" else array.tobytes()
-            left -= len(content)
-            if left < 0:
-                return 0
-            described.append((name, datatype, array.shape))
-            contents.append(content)
-        submitter, own = request.submitter, tuple(contents)
-        numbered = submitter.response_kind(request.version.version, tuple(described), final).numbered
-        submitter.answer(AnswerRecord(request.request_id, numbered.number, own), numbered)
-        return response_byte_size(own)
+        found = describe(result, request.outputs, self.inline_byte_size, strings=True)
+        if found is None:
+            return 0
+        numbered = request.submitter.response_kind(request.version.version, found[0], final).numbered
+        request.submitter.answer(AnswerRecord(request.request_id, numbered.number, found[1]), numbered)
+        return response_byte_size(found[1])
 
     def _no_room(self, sender: ResponseSender, byte_size: int) -> Unavailable:
         return self._outbox.no_room(sender.request, byte_size, self._clock())

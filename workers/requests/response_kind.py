@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from tensord.shm.arrays import DTYPES, Array, datatype_of
+from tensord.shm.arrays import DTYPES, Array, byte_content, datatype_of
 from tensord.shm.messages import PreparedAnswer, response_byte_size
 from tensord.shm.prepared import Numbered
 from tensord.workers.requests.answer_plan import answer_pieces
@@ -17,25 +17,31 @@ from tensord.workers.requests.answer_plan import answer_pieces
 Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
-def describe(result: Mapping[str, Array], wanted: Collection[str], most: int) -> Described | None:
-    """Returns names, datatypes and shapes of small outputs of fixed size, or None where a response has others.
+def describe(
+    result: Mapping[str, Array], wanted: Collection[str], most: int, strings: bool
+) -> tuple[Described, tuple[bytes, ...]] | None:
+    """Returns names, datatypes and shapes of a response's outputs, and their bytes, or None where these do not go into a record.
 
     Args:
       wanted: names of the outputs that are asked for; empty: all are.
       most: bytes that go into a record.
+      strings: whether outputs may be BYTES, which have another size in each response.
     """
     described: list[tuple[str, str, tuple[int, ...]]] = []
+    contents: list[bytes] = []
     left = most
     for name, array in result.items():
         if wanted and name not in wanted:
             continue
         datatype = datatype_of(array.dtype)
-        left -= array.nbytes
-        if datatype is None or datatype == "BYTES" or left < 0:
+        if datatype is None or array.nbytes > left or (datatype == "BYTES" and not strings):
+            return None
+        contents.append(byte_content(array) if datatype == "BYTES" else array.tobytes())
+        left -= len(contents[-1])
+        if left < 0:
             return None
         described.append((name, datatype, array.shape))
-    # Where one is missing another response as long may have it.
-    return None if len(described) < max(1, len(wanted)) else tuple(described)
+    return tuple(described), tuple(contents)
 
 
 class ResponseKind:
