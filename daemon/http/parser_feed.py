@@ -43,7 +43,7 @@ _EVENTS_A_TURN = 64
 #: Requests a client may send ahead on one connection before the first is answered.
 _MAX_PIPELINED = 256
 #: What leads a request of each endpoint but ``infer``.
-_ENDPOINTS: dict[str, type[InferStream | Generate | GenerateStream]] = {
+_ENDPOINTS: dict[str, type[Generate | GenerateStream]] = {
     "infer_stream": InferStream,
     "generate": Generate,
     "generate_stream": GenerateStream,
@@ -229,7 +229,7 @@ class Messages:
         except ServingError as error:
             head.error = head.error or error
 
-    def _begin_generation(self, head: InferHead, endpoint: type[InferStream | Generate | GenerateStream]) -> None:
+    def _begin_generation(self, head: InferHead, endpoint: type[Generate | GenerateStream]) -> None:
         order = self._order
         if self._serving.has_rules:
             self._apply_rules(head)
