@@ -59,10 +59,17 @@ def names(model: str, version: int) -> bytes:
 
 def description(prepared: PreparedAnswer, final: bool | None) -> bytes:
     """Writes the parameters and outputs of an answer. ``final``: as of ``encode``."""
-    parameters = prepared.parameters if final is None else {**prepared.parameters, _FINAL: final}
-    message = ModelInferResponse(parameters=_parameters(parameters)) if parameters else ModelInferResponse()
-    for tensor in prepared.outputs:
-        message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+    outputs = b"".join([_output(tensor.name, tensor.datatype, tensor.shape) for tensor in prepared.outputs])
+    if prepared.parameters:
+        parameters = prepared.parameters if final is None else {**prepared.parameters, _FINAL: final}
+        return ModelInferResponse(parameters=_parameters(parameters)).SerializeToString() + outputs
+    return outputs if final is None else _IS_FINAL[final] + outputs
+
+
+@functools.lru_cache(4096)
+def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
+    message = ModelInferResponse()
+    message.outputs.add(name=name, datatype=datatype, shape=shape)
     return message.SerializeToString()
 
 
@@ -79,6 +86,9 @@ def _parameters(given: Mapping[str, Parameter]) -> dict[str, InferParameter]:
         else:
             found[key] = InferParameter(string_param=value)
     return found
+
+
+_IS_FINAL = [ModelInferResponse(parameters=_parameters({_FINAL: final})).SerializeToString() for final in (False, True)]
 
 
 # ------------------------------------------------------------------------------------------------------------ streams
