@@ -107,7 +107,7 @@ class FakeFront:
                 self.connection.send(ChildReady(self.incarnation))
             case LaneOpened(peer):
                 self.lanes[peer] = fds
-                assert len(fds) == 2, "a lane and its worker's status page"
+                assert len(fds) == 3, "a lane and its worker's two pages"
                 return
             case WorkerFenced(worker):
                 self.fenced.append(worker)

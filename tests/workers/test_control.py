@@ -13,12 +13,12 @@ import pytest
 
 from tensord.config.model_config import empty
 from tensord.config.options import RegionsOptions
-from tensord.shm.channel import pair
-from tensord.shm.control_records import ControlCall, LaneOpened, Load, Stop, Unload
+from tensord.shm.channel import DescriptorsLost, pair
+from tensord.shm.control_records import ControlCall, LaneClient, LaneClosed, LaneLimits, LaneOpened, Load, Stop, Unload
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import Internal, InvalidArgument
 from tensord.shm.figures import Figures
-from tensord.shm.operations import AwaitRegion, ModelStatistics, RepositoryIndex, UnregisterRegion, WorkerFigures
+from tensord.shm.operations import AwaitRegion, ModelStatistics, Peer, RepositoryIndex, UnregisterRegion, WorkerFigures
 from tensord.workers.calls.metric_registry import MetricRegistry
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
@@ -35,11 +35,16 @@ class Bench:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.loads: list[Callable[[Any], None]] = []
-        self.lanes: list[tuple[int, socket.socket]] = []
+        self.lanes: list[tuple[int, socket.socket, LaneClient | None]] = []
+        self.ended: list[int] = []
         self.stopped: list[int] = []
         self.models = ModelTable()
         worker: Any = SimpleNamespace(
-            open_lane=lambda peer, sock: self.lanes.append((peer, sock)), adopt=ModelVersion, stop=self.stopped.append
+            open_lane=lambda *opened: self.lanes.append(opened),
+            end_lane=self.ended.append,
+            lane_requests=7,
+            adopt=ModelVersion,
+            stop=self.stopped.append,
         )
         self.control = Control(
             worker,
@@ -116,15 +121,29 @@ def test_of_two_loads_the_later_one_counts() -> None:
 
 def test_lanes_and_stop() -> None:
     bench = Bench()
-    ours, theirs = pair()
-    bench.control.handle(LaneOpened(9), [theirs.detach()])
-    ((peer, sock),) = bench.lanes
-    assert peer == 9
-    sock.close()
-    assert ours.recv(1) == b""
-    ours.close()
+    client = LaneClient(Peer("unix", "", 7, 1000, 1000), LaneLimits(1, 2, 3, 4))
+    for number, whose in ((9, None), (10, client)):
+        ours, theirs = pair()
+        bench.control.handle(LaneOpened(number, client=whose), [theirs.detach()])
+        (peer, sock, told) = bench.lanes.pop()
+        assert (peer, told) == (number, whose)
+        sock.close()
+        assert ours.recv(1) == b""
+        ours.close()
+    bench.control.handle(LaneClosed(10), [])
+    assert bench.ended == [10]
     bench.control.handle(Stop(5), [])
     assert bench.stopped == [5]
+
+
+def test_a_lane_that_came_without_its_descriptor() -> None:
+    """A client's is ended, and the worker goes on; without a front's it is of no use."""
+    bench = Bench()
+    client = LaneClient(Peer("unix", "", 7, 1000, 1000), LaneLimits(1, 2, 3, 4))
+    bench.control.refuse(DescriptorsLost([LaneOpened(10, client=client)]))
+    assert bench.sent == [LaneClosed(10)]
+    with pytest.raises(InvalidArgument, match="LaneOpened were lost"):
+        bench.control.refuse(DescriptorsLost([LaneOpened(9)]))
 
 
 def test_every_call_has_one_reply() -> None:
@@ -139,7 +158,7 @@ def test_every_call_has_one_reply() -> None:
         (2, "", b"0"),
         (3, "", b""),
         (4, "UNSUPPORTED", b""),
-        (5, "", b'[[],{"system":0,"cuda":0},[],0,0]'),
+        (5, "", b'[[],{"system":0,"cuda":0},[],7,0]'),
     ]
 
 
