@@ -70,18 +70,8 @@ class ResponseSender:
     """Sends the responses to one request. ``send`` and the properties are for any thread; the rest belongs to the loop."""
 
     __slots__ = (
-        *(
-            "_again",
-            "_closed",
-            "_encoded",
-            "_holders",
-            "_lock",
-            "_max_ahead",
-            "_on_room",
-            "_posted",
-            "_settled",
-            "_taker",
-        ),
+        *("_again", "_closed", "_encoded", "_holders", "_lock", "_max_ahead", "_on_room"),
+        *("_posted", "_settled", "_taker"),
         *("alike", "began_ns", "begun", "count", "counted", "ended", "failed", "last_ns"),
         *("plain", "request", "returned", "single"),
         "thread",
