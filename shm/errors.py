@@ -62,6 +62,12 @@ class Unsupported(ServingError):
     code = "UNSUPPORTED"
 
 
+class Replaced(ServingError):
+    """A newer request took the place of this one while it waited in its model's queue."""
+
+    code = "REPLACED"
+
+
 class Cancelled(ServingError):
     """The client went away or asked for a stop."""
 
@@ -97,6 +103,7 @@ _BY_CODE: dict[str, type[ServingError]] = {
         AlreadyExists,
         Unavailable,
         Unsupported,
+        Replaced,
         Cancelled,
         DeadlineExceeded,
         Internal,

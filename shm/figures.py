@@ -56,6 +56,8 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     #: Rows and elements of padding that were computed, because programs have fixed shapes.
     padded_rows: int = 0
     padded_elements: int = 0
+    #: Failed requests that newer ones replaced while they waited.
+    replaced: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))

@@ -28,6 +28,8 @@ WIRE_VERSION = 2
 Parameter = bool | int | float | str
 #: The bit of ``RequestRecord.trace`` that asks for ``AnswerRecord.timing``.
 TIMING = 4
+#: A key by which waiting requests replace one another has at most so many bytes.
+MAX_REPLACE_KEY = 128
 #: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two. A string has at most that many bytes.
 MAX_SEQUENCE_ID = 128
 SequenceId = Annotated[int, msgspec.Meta(ge=0)] | Annotated[str, msgspec.Meta(max_length=MAX_SEQUENCE_ID)]
@@ -143,7 +145,7 @@ class PreparedRequest(Record, frozen=True, tag="P"):
     inputs: tuple[PreparedTensor, ...] = ()
     #: Empty: all outputs.
     outputs: tuple[RequestedOutput, ...] = ()
-    #: Reserved keys (sequence_*, priority, timeout, binary_data_output) are taken out before this.
+    #: Reserved keys (sequence_*, priority, timeout, tensord_replace, binary_data_output) are taken out before this.
     parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
 
 
@@ -179,6 +181,8 @@ class RequestRecord(Record, frozen=True, tag="q"):
     #: How often workers have died under this request; above 0 it is run alone, so that it cannot take others with it. A client's
     #: lane ignores it.
     strikes: _Natural = 0
+    #: The next request of the same key and model version takes the place of this one while it waits; "": it has no key.
+    replace_key: str = ""
 
 
 class Release(Record, frozen=True, tag="L"):

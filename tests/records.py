@@ -72,6 +72,7 @@ class WholeRequest:
     sequence_start: bool = False
     sequence_end: bool = False
     trace: int = 0
+    replace_key: str = ""
 
     @property
     def prepared(self) -> PreparedRequest:
@@ -115,6 +116,7 @@ def whole_request(prepared: PreparedRequest, own: RequestRecord) -> WholeRequest
         own.sequence_start,
         own.sequence_end,
         own.trace,
+        own.replace_key,
     )
 
 

@@ -35,7 +35,7 @@ struct own {
     unsigned char rest[MAX_REST], scheduling[MAX_SCHEDULING];
 };
 
-static const char *const KEYS[] = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"};
+static const char *const KEYS[] = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "tensord_replace"};
 
 static int is_known(unsigned char tag) {
     switch (tag) {

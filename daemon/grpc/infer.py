@@ -223,7 +223,7 @@ class Infer:
         record = (
             RequestRecord(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
             if scheduling is UNSCHEDULED
-            else RequestRecord(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns(), *scheduling)
+            else scheduling.record(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
         )
         asked = Asked(
             call,

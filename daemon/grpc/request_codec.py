@@ -251,7 +251,7 @@ def decode_scheduling(parameters: bytes) -> Scheduling | None:
 def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
     kind = value.WhichOneof("parameter_choice")
     match key:
-        case "sequence_id" | "sequence_start" | "sequence_end" | "priority" | "timeout":
+        case _ if key in _SCHEDULING:
             decoded.schedules = True
             field, read = _SCHEDULING[key]
             decoded.scheduling = decoded.scheduling._replace(**{field: read(key, value, kind)})
@@ -274,6 +274,12 @@ def _bool(key: str, value: Any, kind: str | None) -> bool:
     if kind != "bool_param":
         raise InvalidArgument(f"invalid value type for '{key}' parameter, expected bool_param.")
     return bool(value.bool_param)
+
+
+def _text(key: str, value: Any, kind: str | None) -> str:
+    if kind != "string_param":
+        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected string_param.")
+    return str(value.string_param)
 
 
 def _priority(key: str, value: Any, kind: str | None) -> int:
@@ -316,4 +322,5 @@ _SCHEDULING: dict[str, tuple[str, Callable[[str, Any, str | None], Any]]] = {
     "sequence_id": ("sequence_id", _sequence_id),
     "sequence_start": ("sequence_start", _bool),
     "sequence_end": ("sequence_end", _bool),
+    "tensord_replace": ("replace_key", _text),
 }

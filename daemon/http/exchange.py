@@ -215,7 +215,7 @@ class Exchange(InFlight):
             self.record = (
                 RequestRecord(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
                 if scheduling is UNSCHEDULED
-                else RequestRecord(submitter.next_id(), number, contents, client_id, 0, monotonic_ns(), *scheduling)
+                else scheduling.record(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
             )
             submitter.send(self)
         except ServingError as error:
@@ -362,8 +362,8 @@ class Exchange(InFlight):
             trace.client_id = self._client_id
             trace.stamp(trace_stamps.REQUEST_START)
         prepared = asked.record if numbered is None else numbered.number
-        self.record = RequestRecord(
-            submitter.next_id(), prepared, contents, self._client_id, 0, monotonic_ns(), *scheduling, noted
+        self.record = scheduling.record(
+            submitter.next_id(), prepared, contents, self._client_id, 0, monotonic_ns(), noted
         )
         self.numbered, self.leases = numbered, leases
         submitter.send(self)

@@ -340,4 +340,5 @@ _SCHEDULING: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "sequence_id": ("sequence_id", _sequence_id),
     "sequence_start": ("sequence_start", boolean),
     "sequence_end": ("sequence_end", boolean),
+    "tensord_replace": ("replace_key", text),
 }

@@ -91,6 +91,7 @@ _GPU: tuple[tuple[str, str, Callable[[Gpu], float | None]], ...] = (
 _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
     ("REJECTED", lambda c: c.rejected + c.queue_full),
     ("CANCELED", lambda c: c.canceled),
+    ("REPLACED", lambda c: c.replaced),
     ("BACKEND", lambda c: c.backend),
     ("OTHER", lambda c: c.other),
 )
@@ -161,7 +162,7 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     models = [((total.name, str(total.version)), total) for total in snapshot.models]
     failure = UnknownMetricFamily(
         "nv_inference_request_failure",
-        "Failed inference requests: no place in the queue or too long there, cancelled, refused by the model, or otherwise",
+        "Failed inference requests: rejected by the queue, cancelled, replaced there, refused by the model, or otherwise",
         labels=[*_MODEL, "reason"],
     )
     yield _filled(failure, [((*labels, why), of(total.counts)) for labels, total in models for why, of in _FAILURES])

@@ -30,7 +30,6 @@ from tensord.shm.messages import (
     PreparedTensor,
     RegionSlice,
     RequestedOutput,
-    RequestRecord,
     Slice,
 )
 
@@ -149,14 +148,13 @@ def _send(submitter: Submitter, asked: InFlight, request: InferenceRequest, leas
         leases = (request.lease, *leases)
     try:
         contents = place((content for _, _, _, content in request.inputs), lease, submitter.inline_byte_size)
-        asked.record = RequestRecord(
+        asked.record = request.scheduling.record(
             submitter.next_id(),
             request.prepared,
             contents,
             request.id,
             request.deadline_ns,
             time.monotonic_ns(),
-            *request.scheduling,
             0 if trace is None else trace.level,
         )
         if trace is not None:

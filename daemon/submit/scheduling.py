@@ -1,17 +1,17 @@
-"""Scheduling of a request, as it says itself: Triton's extensions of schedule policy and sequences."""
+"""Scheduling of a request, as it says itself: Triton's extensions of schedule policy and sequences, and ``tensord_replace``."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from tensord.shm.messages import SequenceId
+from tensord.shm.messages import Content, PreparedRequest, RequestRecord, SequenceId
 
 #: Parameters of a request that say it, by their names over either protocol.
-KEYS = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"})
+KEYS = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "tensord_replace"})
 
 
 class Scheduling(NamedTuple):
-    """Says when a request is to be run, and in which sequence; in the order of ``tensord.shm.messages.RequestRecord``."""
+    """Says when a request is to be run, in which sequence, and which waiting request it replaces."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0
@@ -20,11 +20,40 @@ class Scheduling(NamedTuple):
     sequence_id: SequenceId = 0
     sequence_start: bool = False
     sequence_end: bool = False
+    #: While it waits the next request of that key takes its place; "": it has no key.
+    replace_key: str = ""
 
     @property
     def goes_on(self) -> bool:
         """Returns whether it is one of the steps between the first and the last of a sequence."""
         return bool(self.sequence_id) and not self.sequence_start and not self.sequence_end
+
+    def record(
+        self,
+        request_id: int,
+        prepared: int | PreparedRequest,
+        contents: tuple[Content, ...],
+        client_id: str,
+        deadline_ns: int,
+        received_ns: int,
+        trace: int = 0,
+    ) -> RequestRecord:
+        """Makes the record of a request that is scheduled so; the arguments are that record's."""
+        return RequestRecord(
+            request_id,
+            prepared,
+            contents,
+            client_id,
+            deadline_ns,
+            received_ns,
+            self.priority,
+            self.timeout_us,
+            self.sequence_id,
+            self.sequence_start,
+            self.sequence_end,
+            trace,
+            replace_key=self.replace_key,
+        )
 
 
 #: A request has this that says nothing of it.

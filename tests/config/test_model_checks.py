@@ -19,6 +19,14 @@ def parsed(text: str) -> Any:
     ("text", "words"),
     [
         ("max_batch_size: -1", "max_batch_size is -1"),
+        (
+            'parameters { key: "replace_waiting" value { string_value: "yes" } }',
+            "replace_waiting is 'yes'; expected true or",
+        ),
+        (
+            'sequence_batching { } parameters { key: "replace_waiting" value { string_value: "true" } }',
+            "parameter replace_waiting is true, and the requests of a sequence cannot replace one another",
+        ),
         ('backend: "tensorrt"', "backend 'tensorrt' is not supported; supported are jax and python"),
         ('input { name: "a" dims: [ 0 ] }', "input 'a': dim 0"),
         ('input { name: "a" dims: [ -2 ] }', "input 'a': dim -2"),

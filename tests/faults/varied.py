@@ -171,7 +171,9 @@ class Dice:
             found["priority"] = self._random.randrange(9)
         if self.chance(0.3):
             found["timeout"] = self._random.randrange(10**9, 10**10)
-        if self.chance(0.3):
+        if self.chance(0.1):
+            found["tensord_replace"] = f"key {self._random.randrange(10**6)}"
+        elif self.chance(0.3):
             number = self._random.randrange(1, 10**6)
             found["sequence_id"] = self.choice(number, f"sequence {number}")
             found |= {key: True for key in ("sequence_start", "sequence_end") if self.chance(0.5)}

@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from tensord.config import model_checks
-from tensord.config.model_config import ModelConfig
+from tensord.config.model_checks import REPLACE_WAITING
+from tensord.config.model_config import ModelConfig, wants
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.queue import QueuePolicy, QueueRules
@@ -157,8 +158,9 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
 
 def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules:
     """Returns a model's queue rules. ``max_size``: of this worker's queue; ``workers``: how many share the model's own bounds."""
+    replaces = wants(message, REPLACE_WAITING)
     if not message.HasField("dynamic_batching"):
-        return QueueRules(max_size)
+        return QueueRules(max_size, replaces=replaces)
     batching = message.dynamic_batching
     return QueueRules(
         max_size,
@@ -166,6 +168,7 @@ def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules
         {level: _policy(policy, workers) for level, policy in batching.priority_queue_policy.items()},
         max(1, batching.priority_levels),
         max(1, batching.default_priority_level),
+        replaces,
     )
 
 

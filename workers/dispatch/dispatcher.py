@@ -183,26 +183,24 @@ class Dispatcher:
         self._queue(version, request, now_ns)
 
     def _queue(self, version: ModelVersion, request: Request, now_ns: int) -> None:
-        """Answers a request from the cache, or puts it where it waits; a full queue answers it."""
+        """Answers a request from the cache, or puts it where it waits, and answers whom it replaces; a full queue answers it."""
         if version.cache is not None and self._cached.answer(version, request, version.cache):
             return
         waiting = version.compiling.get(request.key) if version.sequences is None else None
         if now_ns >= self._expiry.next_ns:
             self._expiry.end(now_ns)
         try:
-            if waiting is None:
-                version.planner.arrived(request)
-            elif len(waiting) < version.loaded.queue_rules.max_size:
-                waiting.append(request)
-                return
-            else:
-                raise Unavailable("Exceeds maximum queue size")
+            replacement = version.planner.arrived(request) if waiting is None else waiting.add(request)
         except Unavailable as error:
             error = Unavailable(request.label + error.message)
             self._outbox.refuse(request, Refusal.QUEUE_FULL, error, now_ns)
             return
         except InvalidArgument as error:
             self._outbox.fail(request, error)
+            return
+        if replacement is not None:
+            self._expiry.refuse(version, [(replacement.old, replacement.error)], now_ns)
+        if waiting is not None:
             return
         self._active[version] = None
         self._agenda.wake(version)

@@ -50,7 +50,7 @@ class Expiry:
                     self._agenda.wake(version)
 
     def refuse(self, version: ModelVersion, answers: list[tuple[Request, ServingError]], now_ns: int) -> None:
-        """Answers requests that waited too long for that version."""
+        """Answers requests that waited for that version, too long or until newer ones replaced them, when it is their turn."""
         for request, error in answers:
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)

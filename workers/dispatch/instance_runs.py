@@ -69,8 +69,9 @@ class InstanceRuns:
     def _may_run(self, version: ModelVersion, instance: Instance) -> bool:
         if instance.needs and not self._limiter.may_run(instance):
             return False
-        # Whose time may be up waits in the queue, where that is seen: nobody knows how long the run before it takes.
-        return not (instance.given and version.planner.next_tick_ns)
+        # Whose time may be up, and whom the next one may replace, waits in the queue, where that is seen: nobody knows how long
+        # the run before it takes.
+        return not (instance.given and (version.planner.next_tick_ns or version.queue.replaceable))
 
     def withdraw(self, version: ModelVersion, now_ns: int) -> None:
         """Releases the resources of instances without work, and their claims to some; others may run then."""

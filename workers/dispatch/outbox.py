@@ -23,7 +23,7 @@ import msgspec
 
 from tensord.config.options import Arenas
 from tensord.shm.arrays import Array
-from tensord.shm.errors import Cancelled, Internal, ServingError, Unavailable
+from tensord.shm.errors import Cancelled, Internal, Replaced, ServingError, Unavailable
 from tensord.shm.messages import TIMING, AnswerRecord, PreparedAnswer
 from tensord.shm.prepared import Numbered
 from tensord.shm.refusals import Refusal, RefusalLog
@@ -91,7 +91,8 @@ class Outbox:
     ) -> None:
         """Answers requests that were accepted and will not run, each with its error, and counts them."""
         for request, error in answers:
-            request.version.statistics.failed(now_ns - request.arrived_ns, why)
+            reason = Failure.REPLACED if isinstance(error, Replaced) else why
+            request.version.statistics.failed(now_ns - request.arrived_ns, reason)
             self.fail(request, error)
 
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:

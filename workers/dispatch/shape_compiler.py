@@ -26,6 +26,8 @@ from tensord.workers.programs.grouped_calls import GroupedCalls
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, compile_error
 from tensord.workers.requests.request import Request
+from tensord.workers.scheduling.parked import ParkedRequests
+from tensord.workers.scheduling.queue import Replacement
 from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
@@ -74,19 +76,23 @@ class ShapeCompiler:
         # Ragged requests of one key make batches of many shapes: those of other shapes do not wait for this one.
         key = wanted if model.ragged else batch[0].key
         if key in version.compiling:
-            version.compiling[key] += batch
+            self._replaced(version.compiling[key].extend(batch))
             return
         if len(version.compiling) >= self._max_shapes:
             self._refuse(version, batch)
             return
         # Those of that key which still queue join, so that none of them asks for the same again.
-        version.compiling[key] = batch + version.queue.take(key, version.queue.rows(key))
+        parked = version.compiling[key] = ParkedRequests(version.loaded.queue_rules)
+        self._replaced(parked.extend(batch + version.queue.take(key, version.queue.rows(key))))
         self._under_way += 1
         _log.info("compiling model '%s' version %d for %s", version.name, version.version, wanted)
         running = [(request.submitter.peer, request.request_id) for request in batch]
         self._thread.do(
             lambda: self._compile(version, model.executables, wanted, running), self._compiled(version, key)
         )
+
+    def _replaced(self, replacements: list[Replacement[Request]]) -> None:
+        self._outbox.fail_all([(each.old, each.error) for each in replacements], self._clock())
 
     def _refuse(self, version: ModelVersion, batch: list[Request]) -> None:
         now_ns, count = self._clock(), len(version.compiling)
@@ -111,7 +117,7 @@ class ShapeCompiler:
     def _compiled(self, version: ModelVersion, key: Hashable) -> Callable[[Executable | Exception], None]:
         def compiled(outcome: Executable | Exception) -> None:
             self._under_way -= 1
-            requests = version.compiling.pop(key)
+            requests = version.compiling.pop(key).requests
             if isinstance(outcome, Exception) or version.jitted is None:
                 failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
                 error = compile_error(failed, requests, version.version)

@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from tensord.config import model_checks, model_config
-from tensord.config.model_config import ModelConfig
+from tensord.config.model_checks import REPLACE_WAITING
+from tensord.config.model_config import ModelConfig, wants
 from tensord.shm.control_records import Load
 from tensord.workers.declarations.declaration import read_labels
 from tensord.workers.imports.model_imports import ModelImports
@@ -34,7 +35,7 @@ def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max
         streams=message.model_transaction_policy.decoupled,
         jitted=None,
         instances=(),
-        queue_rules=QueueRules(max_queue_size),
+        queue_rules=QueueRules(max_queue_size, replaces=wants(message, REPLACE_WAITING)),
         # Requests that wait together run together, where the steps are programs only.
         batch_rules=BatchRules(max(1, message.max_batch_size), joins=message.max_batch_size > 0),
         imports=imports,

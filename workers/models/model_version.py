@@ -23,6 +23,7 @@ from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.scheduling.dynamic_batcher import DynamicBatcher
+from tensord.workers.scheduling.parked import ParkedRequests
 from tensord.workers.scheduling.planner import Planner
 from tensord.workers.scheduling.queue import RequestQueue
 from tensord.workers.scheduling.response_order import ResponseOrder
@@ -111,7 +112,7 @@ class ModelVersion:
         #: Batches given to instances and not done.
         self.executing = 0
         #: Shapes being compiled, with the requests that wait for them.
-        self.compiling: dict[Hashable, list[Request]] = {}
+        self.compiling: dict[Hashable, ParkedRequests[Request]] = {}
         self._on_closed: list[Callable[[], object]] = []
         self._open_instances = 0
         #: All of it has ended, and what its model has started.

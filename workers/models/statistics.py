@@ -43,12 +43,14 @@ class NativeRuns(NamedTuple):
 
 
 class Failure(enum.Enum):
-    """The reason why a request failed, as in Triton's metrics."""
+    """The reason why a request failed, as metrics name it."""
 
     #: It waited longer than it may.
     REJECTED = "REJECTED"
     #: Its client gave it up.
     CANCELED = "CANCELED"
+    #: A newer one of its replace key came while it waited; not one of Triton's.
+    REPLACED = "REPLACED"
     #: The model, or its executable.
     BACKEND = "BACKEND"
     #: It ran, and its answer could not be given: a client's region is gone, say.
@@ -291,6 +293,7 @@ class VersionStatistics:
             first_within_2=self._first_within[2],
             first_within_3=self._first_within[3],
             lost_sequences=self.lost_sequences,
+            replaced=self.failures[Failure.REPLACED],
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 /* Reads requests with a number and writes their answers, as shm/messages.py has them, in the subset of msgpack that they need.
  *
  *     RequestRecord   ["q", request id, number, [content, ...], client id, deadline, received,
- *                      priority, timeout, sequence id, starts it, ends it, trace, strikes]
+ *                      priority, timeout, sequence id, starts it, ends it, trace, strikes, replace key]; the last may be left out
  *     AnswerRecord    ["c", request id, number, [content, ...]], and a lease, or nothing four times and the timing
  *     Release         ["L", [lease, ...]]                         lease: [segment, offset, generation]
  *     content         bytes, or where they are: ["a", segment, offset, byte size]
@@ -110,7 +110,7 @@ static int read_content(reader_t *reader, request_record_t *record, uint64_t i) 
 int read_request_record(reader_t *reader, request_record_t *record) {
     const unsigned char *head, *text;
     uint64_t priority, timeout, number;
-    if (read_bytes(reader, 3, &head) || memcmp(head, "\x9e\xa1q", 3) || read_uint(reader, &record->id) ||
+    if (read_bytes(reader, 3, &head) || (*head != 0x9e && *head != 0x9f) || memcmp(head + 1, "\xa1q", 2) || read_uint(reader, &record->id) ||
         read_uint(reader, &record->number) || read_array(reader, &record->count) || record->count > MAX_TENSORS)
         return -1;
     for (uint64_t i = 0; i < record->count; i++)
@@ -121,8 +121,11 @@ int read_request_record(reader_t *reader, request_record_t *record) {
         read_uint(reader, &priority) || read_uint(reader, &timeout))
         return -1;
     record->sequence = *reader;
-    return read_sequence_id(reader, &text, &number) || read_bool(reader, &record->start) || read_bool(reader, &record->end) ||
-           read_uint(reader, &record->trace) || read_uint(reader, &record->strikes);
+    if (read_sequence_id(reader, &text, &number) || read_bool(reader, &record->start) || read_bool(reader, &record->end) ||
+        read_uint(reader, &record->trace) || read_uint(reader, &record->strikes))
+        return -1;
+    /* What replaces a waiting request, or may be replaced, is Python's: it has the queue. */
+    return *head == 0x9f && (read_str(reader, &text, &number) || number);
 }
 
 #define RELEASE "\x92\xa1" "L"

@@ -23,6 +23,7 @@ from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import (
+    MAX_REPLACE_KEY,
     PreparedAnswer,
     PreparedRequest,
     PreparedTensor,
@@ -158,6 +159,8 @@ def validate(
     prepared, signature = preparation.prepared, version.signature
     if submitter.segments is not None and preparation.load is None:
         _check_shapes(prepared, own)
+    if own.replace_key:
+        _check_replace_key(own)
     known = preparation.load is version.checked
     checked, outputs = (preparation.checked, preparation.outputs) if known else (None, None)
     leased: list[AnyRegion] = []
@@ -211,6 +214,19 @@ def validate(
         for region in leased:
             region.unlease()
         raise
+
+
+def _check_replace_key(own: RequestRecord) -> None:
+    """Raises InvalidArgument: the key is too long, or the request belongs to a sequence."""
+    size = len(own.replace_key.encode())
+    if size > MAX_REPLACE_KEY:
+        raise InvalidArgument(
+            f"{label(own.client_id)}parameter 'tensord_replace' has {size} bytes, at most {MAX_REPLACE_KEY} are allowed"
+        )
+    if own.sequence_id:
+        raise InvalidArgument(
+            f"{label(own.client_id)}parameter 'tensord_replace' is given with a sequence, whose requests cannot be replaced"
+        )
 
 
 def validate_inner(

@@ -41,7 +41,6 @@ class Request(Sequenced):
         "_arrays",
         "asked",
         "cancelled",
-        "client_id",
         "contents",
         "copied_byte_size",
         "outputs",
@@ -115,6 +114,8 @@ class Request(Sequenced):
         self.deadline_ns = own.deadline_ns
         self.timeout_ns = own.timeout_us * 1000
         self.priority = own.priority
+        self.since_ns = self.arrived_ns
+        self.replace_key = own.replace_key
         #: Of a sampled request.
         self.timeline = RequestTimeline(own.trace & ~TIMING, now_ns) if own.trace & ~TIMING else None
 

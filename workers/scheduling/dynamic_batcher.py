@@ -107,7 +107,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._look()
             return min(self._due.values(), default=None)
         head = self._queue.head()
-        return None if head is None else head.arrived_ns
+        return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
         """Removes the next batch from the queue, the one whose first request is the most urgent; empty when none is due."""

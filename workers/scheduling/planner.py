@@ -10,7 +10,7 @@ It is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``; ``tensord.wo
     arrived ─▶ waits ─▶ take ─▶ runs ─▶ done
                  │        ├──▶ restore: it could not run, and waits again
                  │        └──▶ dropped: it never will
-                 └─▶ cancelled, or its time is up: refused
+                 └─▶ cancelled, replaced, or its time is up: refused
 
 A request that is lost may take others along, so whatever loses one returns the answers of all of them.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tensord.shm.errors import ServingError
-from tensord.workers.scheduling.queue import Waiting
+from tensord.workers.scheduling.queue import Replacement, Waiting
 
 P = TypeVar("P", bound=Waiting)
 
@@ -52,8 +52,11 @@ class Planner(Protocol[P]):
         """Returns how many requests wait."""
 
     @property
-    def arrived(self) -> Callable[[P], None]:
-        """Queues a request. Raises InvalidArgument, Unavailable: why it may not wait; then nothing has changed."""
+    def arrived(self) -> Callable[[P], Replacement[P] | None]:
+        """Queues a request. Returns whom it replaces, if any: that one is to be answered.
+
+        Raises: InvalidArgument, Unavailable: why it may not wait; then nothing has changed.
+        """
 
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
         """Cancels a request; one that runs goes on. Returns the answers of all that will not run."""

@@ -3,28 +3,43 @@
 Pure: it knows shapes only as an opaque compatibility key, sizes as rows, and time as an argument. Owned by the model version;
 one thread uses it.
 
-    line 2 * (level - 1)        requests of that priority level, on time         each line: key -> deque, oldest first
+    line 2 * (level - 1)        requests of that priority level, on time         each line: key -> requests, oldest first
     line 2 * (level - 1) + 1    those whose timeout passed and may be delayed
 
 A line is there while somebody stands in it: a model may have more levels than any memory could hold.
+
+A request with a replace key waits as the only one of that key: the next one takes its place, with the time since when it has been
+due, so that whoever replaces often goes neither ahead of others nor behind them.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from tensord.shm.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
+from tensord.shm.errors import Cancelled, DeadlineExceeded, Replaced, ServingError, Unavailable
 
 
 class Waiting:
     """A request as the scheduler knows it; ``tensord.workers.requests.request.Request`` adds the rest."""
 
-    __slots__ = ("arrived_ns", "deadline_ns", "key", "line", "priority", "rows", "sequence", "timeout_ns")
+    __slots__ = (
+        "arrived_ns",
+        "client_id",
+        "deadline_ns",
+        "key",
+        "line",
+        "priority",
+        "replace_key",
+        "rows",
+        "sequence",
+        "since_ns",
+        "timeout_ns",
+    )
 
     def __init__(self, key: Hashable, rows: int, arrived_ns: int) -> None:
         #: Requests of equal keys may run together.
@@ -32,6 +47,12 @@ class Waiting:
         #: Size of the batch dimension, at least 1; 1 for a model that has none.
         self.rows = rows
         self.arrived_ns = arrived_ns
+        #: Since when its place in the queue is taken, by itself or by those that it replaced.
+        self.since_ns = arrived_ns
+        #: The client's id, "" when none was given.
+        self.client_id = ""
+        #: The next request of that key replaces it; "": of none, unless the rules say that all replace one another.
+        self.replace_key = ""
         #: The client does not wait beyond this moment; 0: it waits for ever.
         self.deadline_ns = 0
         #: The queue timeout that the client asks for; 0: none.
@@ -44,6 +65,21 @@ class Waiting:
 
 
 W = TypeVar("W", bound=Waiting)
+
+
+class Replacement(NamedTuple, Generic[W]):
+    """A request that does not wait any more, and the newer one of its key that took its place."""
+
+    old: W
+    new: W
+
+    @property
+    def error(self) -> Replaced:
+        """Returns the answer to the old one."""
+        key, client_id = self.new.replace_key, self.new.client_id
+        of_key = f" of key '{key}'" if key else ""
+        with_id = f", request id '{client_id}'" if client_id else ""
+        return Replaced(f"the request was replaced while it waited, by the next one{of_key}{with_id}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +106,14 @@ class QueueRules:
     policies: dict[int, QueuePolicy] = field(default_factory=dict)
     levels: int = 1
     default_level: int = 1
+    #: Whether requests without a replace key replace one another, as if they had a common one.
+    replaces: bool = False
 
     @property
     def single_line(self) -> bool:
-        """True where all requests stand in one line, bounded only by ``max_size`` and their own deadlines."""
-        return self.levels == self.default_level == 1 and not self.policies and self.default_policy == QueuePolicy()
+        """True where all requests stand in one line, bounded only by ``max_size``, their own deadlines and replace keys."""
+        one_level = self.levels == self.default_level == 1 and not self.policies
+        return one_level and self.default_policy == QueuePolicy() and not self.replaces
 
     def level(self, priority: int) -> int:
         """Returns the level for a priority. As in Triton, a priority beyond the levels means the default one."""
@@ -92,7 +131,8 @@ class RequestQueue(Generic[W]):
         #: The line of all requests without a deadline; -1: the rules know several lines, or timeouts.
         self._line = 0 if rules.single_line else -1
         #: Number -> line. The first one stays when it is empty: most queues never have another.
-        self._lines: dict[int, dict[Hashable, deque[W]]] = {0: {}}
+        #: The requests of a key by their ``sequence``, so that one is replaced or removed without a look at the others.
+        self._lines: dict[int, dict[Hashable, OrderedDict[int, W]]] = {0: {}}
         #: The numbers of the lines, ascending.
         self._order = [0]
         self._rows: dict[Hashable, int] = {}
@@ -103,8 +143,14 @@ class RequestQueue(Generic[W]):
         #: Requests that left the queue for a thread, and wait there: they take their place of ``max_size`` as if they were here.
         self.ahead = 0
         self._sequence = 0
-        #: A heap of (when, sequence, request) for those that can expire; entries of requests that left are skipped.
-        self.expiries: list[tuple[int, int, W]] = []
+        #: Counts down for requests that are restored and never waited before.
+        self._before = 0
+        #: Replace key -> the request of that key that waits.
+        self._replaceable: dict[str, W] = {}
+        #: A heap of (when, sequence, number, request) of those that can expire; entries of requests that left are skipped. No two
+        #: have one number: whom it replaced had the request's sequence.
+        self.expiries: list[tuple[int, int, int, W]] = []
+        self._watched = 0
         #: Keys whose waiting requests have changed since the batcher last looked; None: it never looks.
         self.changed: set[Hashable] | None = None
 
@@ -115,40 +161,112 @@ class RequestQueue(Generic[W]):
         """Returns how many rows of a key wait."""
         return self._rows.get(key, 0)
 
-    def push(self, request: W) -> None:
-        """Appends a request. Raises Unavailable: the queue is full."""
+    @property
+    def replaceable(self) -> bool:
+        """Whether any request waits that the next one of its key replaces."""
+        return bool(self._replaceable)
+
+    def push(self, request: W) -> Replacement[W] | None:
+        """Appends a request, or puts it into the place of the one of its replace key that waits.
+
+        Returns: who was replaced, if any: the request itself where one of its key waits that arrived later.
+        Raises: Unavailable: the queue is full; then nothing has changed.
+        """
+        if request.replace_key or self._rules.replaces:
+            waiting = self._replaceable.get(request.replace_key)
+            if waiting is not None:
+                return self._push_newer(request, waiting)
         if self._line >= 0 and not request.deadline_ns and self.size + self.ahead < self._rules.max_size:
             self._sequence += 1
             request.sequence = self._sequence
             self._insert(request, self._line)
-            return
+            return None
         level = self._rules.level(request.priority)
         policy = self._rules.policy(level)
-        if self.size + self.ahead >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes.get(level - 1, 0):
+        if self.size + self.ahead >= self._rules.max_size or self._is_full(level, policy):
             raise Unavailable("Exceeds maximum queue size")
         self._sequence += 1
         request.sequence = self._sequence
         self._insert(request, 2 * (level - 1))
         self._watch(request, policy)
+        return None
 
-    def restore(self, requests: list[W]) -> None:
+    def _is_full(self, level: int, policy: QueuePolicy) -> bool:
+        return 0 < policy.max_size <= self._level_sizes.get(level - 1, 0)
+
+    def _push_newer(self, request: W, waiting: W) -> Replacement[W]:
+        if request.arrived_ns < waiting.arrived_ns:
+            # It was with a worker that has died, say, and comes from there.
+            return Replacement(request, waiting)
+        level = self._rules.level(request.priority)
+        policy, number, former = self._rules.policy(level), 2 * (level - 1), waiting.line
+        if number // 2 != former // 2 and self._is_full(level, policy):
+            raise Unavailable("Exceeds maximum queue size")
+        self._take_place(request, waiting)
+        if number == former and request.key == waiting.key:
+            self._lines[number][request.key][request.sequence] = request
+            self._rows[request.key] += request.rows - waiting.rows
+            request.line, waiting.line = number, -1
+            self._replaceable[request.replace_key] = request
+            if self.changed is not None:
+                self.changed.add(request.key)
+        else:
+            self.remove(waiting)
+            self._insert_in_order(request, number)
+        self._watch(request, policy)
+        return Replacement(waiting, request)
+
+    @staticmethod
+    def _take_place(newer: W, older: W) -> None:
+        newer.sequence, newer.since_ns = older.sequence, older.since_ns
+
+    def _insert_in_order(self, request: W, number: int) -> None:
+        """Puts a request before those of its line and key that came after whom it replaces."""
+        self._insert(request, number)
+        waiting = self._lines[number][request.key]
+        for sequence in [each for each in waiting if each > request.sequence]:
+            waiting.move_to_end(sequence)
+
+    def restore(self, requests: list[W]) -> list[Replacement[W]]:
         """Puts taken requests back that could not run: ahead of everything that came after them, whatever the bounds.
 
-        They are in the order of their arrival, and older than all of their keys that wait.
+        They are in the order of their arrival, and older than all of their keys that wait. Returns those of them of which a newer
+        one of their replace key waits: that one has their place.
         """
+        replacements: list[Replacement[W]] = []
         for request in reversed(requests):
+            if not request.sequence:
+                self._before -= 1
+                request.sequence = self._before
+            if request.replace_key or self._rules.replaces:
+                waiting = self._replaceable.get(request.replace_key)
+                if waiting is not None and waiting.arrived_ns >= request.arrived_ns:
+                    number = waiting.line
+                    self.remove(waiting)
+                    self._take_place(waiting, request)
+                    self._insert_in_order(waiting, number)
+                    replacements.append(Replacement(request, waiting))
+                    continue
+                if waiting is not None:
+                    self.remove(waiting)
+                    replacements.append(Replacement(waiting, request))
             level = self._rules.level(request.priority)
             self._insert(request, 2 * (level - 1), first=True)
             self._watch(request, self._rules.policy(level))
+        return replacements
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
         """Notes when a request expires."""
         expires_ns = self._expiry(request, policy)
         if expires_ns:
-            heapq.heappush(self.expiries, (expires_ns, request.sequence, request))
+            self._push_expiry(expires_ns, request)
             if len(self.expiries) > 2 * self.size + 64:
-                self.expiries = [entry for entry in self.expiries if entry[2].line >= 0]
+                self.expiries = [entry for entry in self.expiries if entry[3].line >= 0]
                 heapq.heapify(self.expiries)
+
+    def _push_expiry(self, expires_ns: int, request: W) -> None:
+        self._watched += 1
+        heapq.heappush(self.expiries, (expires_ns, request.sequence, self._watched, request))
 
     @staticmethod
     def _expiry(request: W, policy: QueuePolicy) -> int:
@@ -169,18 +287,20 @@ class RequestQueue(Generic[W]):
             if line:
                 if len(line) == 1:
                     (waiting,) = line.values()
-                    return waiting[0]
-                return min((waiting[0] for waiting in line.values()), key=_sequence)
+                    return _first(waiting)
+                return min(map(_first, line.values()), key=_sequence)
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
         """Iterates over a key's requests in the order of ``take``. The queue must not change meanwhile."""
         for number in self._order:
-            yield from self._lines[number].get(key, ())
+            waiting = self._lines[number].get(key)
+            if waiting is not None:
+                yield from waiting.values()
 
     def oldest_ns(self, key: Hashable) -> int:
-        """Returns when the oldest waiting request of a key arrived; one must wait."""
-        return min(line[key][0].arrived_ns for line in self._lines.values() if key in line)
+        """Returns since when the oldest place of a key is taken; one must wait."""
+        return min(_first(line[key]).since_ns for line in self._lines.values() if key in line)
 
     def take(self, key: Hashable, max_rows: int) -> list[W]:
         """Removes and returns a key's oldest requests, most urgent line first: as many as fit, at least one if any waits."""
@@ -191,11 +311,16 @@ class RequestQueue(Generic[W]):
             if not line or (waiting := line.get(key)) is None:
                 continue
             before = len(taken)
-            while waiting and (rows + waiting[0].rows <= max_rows or not taken):
-                request = waiting.popleft()
+            while waiting:
+                request = next(iter(waiting.values()))
+                if taken and rows + request.rows > max_rows:
+                    break
+                del waiting[request.sequence]
                 request.line = -1
                 rows += request.rows
                 taken.append(request)
+                if self._replaceable:
+                    self._forget(request)
             self._level_sizes[number // 2] -= len(taken) - before
             if waiting:
                 break
@@ -211,7 +336,8 @@ class RequestQueue(Generic[W]):
             return False
         line = self._lines[request.line]
         waiting = line[request.key]
-        waiting.remove(request)
+        del waiting[request.sequence]
+        self._forget(request)
         self._level_sizes[request.line // 2] -= 1
         if not waiting:
             self._end(request.line, line, request.key)
@@ -224,7 +350,7 @@ class RequestQueue(Generic[W]):
         """Removes and returns expired requests to refuse; those that may be late are only put behind the others."""
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
-            _, _, request = heapq.heappop(self.expiries)
+            *_, request = heapq.heappop(self.expiries)
             if request.line < 0:
                 continue
             level = request.line // 2 + 1
@@ -235,12 +361,17 @@ class RequestQueue(Generic[W]):
                 continue
             self._insert(request, 2 * (level - 1) + 1)
             if request.deadline_ns:
-                heapq.heappush(self.expiries, (request.deadline_ns, request.sequence, request))
+                self._push_expiry(request.deadline_ns, request)
         return refused
 
     def requests(self) -> list[W]:
         """Returns all waiting requests, in no order."""
-        return [request for line in self._lines.values() for waiting in line.values() for request in waiting]
+        return [request for line in self._lines.values() for waiting in line.values() for request in waiting.values()]
+
+    def _forget(self, request: W) -> None:
+        """Forgets the replace key of a request that does not wait any more."""
+        if self._replaceable.get(request.replace_key) is request:
+            del self._replaceable[request.replace_key]
 
     def _insert(self, request: W, number: int, *, first: bool = False) -> None:
         line = self._lines.get(number)
@@ -254,15 +385,16 @@ class RequestQueue(Generic[W]):
         self._rows[request.key] = self._rows.get(request.key, 0) + request.rows
         if self.changed is not None:
             self.changed.add(request.key)
+        if request.replace_key or self._rules.replaces:
+            self._replaceable[request.replace_key] = request
         waiting = line.get(request.key)
         if waiting is None:
-            line[request.key] = deque((request,))
-        elif first:
-            waiting.appendleft(request)
-        else:
-            waiting.append(request)
+            waiting = line[request.key] = OrderedDict()
+        waiting[request.sequence] = request
+        if first:
+            waiting.move_to_end(request.sequence, last=False)
 
-    def _end(self, number: int, line: dict[Hashable, deque[W]], key: Hashable) -> None:
+    def _end(self, number: int, line: dict[Hashable, OrderedDict[int, W]], key: Hashable) -> None:
         """Removes a key that has no request left in a line."""
         del line[key]
         if not line and number:
@@ -289,12 +421,16 @@ class RequestQueue(Generic[W]):
         assert all(waiting for line in self._lines.values() for waiting in line.values())
         for number, line in self._lines.items():
             for key, waiting in line.items():
-                assert all(request.line == number and request.key == key for request in waiting)
+                assert all(request.line == number and request.key == key for request in waiting.values())
+                assert all(request.sequence == sequence for sequence, request in waiting.items())
         rows: dict[Hashable, int] = {}
         sizes = dict.fromkeys([0, *(number // 2 for number in self._order)], 0)
         for request in requests:
             rows[request.key] = rows.get(request.key, 0) + request.rows
             sizes[request.line // 2] += 1
+        keyed = [request for request in requests if request.replace_key or self._rules.replaces]
+        assert {request.replace_key: request for request in keyed} == self._replaceable
+        assert len(keyed) == len(self._replaceable)
         assert rows == self._rows
         assert sizes == self._level_sizes
 
@@ -334,9 +470,12 @@ class QueuePlanner(Generic[W]):
         return expiries[0][0] if expiries else 0
 
     def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """Queues taken requests again that could not run."""
-        self._queue.restore(requests)
-        return []
+        """Queues taken requests again that could not run. Returns the answers of those that newer ones have replaced."""
+        return [(replacement.old, replacement.error) for replacement in self._queue.restore(requests)]
+
+
+def _first(waiting: OrderedDict[int, W]) -> W:
+    return next(iter(waiting.values()))
 
 
 def _sequence(request: Waiting) -> int:

@@ -119,7 +119,7 @@ class StepBatcher(QueuePlanner[W]):
     def due_ns(self, instance: int = 0) -> int | None:
         """Returns when the next requests should get slots, or None while none waits or no slot is free."""
         head = self._queue.head() if self._queue.size and self._free else None
-        return None if head is None else head.arrived_ns
+        return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
         """Gives slots to the next requests, which one call inserts; none where no more may begin before a step."""

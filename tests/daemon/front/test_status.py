@@ -17,6 +17,7 @@ from tensord.shm.errors import ServingError
         ("ALREADY_EXISTS", 400, "ALREADY_EXISTS"),
         ("UNAVAILABLE", 503, "UNAVAILABLE"),
         ("UNSUPPORTED", 501, "UNIMPLEMENTED"),
+        ("REPLACED", 409, "ABORTED"),
         ("CANCELLED", 400, "CANCELLED"),
         ("DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"),
         ("INTERNAL", 500, "INTERNAL"),

@@ -15,7 +15,7 @@ from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import NotFound
-from tensord.shm.messages import Buffer, RequestRecord
+from tensord.shm.messages import Buffer
 from tensord.shm.prepared import MAX_NUMBERS
 from tests.daemon.grpc.requests import REQUESTS, Parameter
 from tests.daemon.grpc.test_request_codec import forms_of, located, message, read, reader, table, tensor
@@ -81,10 +81,17 @@ def test_whichever_way_a_message_goes(requests: list[Any], data: st.DataObject) 
             assert "UTF-8" in expected[1]
             continue
         assert form.numbered is not None
-        own = RequestRecord(1, 0, raws, text, 0, 0, *scheduling)  # type: ignore[arg-type]
+        own = scheduling.record(1, 0, raws, text, 0, 0)  # type: ignore[arg-type]
         whole = whole_request(form.numbered.prepared, own)
         inputs = [tuple(tensor) for tensor in whole.inputs]
-        fields = (whole.priority, whole.timeout_us, whole.sequence_id, whole.sequence_start, whole.sequence_end)
+        fields = (
+            whole.priority,
+            whole.timeout_us,
+            whole.sequence_id,
+            whole.sequence_start,
+            whole.sequence_end,
+            whole.replace_key,
+        )
         model, state = whole.model, expected[-1]
         assert form.decoupled == state.streams
         assert expected == (
@@ -134,12 +141,14 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> No
             "sequence_id": Parameter(**sequence),
             "sequence_start": Parameter(bool_param=number % 3 == 0),
             "sequence_end": Parameter(bool_param=number % 5 == 0),
+            "tensord_replace": Parameter(string_param=f"camera {number}"),
             "x": Parameter(int64_param=1),
         }
         content = message(tensor(), raw=(b"ab",), parameters=given_)
         found = front.formed(content)
         request = read(front.messages, content)[1]
-        wanted = (number % 7, number * 11, f"s{number}" if number % 2 else number, number % 3 == 0, number % 5 == 0)
+        sequence_id = f"s{number}" if number % 2 else number
+        wanted = (number % 7, number * 11, sequence_id, number % 3 == 0, number % 5 == 0, f"camera {number}")
         assert request.scheduling == wanted
         assert request.parameters == {"x": 1}
         assert (found is not None) == (number > 0)

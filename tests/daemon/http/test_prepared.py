@@ -243,12 +243,14 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> No
                 "sequence_end": number % 5 == 0,
                 "priority": number % 7,
                 "timeout": number * 11,
+                "tensord_replace": f"camera {number}",
                 "x": 1,
             }
             request = forms.read(head(), text(PLAIN, parameters=parameters), 4)
             request.prepared.on_lane(lane)
             wanted = [
-                parameters[name] for name in ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end")
+                parameters[name]
+                for name in ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "tensord_replace")
             ]
             assert list(request.scheduling) == wanted
             assert request.prepared.record.parameters == {"x": 1}

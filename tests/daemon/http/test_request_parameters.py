@@ -22,6 +22,7 @@ def test_reserved_parameters_are_taken_out() -> None:
                 "sequence_end": True,
                 "priority": 3,
                 "timeout": 5,
+                "tensord_replace": "camera",
                 "binary_data_output": True,
                 "a": "text",
                 "b": False,
@@ -33,7 +34,9 @@ def test_reserved_parameters_are_taken_out() -> None:
         0,
     )
     assert decoded.id == "abc"
-    assert decoded.scheduling == Scheduling(3, 5, 2**64 - 1, sequence_start=True, sequence_end=True)
+    assert decoded.scheduling == Scheduling(
+        3, 5, 2**64 - 1, sequence_start=True, sequence_end=True, replace_key="camera"
+    )
     assert decoded.all_binary
     assert decoded.parameters == {"a": "text", "b": False, "c": -(2**63), "d": 1.5, "e": float(2**63)}
 
@@ -64,6 +67,7 @@ def test_a_sequence_id_that_is_too_long() -> None:
         ({"priority": -1}, "'priority': attempt to access JSON non-unsigned-integer as unsigned-integer"),
         ({"priority": True}, "'priority': attempt to access JSON non-unsigned-integer as unsigned-integer"),
         ({"timeout": "5"}, "'timeout': attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ({"tensord_replace": 5}, "'tensord_replace': attempt to access JSON non-string as string"),
         ({"n": 10**400}, "out of the range"),
     ],
 )
@@ -76,6 +80,7 @@ def test_parameters_that_are_refused(parameters: dict[str, Any], found: str) -> 
 
 def test_what_is_a_request_s_own_is_parted_from_what_it_has_in_common_with_others() -> None:
     own = {"priority": 3, "timeout": 5, "sequence_id": "s", "sequence_start": True, "sequence_end": False}
+    own["tensord_replace"] = "k"
     assert own.keys() == KEYS
-    assert part({"a": 1, **own, "b": 2}) == (Scheduling(3, 5, "s", sequence_start=True), {"a": 1, "b": 2})
+    assert part({"a": 1, **own, "b": 2}) == (Scheduling(3, 5, "s", True, replace_key="k"), {"a": 1, "b": 2})
     assert part({**own, "priority": -1})[1] == {"priority": -1}

@@ -21,6 +21,7 @@ from tensord.shm.refusals import Refusal
 COUNTS = Counts(
     *(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40, 5, 6, 7, 8, 66_000, 9, 77_000),
     lost_sequences=3,
+    replaced=12,
 )
 SNAPSHOT = MetricsSnapshot(
     False,
@@ -52,6 +53,7 @@ def test_tritons_names() -> None:
         'nv_inference_request_failure{model="m",reason="REJECTED",version="3"} 6.0',
         'nv_inference_request_failure{model="m",reason="CANCELED",version="3"} 2.0',
         'nv_inference_request_failure{model="m",reason="BACKEND",version="3"} 3.0',
+        'nv_inference_request_failure{model="m",reason="REPLACED",version="3"} 12.0',
         'nv_inference_request_failure{model="m",reason="OTHER",version="3"} 4.0',
         'nv_inference_count{model="m",version="3"} 40.0',
         'nv_inference_exec_count{model="m",version="3"} 20.0',

@@ -128,6 +128,9 @@ ANY = """
 """
 
 
+REPLACING = 'parameters { key: "replace_waiting" value { string_value: "true" } }'
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     scale_model(tmp_path, "scale")
@@ -282,6 +285,61 @@ def test_an_evicted_shape_is_compiled_again(bench: Bench) -> None:
             bench.compiler.work()
         bench.turn()
     assert bench.sent() == [(1, ""), (2, ""), (3, ""), (4, "")]
+
+
+def test_at_ten_times_the_rate_the_newest_runs(bench: Bench) -> None:
+    """Each execution has what was sent last; the others are answered, counted and forgotten, and those of other keys are run."""
+    version = bench.load("scale_b", REPLACING)
+    plain = bench.load("scale")
+    assert not version.native
+    for model, told in (("scale", plain), ("scale_b", version)):
+        for _ in range(20):
+            key = "camera" if model == "scale" else ""
+            numbers = [bench.submit(model, 1, 2, 3, 4, client_id="id", replace_key=key) for _ in range(10)]
+            other = bench.submit(model, 1, 2, 3, 4, replace_key="other")
+            assert len(told.queue) == 2
+            assert len(bench.submitter.in_flight) == 2
+            (said, *_) = bench.lane.sent
+            of_key = " of key 'camera'" if key else ""
+            assert said.message == f"the request was replaced while it waited, by the next one{of_key}, request id 'id'"
+            bench.turn()
+            assert bench.sent() == [*((number, "REPLACED") for number in numbers[:-1]), (numbers[-1], ""), (other, "")]
+        assert told.statistics.failures == {Failure.REPLACED: 180}
+        assert told.statistics.counts().replaced == told.statistics.fail.count == 180
+        assert (told.statistics.success_count, told.pending) == (40, 0)
+
+
+def test_whoever_waits_for_a_program_is_replaced(bench: Bench) -> None:
+    version = bench.load("any")
+    first = bench.submit("any", 1, 2, replace_key="k")
+    bench.turn()
+    others = [bench.submit("any", 1, 2, replace_key="k") for _ in range(100)]
+    assert bench.sent() == [(number, "REPLACED") for number in (first, *others[:-1])]
+    assert version.pending == 1
+    other_shape = bench.submit("any", 1, 2, 3, 4, replace_key="k")
+    bench.compiler.work()
+    bench.turn()
+    assert bench.sent() == [(others[-1], "REPLACED")], "once it is queued again"
+    while bench.compiler.jobs:
+        bench.compiler.work()
+        bench.turn()
+    assert bench.sent() == [(other_shape, "")]
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        ({"replace_key": "k" * 129}, "parameter 'tensord_replace' has 129 bytes, at most 128 are allowed"),
+        ({"replace_key": "\u00e4" * 65}, "parameter 'tensord_replace' has 130 bytes, at most 128 are allowed"),
+        ({"replace_key": "k", "sequence_id": 5}, "given with a sequence, whose requests cannot be replaced"),
+    ],
+)
+def test_replace_keys_that_are_refused(bench: Bench, own: dict[str, Any], found: str) -> None:
+    bench.load("scale")
+    bench.submit("scale", 1, 2, 3, 4, **own)
+    (refused,) = bench.lane.sent
+    assert refused.code == "INVALID_ARGUMENT"
+    assert found in refused.message
 
 
 def test_cancel_and_expiry(bench: Bench) -> None:

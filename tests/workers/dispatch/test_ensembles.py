@@ -207,6 +207,18 @@ def test_a_traced_request_goes_step_by_step_and_those_that_came_with_it_together
     assert {size: after[size] - before.get(size, 0) for size in after} == {1: 1, 3: 1}
 
 
+def test_requests_to_an_ensemble_replace_one_another(chained: Callable[..., WorkerLoop]) -> None:
+    """While they wait for the ensemble: of ten that come together the last one runs, also once C knows such requests."""
+    loop = chained()
+    known(loop, lambda: ask(loop, [1, 2]))
+    submit(loop, range(10), "y", own={"replace_key": "k"})
+    answers = loop.answers(10)
+    assert [answer.code for answer in answers] == ["REPLACED"] * 9 + [""]
+    assert read(answers[-1:]) == {"y": [28.0**2]}
+    assert counts(loop, "chain")["failed"] == 9
+    assert counts(loop, "scale")["failed"] == 0
+
+
 def test_a_model_that_waits_for_company_is_no_link(loop: WorkerLoop, tmp_path: Path) -> None:
     """Its own queue decides how long."""
     scale_model(tmp_path)

@@ -221,6 +221,7 @@ def test_figures(native: Native) -> None:
         request(2, sequence_id="s" * 129),
         request(2, sequence_id=-1),
         request(2, priority=-1),
+        request(2, replace_key="k"),
     ],
     ids=[
         "form",
@@ -238,6 +239,7 @@ def test_figures(native: Native) -> None:
         "long",
         "id",
         "priority",
+        "replaces",
     ],
 )
 @pytest.mark.parametrize("last", [True, False])
@@ -248,6 +250,16 @@ def test_a_datagram_with_anything_else_is_python_s_affair(native: Native, odd: A
     datagram = native.send(*records)
     assert native.fast.wait(0, True) == ([], [(native.lane.fileno(), (datagram, [], False))], [])
     assert (native.runs, native.answers()) == ([], [])
+
+
+def test_a_record_may_end_before_its_replace_key(native: Native) -> None:
+    """It is the last field, and nearly every request has none."""
+    native.learn()
+    whole = encoder.encode(request(1))
+    assert (whole[:1], whole[-1:]) == (b"\x9f", b"\xa0")
+    native.front.send(b"\x01\xdc\x00\x01" + b"\x9e" + whole[1:-1])
+    assert native.fast.wait(0, True) == ([], [], [])
+    assert len(native.answers()) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.shm.errors import Unavailable
-from tensord.workers.scheduling.queue import QueuePolicy, QueueRules, RequestQueue, Waiting
+from tensord.workers.scheduling.parked import ParkedRequests
+from tensord.workers.scheduling.queue import QueuePolicy, QueueRules, Replacement, RequestQueue, Waiting
 
 
 def request(key: str = "a", rows: int = 1, arrived_ns: int = 0, **fields: Any) -> Waiting:
@@ -232,3 +233,192 @@ def test_any_mixture(events: list[tuple[Any, ...]], delay: bool) -> None:
         assert (head is None) == (len(queue) == 0)
     assert len(left) == len({id(each) for each in left})
     assert {id(each) for each in left} | {id(each) for each in queue.requests()} == {id(each) for each in pushed}
+
+
+# --------------------------------------------------------------------------------------------------------- replace keys
+
+
+def test_the_next_of_a_key_takes_the_place_of_the_one_that_waits() -> None:
+    a, b, c = request(arrived_ns=1, replace_key="k"), request(arrived_ns=2), request(arrived_ns=3, replace_key="k")
+    queue = queue_of(a, b)
+    assert queue.push(c) == (a, c)
+    queue.check_invariants()
+    assert (a.line, len(queue), queue.oldest_ns("a")) == (-1, 2, 1)
+    assert queue.head() is c
+    assert not queue.remove(a)
+    assert queue.take("a", 9) == [c, b]
+    assert not queue.replaceable
+    assert queue.push(request(arrived_ns=4, replace_key="k")) is None, "whoever was taken is replaced no more"
+
+
+def test_a_full_queue_takes_whoever_replaces() -> None:
+    queue = queue_of(request(replace_key="k"), request(), rules=QueueRules(2))
+    assert queue.push(request(replace_key="k")) is not None
+    with pytest.raises(Unavailable):
+        queue.push(request(replace_key="other"))
+    queue.check_invariants()
+
+
+def test_a_full_level_keeps_the_one_that_waits_elsewhere() -> None:
+    rules = QueueRules(100, policies={1: QueuePolicy(max_size=1)}, levels=2, default_level=2)
+    waiting = request(replace_key="k")
+    queue = queue_of(request(priority=1), waiting, rules=rules)
+    with pytest.raises(Unavailable):
+        queue.push(request(priority=1, replace_key="k"))
+    assert waiting in queue.requests()
+    queue.check_invariants()
+
+
+def test_one_of_another_shape_or_level_stands_before_those_that_came_after_whom_it_replaces() -> None:
+    rules = QueueRules(100, levels=2, default_level=2)
+    first, second, third = request("b"), request("a", replace_key="k"), request("b")
+    queue = queue_of(first, second, third, rules=rules)
+    other_shape = request("b", replace_key="k")
+    assert queue.push(other_shape) == (second, other_shape)
+    queue.check_invariants()
+    assert list(queue.waiting("b")) == [first, other_shape, third]
+    urgent = request("b", priority=1, replace_key="k")
+    assert queue.push(urgent) == (other_shape, urgent)
+    queue.check_invariants()
+    assert queue.take("b", 9) == [urgent, first, third]
+
+
+def test_one_that_comes_late_does_not_replace_a_newer_one() -> None:
+    """From a worker that has died, say."""
+    newer, older = request(arrived_ns=5, replace_key="k"), request(arrived_ns=4, replace_key="k")
+    queue = queue_of(newer)
+    assert queue.push(older) == (older, newer)
+    assert queue.requests() == [newer]
+    queue.check_invariants()
+
+
+def test_a_restored_one_gives_its_place_to_the_newer_one() -> None:
+    old, other, new = request(replace_key="k"), request(), request(arrived_ns=1, replace_key="k")
+    queue = queue_of(old, other)
+    taken = queue.take("a", 1)
+    queue.push(new)
+    assert list(queue.waiting("a")) == [other, new]
+    assert queue.restore(taken) == [(old, new)]
+    queue.check_invariants()
+    assert queue.take("a", 9) == [new, other]
+
+
+def test_requests_without_a_key_replace_one_another_where_the_rules_say_so() -> None:
+    a, b, keyed = request(), request(), request(replace_key="k")
+    queue = queue_of(a, keyed, rules=QueueRules(9, replaces=True))
+    assert queue.push(b) == (a, b)
+    queue.check_invariants()
+    assert queue.take("a", 9) == [b, keyed]
+
+
+def test_the_answer_says_by_what_a_request_was_replaced() -> None:
+    told = Replacement(request(), request(replace_key="camera", client_id="7")).error
+    assert told.message == "the request was replaced while it waited, by the next one of key 'camera', request id '7'"
+    assert (
+        Replacement(request(), request()).error.message == "the request was replaced while it waited, by the next one"
+    )
+
+
+def test_whoever_waits_for_a_program_is_replaced_as_well() -> None:
+    parked: ParkedRequests[Waiting] = ParkedRequests(QueueRules(3))
+    first, plain = request(arrived_ns=1, replace_key="k"), request(arrived_ns=2)
+    assert parked.extend([first, plain]) == []
+    newer, late = request(arrived_ns=3, replace_key="k"), request(arrived_ns=2, replace_key="k")
+    assert parked.add(newer) == (first, newer)
+    assert parked.add(late) == (late, newer)
+    assert (parked.requests, newer.since_ns) == ([newer, plain], 1)
+    assert parked.add(request()) is None
+    with pytest.raises(Unavailable, match="Exceeds maximum queue size"):
+        parked.add(request())
+    assert parked.add(request(arrived_ns=4, replace_key="k")) is not None
+
+
+def test_what_is_kept_of_many_that_replace_one_another_is_bounded() -> None:
+    queue = queue_of(rules=QueueRules(9))
+    for number in range(10_000):
+        queue.push(request("ab"[number % 2], deadline_ns=1 << 60, arrived_ns=number, replace_key="k"))
+    assert len(queue) == 1
+    assert len(queue.expiries) < 200
+    queue.check_invariants()
+
+
+class Model:
+    """The queue as one list: every request with its level and its place, which the next of its key takes over."""
+
+    def __init__(self, replaces: bool) -> None:
+        self.replaces = replaces
+        self.places: list[tuple[int, int, Waiting]] = []
+        self.count = 0
+
+    def push(self, made: Waiting) -> Waiting | None:
+        level = made.priority or 1
+        for i, (_, place, waiting) in enumerate(self.places):
+            if waiting.replace_key == made.replace_key and (made.replace_key or self.replaces):
+                self.places[i] = (level, place, made)
+                return waiting
+        self.count += 1
+        self.places.append((level, self.count, made))
+        return None
+
+    def take(self, key: str, rows: int) -> list[Waiting]:
+        taken: list[Waiting] = []
+        for place in sorted(self.places, key=lambda place: place[:2]):
+            if place[2].key == key:
+                if taken and sum(each.rows for each in taken) + place[2].rows > rows:
+                    break
+                taken.append(place[2])
+        self.places = [place for place in self.places if place[2] not in taken]
+        return taken
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(
+                st.just("push"),
+                st.sampled_from("ab"),
+                st.integers(1, 3),
+                st.integers(0, 2),
+                st.sampled_from(["", "k", "l"]),
+            ),
+            st.tuples(st.just("take"), st.sampled_from("ab"), st.integers(0, 5)),
+            st.tuples(st.just("remove"), st.integers(0, 30)),
+            st.tuples(st.just("restore"), st.sampled_from("ab"), st.integers(1, 5)),
+        ),
+        max_size=60,
+    ),
+    st.booleans(),
+)
+def test_any_mixture_with_replace_keys(events: list[tuple[Any, ...]], replaces: bool) -> None:
+    """Of a key one waits at most, the newest; it has the place of the first, and all others keep theirs; nothing stays behind."""
+    queue: RequestQueue[Waiting] = RequestQueue(QueueRules(1000, levels=2, replaces=replaces))
+    queue.changed = set()
+    model, pushed, left = Model(replaces), list[Waiting](), list[Waiting]()
+    for now, event in enumerate(events):
+        if event[0] == "push":
+            made = request(event[1], event[2], now, priority=event[3], replace_key=event[4])
+            replaced, expected = queue.push(made), model.push(made)
+            pushed.append(made)
+            assert replaced == (None if expected is None else (expected, made))
+            left += [] if expected is None else [expected]
+        elif event[0] == "take":
+            taken = queue.take(event[1], event[2])
+            assert taken == model.take(event[1], event[2])
+            left += taken
+        elif event[0] == "restore":
+            taken = queue.take(event[1], event[2])
+            assert queue.restore(taken) == []
+        elif event[1] < len(pushed) and queue.remove(pushed[event[1]]):
+            left.append(pushed[event[1]])
+            model.places = [place for place in model.places if place[2] is not pushed[event[1]]]
+        queue.check_invariants()
+        for key in "ab":
+            places = sorted(place for place in model.places if place[2].key == key)
+            assert list(queue.waiting(key)) == [waiting for _, _, waiting in places]
+        keys = [each.replace_key for each in queue.requests() if each.replace_key or replaces]
+        assert len(keys) == len(set(keys))
+    assert len(left) == len({id(each) for each in left})
+    assert {id(each) for each in left} | {id(each) for each in queue.requests()} == {id(each) for each in pushed}
+    for key in "ab":
+        queue.take(key, 1000)
+    assert not queue.replaceable
