@@ -265,7 +265,7 @@ class LaneConnection:
         known = self._models.get((call.model, call.version))
         if known is None:
             return None
-        if known.coming and time.monotonic() - known.opened_at > _COMING_AFTER:
+        if known.lacks and time.monotonic() - known.opened_at > _COMING_AFTER:
             self._look_for_more(known, call)
         if last is not None and last.usable and not last.in_flight and last in known.lanes:
             return last

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tensord_client.datatypes import typestr
-from tensord_client.errors import InvalidArgument, Unavailable
+from tensord_client.errors import Cancelled, InvalidArgument, Unavailable
 from tensord_client.wire import Place
 
 #: What XLA on a CPU needs to use an array where it lies.
@@ -142,6 +142,7 @@ class Memory:
         #: The most segments, and the most bytes of all together; None: the daemon has not told yet.
         self.max_count: int | None = None
         self.max_byte_size: int | None = None
+        self._is_closed = False
 
     def limit(self, max_count: int, max_byte_size: int) -> None:
         """Sets what the daemon allows; segments that there are stay."""
@@ -157,6 +158,7 @@ class Memory:
         """Returns a C-contiguous array of that shape, 64-byte aligned, with any content.
 
         Raises: InvalidArgument: it can never fit, or has elements without a size.  Unavailable: it does not fit now.
+          Cancelled: this was closed.
         """
         dtype = np.dtype(dtype)
         if dtype.hasobject:
@@ -192,6 +194,8 @@ class Memory:
 
     def _allocate(self, byte_size: int) -> Block:
         with self._lock:
+            if self._is_closed:
+                raise Cancelled("the connection was closed")
             self._collect()
             for segment in self.segments.values():
                 offset = segment.take(byte_size)
@@ -256,6 +260,10 @@ class Memory:
         self.closures += 1
 
     def close(self) -> None:
-        """Closes the descriptors of all segments. Arrays stay. Idempotent."""
-        for segment in list(self.segments.values()):
-            segment.close()
+        """Ends it: no arrays are made any more, and a segment is there as long as an array in it. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            for segment in self.segments.values():
+                segment.close()
+            self.segments.clear()
+            self.returned = deque(maxlen=0)

@@ -19,6 +19,11 @@ class OpenedModel:
         self.datatypes: dict[str, str] = {each["name"]: each["datatype"] for each in description.metadata["inputs"]}
         self.output_names: list[str] = [each["name"] for each in description.metadata["outputs"]]
 
+    @property
+    def lacks(self) -> bool:
+        """Returns whether there should be more lanes than there are."""
+        return self.coming > 0 or not all(lane.usable for lane in self.lanes)
+
     def choose(self) -> WorkerLane | None:
         """Returns the lane with the fewest requests in flight; None: all have ended."""
         lanes = self.lanes

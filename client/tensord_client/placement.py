@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class Placed:
 
 
 #: A tensor of a call: name, datatype, shape, and its place; None: inside the request.
-Tensor = tuple[str, str, tuple[int, ...], Place | None]
+Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 
 
 class Placement:

@@ -757,6 +757,7 @@ class WorkerLane:
             self._outgoing.clear()
             lost, self.in_flight = self.in_flight, {}
             self.watched.clear()
+        self._segments.clear()
         self._close()
         for request_id, request in lost.items():
             request.lane_ended(request_id not in unsent, error)

@@ -60,6 +60,19 @@ def write_models(repository: Path) -> None:
     )
     write_model(
         repository,
+        "brightness",
+        """
+        import jax.numpy as jnp
+
+        inputs = {"image": "UINT8[6,8,3]"}
+        outputs = {"score": "FP32[1]"}
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"score": jnp.mean(inputs["image"].astype("float32")).reshape(1)}), {}
+        """,
+    )
+    write_model(
+        repository,
         "total",
         """
         inputs = {"x": "FP32[1]"}

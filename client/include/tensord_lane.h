@@ -1,0 +1,1179 @@
+/* tensord's lane: how a program of this host asks models without copying, in edition TENSORD_WIRE of the wire.
+ *
+ * This header is the description for every language, and the whole client for C11 and C++17: nothing is linked to it. Everything below
+ * "records" must be sent exactly so by other clients; the functions behind it are one that does. Linux only.
+ *
+ * 1. The clients' socket (clients.sock in $RUNTIME_DIRECTORY, in $XDG_RUNTIME_DIR/tensord or in /tmp/tensord-UID): AF_UNIX,
+ *    SOCK_SEQPACKET. A message is a JSON object, requests are answered in order.
+ *
+ *      {"hello": {}}                           {"server": "tensord", "version": "...", "wire": 2, "lanes": true, "http": [...]}
+ *      {"open": {"model": "m", "version": 0,   {"model": "m", "version": 3, "metadata": {...}, "max_batch_size": 8, "streams": false,
+ *        "ended": [17], "wait": 5.0}}           "sequences": false, "pure": true, "lanes": [{"lane": 18, "device": "cpu:0",
+ *                                               "new": true}], "limits": {"in_flight": n, "segments": n, "segment_byte_size": n,
+ *                                               "response_byte_size": n}, "coming": 0}
+ *      anything else                           {"error": "a sentence", "code": "NOT_FOUND"}
+ *
+ *    version 0 is the newest. "lanes" has one entry for each worker that has the model; the sockets of the new ones come beside the
+ *    message (SCM_RIGHTS), in that order. "ended" are lanes whose end the client has seen. The connection owns its lanes: when it is
+ *    closed they end. "pure": running a request twice harms nobody.
+ *
+ * 2. A lane is a SOCK_SEQPACKET socket. A datagram of at most 64 KiB is one byte and MessagePack behind it:
+ *
+ *      0x01  an array of records
+ *      0x02  the next part of such an array that holds one record, which is larger than a datagram; nothing comes between its parts
+ *      0x03  the last part of it
+ *
+ * 3. Records are arrays that begin with a tag. Fields at the end may be left out by the worker; they are then "" or nil or 0.
+ *
+ *      both      ["V", 2]                              first, in a datagram of its own, in each direction
+ *                ["S+", segment, byte size]            a segment of memory; alone in its datagram, with its descriptor beside it
+ *                ["S-", segment]                       it will not be named again
+ *                ["S!", segment]                       the sender could not map the receiver's segment
+ *      client    ["Q+", number, prepared request]      from now on the number (below 1024) stands for it
+ *                ["q", request id, prepared, [bytes, ...], client id, deadline ns, 0, priority, timeout us, sequence id,
+ *                      sequence start, sequence end, trace, 0]
+ *                                                      all 14 fields. prepared: a number, or the request itself. ids are not 0, are never used
+ *                                                      again and grow. The bytes are those of the inputs without a place, in order.
+ *                                                      deadline: CLOCK_MONOTONIC, 0 is none. trace 4 asks for times, else 0.
+ *                ["L", [[segment, offset, generation], ...]]    leases that are given back, each once
+ *                ["T", request id, byte size]          so much more of its responses was taken: 256 and the bytes of the contents for each
+ *                                                      that is not final. A model that streams stops where too much is not taken.
+ *                ["X", request id]                     nobody waits any more; a final answer comes all the same
+ *      worker    ["C+", number, prepared answer]
+ *                ["c", request id, prepared, [content, ...], lease, code, message, nil, [queue ns, compute ns, copied bytes]]
+ *                                                      content: bytes, or ["a", segment, offset, byte size] of the worker's memory.
+ *                                                      code "": it is answered. Contents are those of the outputs without a place.
+ *
+ *      prepared request  ["P", model, version, [tensor, ...], [output, ...], {parameter: value}]      no outputs: all of them
+ *      prepared answer   ["A", version, [tensor, ...], {parameter: value}, final]                     one answer of each request is final
+ *      tensor            ["t", name, datatype, [dimension, ...], place or nil]
+ *      output            ["o", name, place or nil, 0]
+ *      place             ["r", "@SEGMENT", offset, byte size]       in a segment of the client's own; for outputs the room that there is
+ *
+ *    Datatypes are the Open Inference Protocol's: BOOL, INT8 ... FP32, BF16, BYTES (each element a u32, little-endian, and so many bytes).
+ *
+ * 4. Memory of the client: a memfd sealed with F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL. Tensors at multiples of 64 bytes are used where
+ *    they lie. The client must not write to inputs, nor read outputs, before the final answer has come. The worker's memory is mapped
+ *    read-only; what a lease covers stays as it is until the client gives it back.
+ *
+ * 5. A client must never wait until it can send without receiving meanwhile: a worker whose answers are not taken takes no requests. What is
+ *    malformed ends the lane. After the end of a lane a request may be sent to another worker only if it never left, or is pure.
+ */
+
+#ifndef TENSORD_LANE_H
+#define TENSORD_LANE_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* memfd_create */
+#endif
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TENSORD_WIRE 2
+#define TENSORD_MAX_DATAGRAM 65536
+#define TENSORD_MAX_RECORD (1 << 20)
+#define TENSORD_MAX_NUMBERS 1024
+#define TENSORD_MAX_LANES 64
+#define TENSORD_MAX_RANK 16
+#define TENSORD_MAX_TENSORS 32
+#define TENSORD_MAX_SEGMENTS 64
+/* Segments of one worker's memory that are mapped at a time. */
+#define TENSORD_MAX_RESPONSES 256
+/* Leases are given back with the next request, or once there are so many. */
+#define TENSORD_MAX_RELEASES 16
+
+/* What functions return besides. Their texts are in ``error`` of the lane or the client. */
+enum {
+    TENSORD_OK = 0,
+    /* Malformed, refused, out of memory: see the text. */
+    TENSORD_FAILED = -1,
+    /* The other end is gone. */
+    TENSORD_ENDED = -2,
+    /* Nothing came in that time. */
+    TENSORD_TIMEOUT = -3,
+    /* The worker takes nothing now: receive first, then send again. */
+    TENSORD_BUSY = -4
+};
+
+/* A place in a segment of the client's own, and where it is here. */
+typedef struct {
+    uint32_t segment;
+    uint64_t offset;
+    uint64_t byte_size;
+    void *memory;
+} tensord_place;
+
+/* A tensor of a request. ``place`` NULL: its bytes travel inside each request. */
+typedef struct {
+    const char *name;
+    const char *datatype;
+    int rank;
+    const int64_t *shape;
+    const tensord_place *place;
+} tensord_tensor;
+
+/* An output that is wanted. ``place`` NULL: it comes inside the answer, or in the worker's memory. */
+typedef struct {
+    const char *name;
+    const tensord_place *place;
+} tensord_wanted;
+
+/* Bytes of an input without a place. */
+typedef struct {
+    const void *content;
+    size_t byte_size;
+} tensord_bytes;
+
+/* An output of an answer. Name and datatype are not terminated by 0. */
+typedef struct {
+    const char *name;
+    size_t name_size;
+    const char *datatype;
+    size_t datatype_size;
+    int rank;
+    int64_t shape[TENSORD_MAX_RANK];
+    /* NULL: it is in the place that was wanted. Inside an answer it lies at any address, in the worker's memory at a multiple of 64. */
+    const void *content;
+    uint64_t byte_size;
+} tensord_output;
+
+/* An answer. What it points to stays until the next receive, what lies in the worker's memory until the lease is given back. */
+typedef struct {
+    uint64_t request_id;
+    int final;
+    int64_t version;
+    /* "": the outputs are there. Else the name of an error, and the sentence that goes with it. */
+    char code[32];
+    char message[512];
+    int outputs;
+    tensord_output output[TENSORD_MAX_TENSORS];
+    int has_lease;
+    uint64_t lease[3];
+    uint64_t queue_ns, compute_ns, copied_byte_size;
+} tensord_answer;
+
+/* The end of a lane. Not for two threads at a time. */
+typedef struct {
+    int fd;
+    int64_t number;
+    uint64_t next_id;
+    int agreed;
+    uint32_t next_segment;
+    /* The datagram that was received last, or the record that came in parts. */
+    unsigned char received[TENSORD_MAX_DATAGRAM + 1];
+    unsigned char *parts;
+    size_t parts_size;
+    /* What of it has not been read yet. */
+    const unsigned char *at, *end;
+    uint64_t records;
+    struct {
+        int used;
+        uint64_t number, byte_size;
+        unsigned char *memory;
+    } responses[TENSORD_MAX_RESPONSES];
+    /* Prepared answers by number, as they came. */
+    unsigned char *prepared[TENSORD_MAX_NUMBERS];
+    size_t prepared_size[TENSORD_MAX_NUMBERS];
+    uint64_t releases[TENSORD_MAX_RELEASES][3];
+    int release_count;
+    struct {
+        void *memory;
+        uint64_t byte_size;
+    } segments[TENSORD_MAX_SEGMENTS];
+    char error[512];
+} tensord_lane;
+
+/* The connection to the daemon, which owns the lanes. */
+typedef struct {
+    int fd;
+    tensord_lane *lanes[TENSORD_MAX_LANES];
+    int count;
+    char error[512];
+} tensord_client;
+
+/* --------------------------------------------------------------------------------------------------------- MessagePack */
+
+typedef struct {
+    unsigned char *at, *end;
+    int full;
+} tensord__writer;
+
+typedef struct {
+    const unsigned char *at, *end;
+    int bad;
+} tensord__reader;
+
+static inline void tensord__put(tensord__writer *to, const void *content, size_t size) {
+    if (to->full || size > (size_t)(to->end - to->at)) {
+        to->full = 1;
+        return;
+    }
+    if (size)
+        memcpy(to->at, content, size);
+    to->at += size;
+}
+
+/* Writes a byte and a big-endian number of ``width`` bytes behind it. */
+static inline void tensord__put_number(tensord__writer *to, unsigned char head, int width, uint64_t number) {
+    unsigned char content[9];
+    content[0] = head;
+    for (int i = width; i > 0; number >>= 8)
+        content[i--] = (unsigned char)number;
+    tensord__put(to, content, (size_t)width + 1);
+}
+
+static inline void tensord__put_uint(tensord__writer *to, uint64_t number) {
+    if (number < 0x80)
+        tensord__put_number(to, (unsigned char)number, 0, 0);
+    else
+        tensord__put_number(to, 0xcf, 8, number);
+}
+
+static inline void tensord__put_int(tensord__writer *to, int64_t number) {
+    if (number >= 0)
+        tensord__put_uint(to, (uint64_t)number);
+    else
+        tensord__put_number(to, 0xd3, 8, (uint64_t)number);
+}
+
+static inline void tensord__put_array(tensord__writer *to, size_t count) {
+    if (count < 16)
+        tensord__put_number(to, (unsigned char)(0x90 | count), 0, 0);
+    else
+        tensord__put_number(to, 0xdc, 2, count);
+}
+
+static inline void tensord__put_text(tensord__writer *to, const char *text) {
+    size_t size = strlen(text);
+    if (size < 32)
+        tensord__put_number(to, (unsigned char)(0xa0 | size), 0, 0);
+    else
+        tensord__put_number(to, 0xdb, 4, size);
+    tensord__put(to, text, size);
+}
+
+static inline void tensord__put_bytes(tensord__writer *to, const void *content, size_t size) {
+    tensord__put_number(to, 0xc6, 4, size);
+    tensord__put(to, content, size);
+}
+
+static inline void tensord__put_byte(tensord__writer *to, unsigned char byte) { tensord__put(to, &byte, 1); }
+
+static inline const unsigned char *tensord__take(tensord__reader *from, uint64_t size) {
+    const unsigned char *content = from->at;
+    if (from->bad || size > (uint64_t)(from->end - from->at)) {
+        from->bad = 1;
+        return NULL;
+    }
+    from->at += size;
+    return content;
+}
+
+static inline uint64_t tensord__take_number(tensord__reader *from, int width) {
+    const unsigned char *content = tensord__take(from, (uint64_t)width);
+    uint64_t number = 0;
+    for (int i = 0; content != NULL && i < width; i++)
+        number = number << 8 | content[i];
+    return number;
+}
+
+/* The kinds of values. */
+enum { TENSORD__NIL, TENSORD__BOOL, TENSORD__INT, TENSORD__FLOAT, TENSORD__TEXT, TENSORD__BYTES, TENSORD__ARRAY, TENSORD__MAP, TENSORD__BAD };
+
+/* Reads a value's head. ``number``: the number itself, or how many bytes or elements follow. Returns the kind. */
+static inline int tensord__take_head(tensord__reader *from, uint64_t *number) {
+    unsigned head = (unsigned)tensord__take_number(from, 1);
+    *number = 0;
+    if (from->bad)
+        return TENSORD__BAD;
+    if (head < 0x80 || head >= 0xe0) {
+        *number = head < 0x80 ? head : (uint64_t)(int64_t)(int8_t)head;
+        return TENSORD__INT;
+    }
+    if (head < 0x90) {
+        *number = head & 15;
+        return TENSORD__MAP;
+    }
+    if (head < 0xa0) {
+        *number = head & 15;
+        return TENSORD__ARRAY;
+    }
+    if (head < 0xc0) {
+        *number = head & 31;
+        return TENSORD__TEXT;
+    }
+    switch (head) {
+    case 0xc0:
+        return TENSORD__NIL;
+    case 0xc2:
+    case 0xc3:
+        *number = head & 1;
+        return TENSORD__BOOL;
+    case 0xc4:
+    case 0xc5:
+    case 0xc6:
+        *number = tensord__take_number(from, 1 << (head - 0xc4));
+        return from->bad ? TENSORD__BAD : TENSORD__BYTES;
+    case 0xca:
+    case 0xcb:
+        *number = tensord__take_number(from, 4 << (head - 0xca));
+        return from->bad ? TENSORD__BAD : TENSORD__FLOAT;
+    case 0xcc:
+    case 0xcd:
+    case 0xce:
+    case 0xcf:
+        *number = tensord__take_number(from, 1 << (head - 0xcc));
+        return from->bad ? TENSORD__BAD : TENSORD__INT;
+    case 0xd0:
+        *number = (uint64_t)(int64_t)(int8_t)tensord__take_number(from, 1);
+        return from->bad ? TENSORD__BAD : TENSORD__INT;
+    case 0xd1:
+        *number = (uint64_t)(int64_t)(int16_t)tensord__take_number(from, 2);
+        return from->bad ? TENSORD__BAD : TENSORD__INT;
+    case 0xd2:
+        *number = (uint64_t)(int64_t)(int32_t)tensord__take_number(from, 4);
+        return from->bad ? TENSORD__BAD : TENSORD__INT;
+    case 0xd3:
+        *number = tensord__take_number(from, 8);
+        return from->bad ? TENSORD__BAD : TENSORD__INT;
+    case 0xd9:
+    case 0xda:
+    case 0xdb:
+        *number = tensord__take_number(from, 1 << (head - 0xd9));
+        return from->bad ? TENSORD__BAD : TENSORD__TEXT;
+    case 0xdc:
+    case 0xdd:
+        *number = tensord__take_number(from, 2 << (head - 0xdc));
+        return from->bad ? TENSORD__BAD : TENSORD__ARRAY;
+    case 0xde:
+    case 0xdf:
+        *number = tensord__take_number(from, 2 << (head - 0xde));
+        return from->bad ? TENSORD__BAD : TENSORD__MAP;
+    default:
+        from->bad = 1;
+        return TENSORD__BAD;
+    }
+}
+
+static inline uint64_t tensord__take_kind(tensord__reader *from, int kind) {
+    uint64_t number;
+    if (tensord__take_head(from, &number) != kind)
+        from->bad = 1;
+    return from->bad ? 0 : number;
+}
+
+static inline uint64_t tensord__take_int(tensord__reader *from) { return tensord__take_kind(from, TENSORD__INT); }
+static inline uint64_t tensord__take_array(tensord__reader *from) { return tensord__take_kind(from, TENSORD__ARRAY); }
+
+static inline const char *tensord__take_text(tensord__reader *from, size_t *size) {
+    *size = (size_t)tensord__take_kind(from, TENSORD__TEXT);
+    return (const char *)tensord__take(from, *size);
+}
+
+static inline void tensord__copy_text(tensord__reader *from, char *to, size_t room) {
+    size_t size;
+    const char *text = tensord__take_text(from, &size);
+    if (size >= room)
+        size = room - 1;
+    if (text != NULL)
+        memcpy(to, text, size);
+    to[text == NULL ? 0 : size] = 0;
+}
+
+/* Passes over a whole value. ``depth``: of arrays and maps that may lie in each other. */
+static inline void tensord__skip(tensord__reader *from, int depth) {
+    uint64_t number;
+    int kind = tensord__take_head(from, &number);
+    if (kind == TENSORD__TEXT || kind == TENSORD__BYTES)
+        tensord__take(from, number);
+    if (kind != TENSORD__ARRAY && kind != TENSORD__MAP)
+        return;
+    if (depth == 0)
+        from->bad = 1;
+    for (uint64_t i = 0; !from->bad && i < (kind == TENSORD__MAP ? 2 : 1) * number; i++)
+        tensord__skip(from, depth - 1);
+}
+
+/* ---------------------------------------------------------------------------------------------------------------- JSON */
+
+static inline const char *tensord__json_skip(const char *at, int depth);
+
+static inline const char *tensord__json_space(const char *at) {
+    while (*at == ' ' || *at == '\n' || *at == '\t' || *at == '\r')
+        at++;
+    return at;
+}
+
+static inline const char *tensord__json_text(const char *at) {
+    if (*at++ != '"')
+        return NULL;
+    while (*at != '"') {
+        if (*at == 0 || (*at == '\\' && *++at == 0))
+            return NULL;
+        at++;
+    }
+    return at + 1;
+}
+
+/* Returns where the next value ends, or NULL. */
+static inline const char *tensord__json_skip(const char *at, int depth) {
+    at = tensord__json_space(at);
+    if (*at == '"')
+        return tensord__json_text(at);
+    if (*at != '{' && *at != '[') {
+        const char *begin = at;
+        at += strcspn(at, ",]} \n\t\r");
+        return at == begin ? NULL : at;
+    }
+    char close = *at == '{' ? '}' : ']';
+    at = tensord__json_space(at + 1);
+    while (depth > 0 && *at != close) {
+        if (close == '}') {
+            if ((at = tensord__json_text(at)) == NULL || *(at = tensord__json_space(at)) != ':')
+                return NULL;
+            at++;
+        }
+        if ((at = tensord__json_skip(at, depth - 1)) == NULL)
+            return NULL;
+        at = tensord__json_space(at);
+        if (*at == ',')
+            at = tensord__json_space(at + 1);
+        else if (*at != close)
+            return NULL;
+    }
+    return depth > 0 ? at + 1 : NULL;
+}
+
+/* Returns where a member's value of an object begins, or NULL. */
+static inline const char *tensord__json_member(const char *at, const char *name) {
+    size_t size = strlen(name);
+    at = tensord__json_space(at);
+    if (*at != '{')
+        return NULL;
+    at = tensord__json_space(at + 1);
+    while (*at == '"') {
+        const char *key = at + 1;
+        if ((at = tensord__json_text(at)) == NULL)
+            return NULL;
+        int found = (size_t)(at - 1 - key) == size && memcmp(key, name, size) == 0;
+        at = tensord__json_space(at);
+        if (*at++ != ':')
+            return NULL;
+        if (found)
+            return tensord__json_space(at);
+        if ((at = tensord__json_skip(at, 64)) == NULL)
+            return NULL;
+        at = tensord__json_space(at);
+        if (*at == ',')
+            at = tensord__json_space(at + 1);
+    }
+    return NULL;
+}
+
+static inline int64_t tensord__json_int(const char *object, const char *name, int64_t otherwise) {
+    const char *at = tensord__json_member(object, name);
+    return at == NULL ? otherwise : strtoll(at, NULL, 10);
+}
+
+static inline int tensord__json_true(const char *object, const char *name) {
+    const char *at = tensord__json_member(object, name);
+    return at != NULL && strncmp(at, "true", 4) == 0;
+}
+
+/* ---------------------------------------------------------------------------------------------------- the clients' socket */
+
+/* Asks. ``answer`` has room for 128 KiB and a 0; ``fds`` for TENSORD_MAX_LANES. Returns 0, or TENSORD_FAILED or TENSORD_ENDED. */
+static inline int tensord__ask(tensord_client *client, const char *question, char *answer, int *fds, int *fd_count) {
+    union {
+        struct cmsghdr align;
+        char room[CMSG_SPACE(TENSORD_MAX_LANES * sizeof(int))];
+    } ancillary;
+    struct iovec part = {answer, 128 << 10};
+    struct msghdr message;
+    memset(&message, 0, sizeof message);
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = &ancillary;
+    message.msg_controllen = sizeof ancillary;
+    *fd_count = 0;
+    /* A daemon that refuses a connection says why before it closes it. */
+    send(client->fd, question, strlen(question), MSG_NOSIGNAL);
+    ssize_t size = recvmsg(client->fd, &message, MSG_CMSG_CLOEXEC);
+    if (size <= 0) {
+        snprintf(client->error, sizeof client->error, "the daemon does not answer: %s", size ? strerror(errno) : "it has closed");
+        return TENSORD_ENDED;
+    }
+    answer[size] = 0;
+    for (struct cmsghdr *each = CMSG_FIRSTHDR(&message); each != NULL; each = CMSG_NXTHDR(&message, each)) {
+        if (each->cmsg_level != SOL_SOCKET || each->cmsg_type != SCM_RIGHTS)
+            continue;
+        for (size_t at = 0; at + sizeof(int) <= each->cmsg_len - CMSG_LEN(0) && *fd_count < TENSORD_MAX_LANES; at += sizeof(int))
+            memcpy(&fds[(*fd_count)++], CMSG_DATA(each) + at, sizeof(int));
+    }
+    const char *error = tensord__json_member(answer, "error");
+    if (error == NULL && !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)))
+        return 0;
+    snprintf(client->error, sizeof client->error, "%.500s", error == NULL ? "the daemon's answer was cut" : error);
+    while (*fd_count > 0)
+        close(fds[--*fd_count]);
+    return TENSORD_FAILED;
+}
+
+/* Connects to the daemon's socket for clients. Returns 0, or TENSORD_FAILED: nobody serves there, or not this edition. */
+static inline int tensord_connect(tensord_client *client, const char *path) {
+    struct sockaddr_un address;
+    memset(client, 0, sizeof *client);
+    memset(&address, 0, sizeof address);
+    address.sun_family = AF_UNIX;
+    if (strlen(path) >= sizeof address.sun_path) {
+        snprintf(client->error, sizeof client->error, "the path of a socket has at most %zu bytes", sizeof address.sun_path - 1);
+        client->fd = -1;
+        return TENSORD_FAILED;
+    }
+    strcpy(address.sun_path, path);
+    client->fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (client->fd < 0 || connect(client->fd, (struct sockaddr *)&address, sizeof address)) {
+        snprintf(client->error, sizeof client->error, "no tensord serves at %.300s: %s", path, strerror(errno));
+        return TENSORD_FAILED;
+    }
+    char *answer = (char *)malloc((128 << 10) + 1);
+    int fds[TENSORD_MAX_LANES], count = 0;
+    int wrong = answer == NULL ? TENSORD_FAILED : tensord__ask(client, "{\"hello\": {}}", answer, fds, &count);
+    if (!wrong && (!tensord__json_true(answer, "lanes") || tensord__json_int(answer, "wire", 0) != TENSORD_WIRE)) {
+        snprintf(client->error, sizeof client->error, "the daemon gives no lanes in edition %d of the wire", TENSORD_WIRE);
+        wrong = TENSORD_FAILED;
+    }
+    free(answer);
+    return wrong;
+}
+
+/* ------------------------------------------------------------------------------------------------------------ sending */
+
+static inline int tensord__fail(tensord_lane *lane, int result, const char *why) {
+    snprintf(lane->error, sizeof lane->error, "%s", why);
+    return result;
+}
+
+/* Sends a datagram, with a descriptor unless that is negative. */
+static inline int tensord__send(tensord_lane *lane, const void *content, size_t size, int fd) {
+    union {
+        struct cmsghdr align;
+        char room[CMSG_SPACE(sizeof(int))];
+    } ancillary;
+    struct iovec part = {(void *)content, size};
+    struct msghdr message;
+    memset(&message, 0, sizeof message);
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    if (fd >= 0) {
+        memset(&ancillary, 0, sizeof ancillary);
+        message.msg_control = &ancillary;
+        message.msg_controllen = CMSG_SPACE(sizeof(int));
+        struct cmsghdr *rights = CMSG_FIRSTHDR(&message);
+        rights->cmsg_level = SOL_SOCKET;
+        rights->cmsg_type = SCM_RIGHTS;
+        rights->cmsg_len = CMSG_LEN(sizeof(int));
+        memcpy(CMSG_DATA(rights), &fd, sizeof fd);
+    }
+    while (sendmsg(lane->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) {
+        if (errno == EINTR)
+            continue;
+        if (errno == EAGAIN || errno == ENOBUFS)
+            return tensord__fail(lane, TENSORD_BUSY, "the worker takes nothing now");
+        return tensord__fail(lane, TENSORD_ENDED, "the worker has ended the lane");
+    }
+    return 0;
+}
+
+/* Begins a datagram with so many records in a buffer. */
+static inline tensord__writer tensord__datagram(unsigned char *buffer, size_t room, size_t records) {
+    tensord__writer to = {buffer, buffer + room, 0};
+    tensord__put_byte(&to, 1);
+    tensord__put_array(&to, records);
+    return to;
+}
+
+static inline int tensord__send_written(tensord_lane *lane, const unsigned char *buffer, const tensord__writer *to) {
+    if (to->full)
+        return tensord__fail(lane, TENSORD_FAILED, "a record is larger than a datagram");
+    return tensord__send(lane, buffer, (size_t)(to->at - buffer), -1);
+}
+
+static inline void tensord__put_place(tensord__writer *to, const tensord_place *place) {
+    char name[16];
+    if (place == NULL) {
+        tensord__put_byte(to, 0xc0);
+        return;
+    }
+    snprintf(name, sizeof name, "@%u", (unsigned)place->segment);
+    tensord__put_array(to, 4);
+    tensord__put_text(to, "r");
+    tensord__put_text(to, name);
+    tensord__put_uint(to, place->offset);
+    tensord__put_uint(to, place->byte_size);
+}
+
+static inline void tensord__put_releases(tensord__writer *to, tensord_lane *lane) {
+    tensord__put_array(to, 2);
+    tensord__put_text(to, "L");
+    tensord__put_array(to, (size_t)lane->release_count);
+    for (int i = 0; i < lane->release_count; i++) {
+        tensord__put_array(to, 3);
+        for (int j = 0; j < 3; j++)
+            tensord__put_uint(to, lane->releases[i][j]);
+    }
+}
+
+/* Opens a model: a lane to a worker that has it. ``version`` 0: the newest. ``wait``: seconds for one that is being loaded.
+ * Returns the lane, which the client owns; NULL: see ``client->error``. The others to that model are in ``client->lanes``. */
+static inline tensord_lane *tensord_open(tensord_client *client, const char *model, int64_t version, double wait) {
+    char question[1024];
+    int fds[TENSORD_MAX_LANES], count = 0, next = 0;
+    tensord_lane *chosen = NULL;
+    if (strpbrk(model, "\"\\") != NULL || strlen(model) > 512) {
+        snprintf(client->error, sizeof client->error, "no model has such a name");
+        return NULL;
+    }
+    snprintf(question, sizeof question, "{\"open\": {\"model\": \"%s\", \"version\": %lld, \"wait\": %.3f}}", model, (long long)version, wait);
+    char *answer = (char *)malloc((128 << 10) + 1);
+    if (answer == NULL || tensord__ask(client, question, answer, fds, &count)) {
+        free(answer);
+        return NULL;
+    }
+    const char *at = tensord__json_member(answer, "lanes");
+    at = at == NULL || *at != '[' ? "]" : tensord__json_space(at + 1);
+    while (*at == '{') {
+        int64_t number = tensord__json_int(at, "lane", -1);
+        if (!tensord__json_true(at, "new")) {
+            for (int i = 0; i < client->count; i++)
+                if (client->lanes[i]->number == number && chosen == NULL)
+                    chosen = client->lanes[i];
+        } else if (next < count && client->count < TENSORD_MAX_LANES) {
+            tensord_lane *lane = (tensord_lane *)calloc(1, sizeof *lane);
+            if (lane == NULL)
+                break;
+            unsigned char buffer[16];
+            lane->fd = fds[next++];
+            lane->number = number;
+            client->lanes[client->count++] = lane;
+            tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
+            tensord__put_array(&to, 2);
+            tensord__put_text(&to, "V");
+            tensord__put_uint(&to, TENSORD_WIRE);
+            if (!tensord__send_written(lane, buffer, &to) && chosen == NULL)
+                chosen = lane;
+        }
+        if ((at = tensord__json_skip(at, 8)) == NULL)
+            break;
+        at = tensord__json_space(at);
+        if (*at == ',')
+            at = tensord__json_space(at + 1);
+    }
+    while (next < count)
+        close(fds[next++]);
+    free(answer);
+    if (chosen == NULL)
+        snprintf(client->error, sizeof client->error, "the model has no worker now");
+    return chosen;
+}
+
+/* Makes a segment of memory that the worker sees as well, and gives ``place`` all of it: zeros, 64-byte aligned. One segment may hold
+ * many tensors (``tensord_part``). Returns 0, or an error. */
+static inline int tensord_empty(tensord_lane *lane, uint64_t byte_size, tensord_place *place) {
+    unsigned char buffer[64];
+    if (lane->next_segment >= TENSORD_MAX_SEGMENTS || byte_size == 0)
+        return tensord__fail(lane, TENSORD_FAILED, "a lane has at most 64 segments, of one byte or more");
+    byte_size = (byte_size + 4095) / 4096 * 4096;
+    int fd = memfd_create("tensord-client", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0)
+        return tensord__fail(lane, TENSORD_FAILED, strerror(errno));
+    void *memory = MAP_FAILED;
+    if (!posix_fallocate(fd, 0, (off_t)byte_size) && !fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL))
+        memory = mmap(NULL, byte_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory == MAP_FAILED) {
+        close(fd);
+        return tensord__fail(lane, TENSORD_FAILED, "the host has no memory for a segment");
+    }
+    tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
+    tensord__put_array(&to, 3);
+    tensord__put_text(&to, "S+");
+    tensord__put_uint(&to, lane->next_segment);
+    tensord__put_uint(&to, byte_size);
+    int wrong = tensord__send(lane, buffer, (size_t)(to.at - buffer), fd);
+    close(fd);
+    if (wrong) {
+        munmap(memory, byte_size);
+        return wrong;
+    }
+    lane->segments[lane->next_segment].memory = memory;
+    lane->segments[lane->next_segment].byte_size = byte_size;
+    place->segment = lane->next_segment++;
+    place->offset = 0;
+    place->byte_size = byte_size;
+    place->memory = memory;
+    return 0;
+}
+
+/* Takes so many bytes off the beginning of a place, and what is behind them up to a multiple of 64. ``memory`` NULL: there are not so many. */
+static inline tensord_place tensord_part(tensord_place *from, uint64_t byte_size) {
+    tensord_place part = *from;
+    uint64_t room = (byte_size + 63) / 64 * 64;
+    if (room < byte_size || room > from->byte_size) {
+        part.memory = NULL;
+        part.byte_size = 0;
+        return part;
+    }
+    part.byte_size = byte_size;
+    from->offset += room;
+    from->byte_size -= room;
+    from->memory = (char *)from->memory + room;
+    return part;
+}
+
+/* Says what a number (below TENSORD_MAX_NUMBERS) stands for from now on. No outputs: all are wanted. Returns 0, or an error. */
+static inline int tensord_prepare(tensord_lane *lane, int number, const char *model, int64_t version, const tensord_tensor *inputs,
+                                  int input_count, const tensord_wanted *outputs, int output_count) {
+    unsigned char *buffer = (unsigned char *)malloc(TENSORD_MAX_DATAGRAM);
+    if (buffer == NULL)
+        return tensord__fail(lane, TENSORD_FAILED, "no memory is left");
+    tensord__writer to = tensord__datagram(buffer, TENSORD_MAX_DATAGRAM, 1);
+    tensord__put_array(&to, 3);
+    tensord__put_text(&to, "Q+");
+    tensord__put_uint(&to, (uint64_t)number);
+    tensord__put_array(&to, 6);
+    tensord__put_text(&to, "P");
+    tensord__put_text(&to, model);
+    tensord__put_int(&to, version);
+    tensord__put_array(&to, (size_t)input_count);
+    for (int i = 0; i < input_count; i++) {
+        tensord__put_array(&to, 5);
+        tensord__put_text(&to, "t");
+        tensord__put_text(&to, inputs[i].name);
+        tensord__put_text(&to, inputs[i].datatype);
+        tensord__put_array(&to, (size_t)inputs[i].rank);
+        for (int j = 0; j < inputs[i].rank; j++)
+            tensord__put_int(&to, inputs[i].shape[j]);
+        tensord__put_place(&to, inputs[i].place);
+    }
+    tensord__put_array(&to, (size_t)output_count);
+    for (int i = 0; i < output_count; i++) {
+        tensord__put_array(&to, 4);
+        tensord__put_text(&to, "o");
+        tensord__put_text(&to, outputs[i].name);
+        tensord__put_place(&to, outputs[i].place);
+        tensord__put_uint(&to, 0);
+    }
+    tensord__put_byte(&to, 0x80);
+    int wrong = tensord__send_written(lane, buffer, &to);
+    free(buffer);
+    return wrong;
+}
+
+/* Sends a prepared request. ``contents``: the bytes of the inputs without a place, together less than a datagram. ``deadline_ns``: of
+ * CLOCK_MONOTONIC; 0: none. Returns 0 and its id, or an error. */
+static inline int tensord_send(tensord_lane *lane, int number, const tensord_bytes *contents, int count, uint64_t deadline_ns,
+                               uint64_t *request_id) {
+    unsigned char small[2048], *buffer = small;
+    size_t room = 1024;
+    for (int i = 0; i < count; i++)
+        room += contents[i].byte_size + 8;
+    if (room > TENSORD_MAX_DATAGRAM)
+        return tensord__fail(lane, TENSORD_FAILED, "larger inputs need a place");
+    if (room > sizeof small && (buffer = (unsigned char *)malloc(room)) == NULL)
+        return tensord__fail(lane, TENSORD_FAILED, "no memory is left");
+    tensord__writer to = tensord__datagram(buffer, room, lane->release_count ? 2 : 1);
+    if (lane->release_count)
+        tensord__put_releases(&to, lane);
+    tensord__put_array(&to, 14);
+    tensord__put_text(&to, "q");
+    tensord__put_uint(&to, lane->next_id + 1);
+    tensord__put_uint(&to, (uint64_t)number);
+    tensord__put_array(&to, (size_t)count);
+    for (int i = 0; i < count; i++)
+        tensord__put_bytes(&to, contents[i].content, contents[i].byte_size);
+    tensord__put_text(&to, "");
+    tensord__put_uint(&to, deadline_ns);
+    for (int i = 0; i < 4; i++) /* received, priority, timeout, sequence */
+        tensord__put_uint(&to, 0);
+    tensord__put_byte(&to, 0xc2);
+    tensord__put_byte(&to, 0xc2);
+    tensord__put_uint(&to, 4);
+    tensord__put_uint(&to, 0);
+    int wrong = tensord__send_written(lane, buffer, &to);
+    if (buffer != small)
+        free(buffer);
+    if (wrong)
+        return wrong;
+    lane->release_count = 0;
+    *request_id = ++lane->next_id;
+    return 0;
+}
+
+/* Tells the worker that nobody waits for a request; its last answer comes all the same. Returns 0, or an error. */
+static inline int tensord_cancel(tensord_lane *lane, uint64_t request_id) {
+    unsigned char buffer[32];
+    tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
+    tensord__put_array(&to, 2);
+    tensord__put_text(&to, "X");
+    tensord__put_uint(&to, request_id);
+    return tensord__send_written(lane, buffer, &to);
+}
+
+/* Acknowledges so many bytes of a streaming request's responses. Returns 0, or an error. */
+static inline int tensord_taken(tensord_lane *lane, uint64_t request_id, uint64_t byte_size) {
+    unsigned char buffer[32];
+    tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
+    tensord__put_array(&to, 3);
+    tensord__put_text(&to, "T");
+    tensord__put_uint(&to, request_id);
+    tensord__put_uint(&to, byte_size);
+    return tensord__send_written(lane, buffer, &to);
+}
+
+/* Gives back the memory that an answer's outputs lie in; it leaves with the next request, or with others. Returns 0, or an error. */
+static inline int tensord_release(tensord_lane *lane, tensord_answer *answer) {
+    if (!answer->has_lease)
+        return 0;
+    if (lane->release_count == TENSORD_MAX_RELEASES) {
+        unsigned char buffer[32 + 32 * TENSORD_MAX_RELEASES];
+        tensord__writer to = tensord__datagram(buffer, sizeof buffer, 1);
+        tensord__put_releases(&to, lane);
+        int wrong = tensord__send_written(lane, buffer, &to);
+        if (wrong)
+            return wrong;
+        lane->release_count = 0;
+    }
+    memcpy(lane->releases[lane->release_count++], answer->lease, sizeof answer->lease);
+    answer->has_lease = 0;
+    return 0;
+}
+
+/* ---------------------------------------------------------------------------------------------------------- receiving */
+
+static inline void tensord__close_response(tensord_lane *lane, uint64_t number) {
+    for (int i = 0; i < TENSORD_MAX_RESPONSES; i++)
+        if (lane->responses[i].used && lane->responses[i].number == number) {
+            munmap(lane->responses[i].memory, lane->responses[i].byte_size);
+            lane->responses[i].used = 0;
+        }
+}
+
+/* Maps a segment of the worker's; closes the descriptor. */
+static inline int tensord__open_response(tensord_lane *lane, uint64_t number, uint64_t byte_size, int fd) {
+    for (int i = 0; fd >= 0 && i < TENSORD_MAX_RESPONSES; i++) {
+        if (lane->responses[i].used)
+            continue;
+        void *memory = mmap(NULL, byte_size, PROT_READ, MAP_SHARED, fd, 0);
+        if (memory == MAP_FAILED)
+            break;
+        close(fd);
+        lane->responses[i].used = 1;
+        lane->responses[i].number = number;
+        lane->responses[i].byte_size = byte_size;
+        lane->responses[i].memory = (unsigned char *)memory;
+        return 0;
+    }
+    if (fd >= 0)
+        close(fd);
+    return tensord__fail(lane, TENSORD_FAILED, "a segment of the worker's cannot be mapped");
+}
+
+/* Receives a datagram of records, waiting at most until a moment of CLOCK_MONOTONIC; 0: for ever. ``fd``: what came beside it, or -1. */
+static inline int tensord__receive(tensord_lane *lane, uint64_t until_ns, int *fd) {
+    union {
+        struct cmsghdr align;
+        char room[CMSG_SPACE(sizeof(int))];
+    } ancillary;
+    free(lane->parts);
+    lane->parts = NULL;
+    lane->parts_size = 0;
+    for (;;) {
+        struct iovec part = {lane->received, sizeof lane->received};
+        struct msghdr message;
+        memset(&message, 0, sizeof message);
+        message.msg_iov = &part;
+        message.msg_iovlen = 1;
+        message.msg_control = &ancillary;
+        message.msg_controllen = sizeof ancillary;
+        if (until_ns) {
+            struct timespec now;
+            clock_gettime(CLOCK_MONOTONIC, &now);
+            uint64_t now_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+            struct pollfd look = {lane->fd, POLLIN, 0};
+            int left = until_ns <= now_ns ? 0 : (int)((until_ns - now_ns + 999999) / 1000000 > 1 << 30 ? 1 << 30 : (until_ns - now_ns + 999999) / 1000000);
+            int ready = poll(&look, 1, left);
+            if (ready == 0)
+                return tensord__fail(lane, TENSORD_TIMEOUT, "nothing came in that time");
+            if (ready < 0)
+                continue;
+        }
+        ssize_t size = recvmsg(lane->fd, &message, MSG_CMSG_CLOEXEC);
+        if (size < 0 && (errno == EINTR || errno == ECONNRESET))
+            continue;
+        if (size <= 0)
+            return tensord__fail(lane, TENSORD_ENDED, "the worker has ended the lane");
+        *fd = -1;
+        for (struct cmsghdr *each = CMSG_FIRSTHDR(&message); each != NULL; each = CMSG_NXTHDR(&message, each))
+            if (each->cmsg_level == SOL_SOCKET && each->cmsg_type == SCM_RIGHTS)
+                memcpy(fd, CMSG_DATA(each), sizeof *fd);
+        unsigned char kind = lane->received[0];
+        tensord__reader from = {lane->received + 1, lane->received + size, kind < 1 || kind > 3 || (message.msg_flags & MSG_TRUNC)};
+        if (!from.bad && (kind != 1 || lane->parts != NULL)) {
+            unsigned char *grown = (unsigned char *)realloc(lane->parts, lane->parts_size + (size_t)size - 1);
+            if (grown == NULL || kind == 1)
+                return tensord__fail(lane, TENSORD_FAILED, "a record came in parts that do not belong together");
+            memcpy(grown + lane->parts_size, lane->received + 1, (size_t)size - 1);
+            lane->parts = grown;
+            lane->parts_size += (size_t)size - 1;
+            if (kind == 2)
+                continue;
+            from.at = grown;
+            from.end = grown + lane->parts_size;
+        }
+        lane->records = tensord__take_array(&from);
+        lane->at = from.at;
+        lane->end = from.end;
+        return from.bad ? tensord__fail(lane, TENSORD_FAILED, "a datagram is malformed") : 0;
+    }
+}
+
+/* Reads a prepared answer into an answer; where the outputs with own contents come, ``content`` is set to a mark. */
+static inline void tensord__read_prepared(tensord__reader *from, tensord_answer *answer) {
+    static const char own = 0;
+    uint64_t fields = tensord__take_array(from), number;
+    size_t size;
+    answer->final = 1;
+    tensord__take_text(from, &size);
+    if (fields > 1)
+        answer->version = (int64_t)tensord__take_int(from);
+    uint64_t outputs = fields > 2 ? tensord__take_array(from) : 0;
+    if (outputs > TENSORD_MAX_TENSORS)
+        from->bad = 1;
+    for (uint64_t i = 0; !from->bad && i < outputs; i++) {
+        tensord_output *output = &answer->output[answer->outputs++];
+        uint64_t parts = tensord__take_array(from);
+        tensord__take_text(from, &size);
+        output->name = tensord__take_text(from, &output->name_size);
+        output->datatype = tensord__take_text(from, &output->datatype_size);
+        uint64_t rank = tensord__take_array(from);
+        if (rank > TENSORD_MAX_RANK)
+            from->bad = 1;
+        output->rank = (int)rank;
+        for (uint64_t j = 0; !from->bad && j < rank; j++)
+            output->shape[j] = (int64_t)tensord__take_int(from);
+        output->content = &own;
+        output->byte_size = 0;
+        if (parts > 4) {
+            tensord__reader ahead = *from;
+            if (tensord__take_head(&ahead, &number) != TENSORD__NIL)
+                output->content = NULL;
+            tensord__skip(from, 8);
+        }
+    }
+    if (fields > 3)
+        tensord__skip(from, 8);
+    if (fields > 4)
+        answer->final = (int)tensord__take_kind(from, TENSORD__BOOL);
+}
+
+/* Reads where the outputs are. */
+static inline void tensord__read_contents(tensord_lane *lane, tensord__reader *from, tensord_answer *answer) {
+    uint64_t left = tensord__take_array(from), number;
+    for (int i = 0; i < answer->outputs && !from->bad; i++) {
+        tensord_output *output = &answer->output[i];
+        if (output->content == NULL)
+            continue;
+        if (left-- == 0) {
+            from->bad = 1;
+            return;
+        }
+        if (tensord__take_head(from, &number) == TENSORD__BYTES) {
+            output->byte_size = number;
+            output->content = tensord__take(from, number);
+            continue;
+        }
+        size_t size;
+        tensord__take_text(from, &size);
+        uint64_t segment = tensord__take_int(from), offset = tensord__take_int(from);
+        output->byte_size = tensord__take_int(from);
+        output->content = NULL;
+        for (int j = 0; j < TENSORD_MAX_RESPONSES; j++)
+            if (lane->responses[j].used && lane->responses[j].number == segment && offset <= lane->responses[j].byte_size &&
+                output->byte_size <= lane->responses[j].byte_size - offset)
+                output->content = lane->responses[j].memory + offset;
+        if (output->content == NULL)
+            from->bad = 1;
+    }
+    if (left)
+        from->bad = 1;
+}
+
+static inline void tensord__read_answer(tensord_lane *lane, tensord__reader *from, uint64_t fields, tensord_answer *answer) {
+    uint64_t number;
+    memset(answer, 0, offsetof(tensord_answer, output));
+    answer->has_lease = 0;
+    answer->queue_ns = answer->compute_ns = answer->copied_byte_size = 0;
+    answer->request_id = tensord__take_int(from);
+    tensord__reader ahead = *from;
+    if (tensord__take_head(&ahead, &number) == TENSORD__INT) {
+        *from = ahead;
+        if (number >= TENSORD_MAX_NUMBERS || lane->prepared[number] == NULL) {
+            from->bad = 1;
+            return;
+        }
+        tensord__reader prepared = {lane->prepared[number], lane->prepared[number] + lane->prepared_size[number], 0};
+        tensord__read_prepared(&prepared, answer);
+        from->bad |= prepared.bad;
+    } else {
+        tensord__read_prepared(from, answer);
+    }
+    if (fields > 3)
+        tensord__read_contents(lane, from, answer);
+    if (fields > 4 && tensord__take_head(from, &number) == TENSORD__ARRAY) {
+        answer->has_lease = number == 3;
+        for (int i = 0; i < 3 && answer->has_lease; i++)
+            answer->lease[i] = tensord__take_int(from);
+    }
+    if (fields > 5)
+        tensord__copy_text(from, answer->code, sizeof answer->code);
+    if (fields > 6)
+        tensord__copy_text(from, answer->message, sizeof answer->message);
+    if (fields > 7)
+        tensord__skip(from, 32);
+    if (fields > 8 && tensord__take_head(from, &number) == TENSORD__ARRAY && number == 3) {
+        answer->queue_ns = tensord__take_int(from);
+        answer->compute_ns = tensord__take_int(from);
+        answer->copied_byte_size = tensord__take_int(from);
+    }
+    for (uint64_t i = 9; i < fields; i++)
+        tensord__skip(from, 32);
+}
+
+/* Reads the next record. Returns 1: it was an answer; 0: another one; or an error. */
+static inline int tensord__read_record(tensord_lane *lane, tensord_answer *answer, int fd) {
+    tensord__reader from = {lane->at, lane->end, 0};
+    uint64_t fields = tensord__take_array(&from), number = 0, byte_size = 0;
+    size_t size;
+    const char *tag = tensord__take_text(&from, &size);
+    int is_answer = 0, wrong = 0;
+    if (from.bad || size == 0 || size > 2) {
+        from.bad = 1;
+    } else if (!lane->agreed) {
+        lane->agreed = size == 1 && tag[0] == 'V' && tensord__take_int(&from) == TENSORD_WIRE;
+        from.bad |= !lane->agreed;
+    } else if (size == 1 && tag[0] == 'c') {
+        tensord__read_answer(lane, &from, fields, answer);
+        is_answer = 1;
+    } else if (memcmp(tag, "C+", 2) == 0) {
+        number = tensord__take_int(&from);
+        const unsigned char *begin = from.at;
+        tensord__skip(&from, 32);
+        if (!from.bad && number < TENSORD_MAX_NUMBERS) {
+            size_t prepared = (size_t)(from.at - begin);
+            unsigned char *kept = (unsigned char *)realloc(lane->prepared[number], prepared);
+            if (kept == NULL)
+                return tensord__fail(lane, TENSORD_FAILED, "no memory is left");
+            memcpy(kept, begin, prepared);
+            lane->prepared[number] = kept;
+            lane->prepared_size[number] = prepared;
+        } else {
+            from.bad = 1;
+        }
+    } else if (tag[0] == 'S' && size == 2) {
+        number = tensord__take_int(&from);
+        if (tag[1] == '+') {
+            byte_size = tensord__take_int(&from);
+            wrong = tensord__open_response(lane, number, byte_size, fd);
+        } else if (tag[1] == '-') {
+            tensord__close_response(lane, number);
+        } else {
+            wrong = tensord__fail(lane, TENSORD_FAILED, "the worker could not map a segment");
+        }
+    } else {
+        from.bad = 1;
+    }
+    lane->at = from.at;
+    lane->records--;
+    if (from.bad)
+        return tensord__fail(lane, TENSORD_FAILED, "a record is malformed");
+    return wrong ? wrong : is_answer;
+}
+
+/* Receives the next answer, whichever request's it is, until a moment of CLOCK_MONOTONIC; 0: for ever. Returns 0, or an error. */
+static inline int tensord_receive(tensord_lane *lane, tensord_answer *answer, uint64_t until_ns) {
+    int fd = -1;
+    for (;;) {
+        while (lane->records) {
+            int found = tensord__read_record(lane, answer, fd);
+            fd = -1;
+            if (found)
+                return found > 0 ? 0 : found;
+        }
+        int wrong = tensord__receive(lane, until_ns, &fd);
+        if (wrong)
+            return wrong;
+    }
+}
+
+/* Sends a prepared request and receives its last answer; answers to others, which nobody can take then, are given back. Returns 0 also for an
+ * answer with a ``code``, or an error. After TENSORD_TIMEOUT the worker may still write to the request's places, until its answer comes. */
+static inline int tensord_call(tensord_lane *lane, int number, const tensord_bytes *contents, int count, uint64_t until_ns,
+                               tensord_answer *answer) {
+    uint64_t request_id;
+    int wrong = tensord_send(lane, number, contents, count, until_ns, &request_id);
+    while (!wrong && !(wrong = tensord_receive(lane, answer, until_ns))) {
+        if (answer->request_id == request_id && answer->final)
+            return 0;
+        wrong = tensord_release(lane, answer);
+    }
+    if (wrong == TENSORD_TIMEOUT)
+        tensord_cancel(lane, request_id);
+    return wrong;
+}
+
+/* ---------------------------------------------------------------------------------------------------------------- end */
+
+static inline void tensord__close_lane(tensord_lane *lane) {
+    close(lane->fd);
+    for (int i = 0; i < TENSORD_MAX_RESPONSES; i++)
+        if (lane->responses[i].used)
+            munmap(lane->responses[i].memory, lane->responses[i].byte_size);
+    for (uint32_t i = 0; i < lane->next_segment; i++)
+        munmap(lane->segments[i].memory, lane->segments[i].byte_size);
+    for (int i = 0; i < TENSORD_MAX_NUMBERS; i++)
+        free(lane->prepared[i]);
+    free(lane->parts);
+    free(lane);
+}
+
+/* Ends the connection, its lanes and all memory of both. */
+static inline void tensord_close(tensord_client *client) {
+    for (int i = 0; i < client->count; i++)
+        tensord__close_lane(client->lanes[i]);
+    client->count = 0;
+    if (client->fd >= 0)
+        close(client->fd);
+    client->fd = -1;
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
