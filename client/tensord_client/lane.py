@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,9 @@ class LaneConnection:
         #: By name and version as they are asked for.
         self._models: dict[tuple[str, int], OpenedModel] = {}
         self._sequences: dict[tuple[str, int | str], WorkerLane] = {}
+        #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.
+        self._astray: dict[tuple[str, int], deque[Pending]] = {}
+        self._astray_lock = threading.Lock()
         self._prepared: weakref.WeakSet[PreparedCall] = weakref.WeakSet()
 
     # ------------------------------------------------------------------------------------------------- the daemon
@@ -335,17 +339,30 @@ class LaneConnection:
         pending.watch_again()
 
     def send_again_soon(self, pending: Pending) -> None:
-        """Has a thread of its own send a request again, since nobody waits for it who could."""
+        """Has a thread send a request again, since nobody waits for it who could. One does so for all of a model."""
+        model = pending.call.model, pending.call.version
+        with self._astray_lock:
+            waiting = self._astray.get(model)
+            if waiting is not None:
+                waiting.append(pending)
+                return
+            self._astray[model] = deque((pending,))
+        threading.Thread(target=self._send_astray, args=model, name="tensord-again", daemon=True).start()
 
-        def send() -> None:
+    def _send_astray(self, model: str, version: int) -> None:
+        while True:
+            with self._astray_lock:
+                waiting = self._astray[model, version]
+                if not waiting:
+                    del self._astray[model, version]
+                    return
+                pending = waiting.popleft()
             try:
                 self.send_again(pending, pending.call.deadline)
             except TimeoutError:
                 pending.expire()
             except ServingError as error:
                 pending.fail(error)
-
-        threading.Thread(target=send, name="tensord-again", daemon=True).start()
 
     # ---------------------------------------------------------------------------------------------------------- end
 

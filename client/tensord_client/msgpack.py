@@ -199,10 +199,25 @@ def _text(content: Buffer, at: int, size: int) -> tuple[str, int]:
 
 
 def _array(content: Buffer, at: int, count: int) -> tuple[list[Any], int]:
-    made = []
+    made: list[Any] = []
     for _ in range(count):
-        value, at = _value(content, at)
-        made.append(value)
+        head = content[at]
+        # What most elements are costs no call.
+        if head < 0x80:
+            made.append(head)
+            at += 1
+        elif head == 0xC0:
+            made.append(None)
+            at += 1
+        elif head == 0xA0:
+            made.append("")
+            at += 1
+        elif head == 0xCF:
+            made.append(_U64.unpack_from(content, at + 1)[0])
+            at += 9
+        else:
+            value, at = _value(content, at)
+            made.append(value)
     return made, at
 
 

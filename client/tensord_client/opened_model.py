@@ -22,7 +22,11 @@ class OpenedModel:
     @property
     def lacks(self) -> bool:
         """Returns whether there should be more lanes than there are."""
-        return self.coming > 0 or not all(lane.usable for lane in self.lanes)
+        if self.coming:
+            return True
+        lanes = self.lanes
+        # One that is alone, and has ended, is missed by the next request.
+        return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
     def choose(self) -> WorkerLane | None:
         """Returns the lane with the fewest requests in flight; None: all have ended."""

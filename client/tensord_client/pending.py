@@ -116,7 +116,9 @@ class Pending:
 
     def _why_not_again(self, left: bool, error: ServingError) -> ServingError | None:
         """Returns why the request may not be sent again; None: it may."""
-        if self._given_up or self._connection.is_closed:
+        if self._connection.is_closed:
+            return Cancelled("the connection was closed")
+        if self._given_up:
             return error
         if not left:
             self.sent -= 1

@@ -18,6 +18,7 @@ import numpy as np
 from tensord_client import msgpack, wire
 from tensord_client.call import Call
 from tensord_client.errors import (
+    Cancelled,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
@@ -171,9 +172,11 @@ class PreparedCall:
     def lane_ended(self, left: bool, error: ServingError) -> None:
         """Hears that its lane ended before the answer."""
         self._error = error
-        if not left or self._connection.is_pure(self._call):
-            self._astray = not self._connection.is_closed
-        elif not self._connection.is_closed:
+        if self._connection.is_closed:
+            self._error = Cancelled("the connection was closed")
+        elif not left or self._connection.is_pure(self._call):
+            self._astray = True
+        else:
             self._error = Internal(f"{error.message} while it had the request, which may not be run twice")
         self._arrived()
 

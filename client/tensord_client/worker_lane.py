@@ -236,7 +236,8 @@ class WorkerLane:
         with self.lock:
             if self.closing:
                 raise LaneEnded
-            self.announce(segments)
+            if segments or self.memory.closures != self._closures:
+                self.announce(segments)
             number = self._number(prepared)
             request_id = next(self.ids)
             record = wire.request(request_id, number or prepared, contents, own)
@@ -299,6 +300,9 @@ class WorkerLane:
         return self.publish(prepared)
 
     def _send_now(self, record: bytes, request_id: int) -> None:
+        if not self._releases and not self._outgoing and len(record) <= wire.ROOM:
+            self._send(b"\x01\x91" + record, -1, (request_id,))
+            return
         self._flush_outgoing()
         release = self._release_record()
         if release and len(release) + len(record) <= wire.ROOM:
@@ -461,12 +465,16 @@ class WorkerLane:
 
     def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         """Hands out a datagram that lies in ``received``. Call it with ``reading``."""
-        fds = [
-            fd
-            for level, kind, part in ancillary
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
-            for fd in struct.unpack(f"{len(part) // 4}i", part[: len(part) // 4 * 4])
-        ]
+        fds: list[int] = (
+            []
+            if not ancillary
+            else [
+                fd
+                for level, kind, part in ancillary
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
+                for fd in struct.unpack(f"{len(part) // 4}i", part[: len(part) // 4 * 4])
+            ]
+        )
         try:
             if not size:
                 self.end(Unavailable("the worker process ended"))
@@ -474,7 +482,10 @@ class WorkerLane:
             if flags & _TRUNCATED:
                 raise Malformed(f"a datagram has more than {wire.MAX_DATAGRAM} bytes")
             for record in self._records(size):
-                self._apply(record, fds, bool(flags & _DESCRIPTORS_LOST))
+                if self._agreed and record[0] == "c":
+                    self._answered(AnswerRecord(record, self._prepared))
+                else:
+                    self._apply(record, fds, bool(flags & _DESCRIPTORS_LOST))
         except (Malformed, LookupError, TypeError) as error:
             self.end(Internal(f"the worker sent what is no record of a lane: {error}"))
         finally:
@@ -500,8 +511,6 @@ class WorkerLane:
             if tag != "V" or record[1] != wire.WIRE_VERSION:
                 raise Malformed(f"the worker speaks another edition of the wire than {wire.WIRE_VERSION}")
             self._agreed = True
-        elif tag == "c":
-            self._answered(AnswerRecord(record, self._prepared))
         elif tag == "C+":
             self._prepared[record[1]] = PreparedAnswer(record[2])
             self.learned += 1
@@ -560,7 +569,8 @@ class WorkerLane:
 
     def wait(self, request: Waiting, until: float | None) -> None:
         """Returns when there is something of a request to take. Raises TimeoutError: ``until`` (monotonic seconds) has passed."""
-        self.flush()
+        if self._outgoing:
+            self.flush()
         if not self.reading.acquire(False) and self._follow(request, until):
             return  # it has come, or the lane has ended
         try:
@@ -568,7 +578,8 @@ class WorkerLane:
                 self.read(until)
         finally:
             self.reading.release()
-            self.promote()
+            if self.followers:
+                self.promote()
 
     def _follow(self, request: Waiting, until: float | None) -> bool:
         """Sleeps while another thread reads. Returns True: there is something to take; False: this thread reads now."""

@@ -499,7 +499,7 @@ def test_many_connections_leave_nothing(daemon: DaemonProcess, connect: Callable
     for _ in range(3):
         once()
     # A worker may keep what it ran last.
-    descriptors, kept = mine.num_fds(), len(workers)
+    descriptors, kept = mine.num_fds(), mapped()
     for _ in range(20):
         once()
     assert mine.num_fds() <= descriptors
