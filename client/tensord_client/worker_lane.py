@@ -44,6 +44,8 @@ _U64 = struct.Struct(">Q")
 _RELEASES, _RELEASED_PART = 16, 8
 #: Datagrams that an event loop takes in one turn.
 _TURN = 64
+#: Seconds until a lane's thread notices a deadline that is earlier than those it knew.
+_NOTICED = 0.05
 
 
 class LaneEnded(Exception):
@@ -652,15 +654,15 @@ class WorkerLane:
 
     def watch(self, request_id: int, deadline: float | None) -> None:
         """Has the lane's thread read for a request that nobody waits for, which is started with the first."""
+        if deadline is not None:
+            with self.lock:
+                heapq.heappush(self._due, (deadline, request_id))
         self.watched.add(request_id)
         if self._thread is None:
             with self.lock:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._serve, name=f"tensord-lane-{self.number}", daemon=True)
                     self._thread.start()
-        if deadline is not None:
-            with self.lock:
-                heapq.heappush(self._due, (deadline, request_id))
         self._thread_waiter.put(None)
 
     def call_back(self, request: Any) -> None:
@@ -687,9 +689,11 @@ class WorkerLane:
             self.flush()
             until = self._expire()
             if self.reading.acquire(False):
+                # A request that is watched meanwhile, with an earlier deadline, does not end this wait.
+                soon = time.monotonic() + _NOTICED
                 try:
                     with contextlib.suppress(TimeoutError):
-                        self.read(until)
+                        self.read(soon if until is None else min(until, soon))
                 finally:
                     self.reading.release()
                     self.promote()

@@ -475,7 +475,7 @@ def test_prepared_calls_and_places(client: Any) -> None:
         assert call()["y"] is y
         np.testing.assert_array_equal(y, 5 * (X + i) + 1)
     assert client.empty(model.inputs["x"]).shape == (1, 4)
-    with pytest.raises(tensord_client.InvalidArgument, match="'y'"):
+    with pytest.raises(tensord_client.ServingError, match="'y'"):
         model.prepare({"x": x}, out={"y": client.empty((2, 4), np.float32)})()
     with Raises("InvalidArgument", "an array that is shared has a datatype of fixed size"):
         client.empty(client.model("echo_bytes").inputs["x"])
