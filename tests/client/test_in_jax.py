@@ -1,0 +1,79 @@
+"""A served model inside of jitted programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensord_client
+
+from tests import run_folder
+from tests.repositories import scale_model, write_model
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tensord_client.Client]:
+    repository: Path = scale_model(tmp_path_factory.mktemp("models"))
+    write_model(
+        repository,
+        "pair",
+        """
+        import numpy as np
+        inputs, outputs, host = {"a": "FP32[2]", "b": "INT32[1]"}, {"y": "FP32[2]", "n": "INT32[n]"}, True
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                return {"y": inputs["a"] * inputs["b"], "n": np.arange(inputs["b"][0], dtype=np.int32)}
+            return apply, None
+        """,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())
+        with tensord_client.connect(repository) as client:
+            yield client
+
+
+def test_jit_and_scan(client: tensord_client.Client) -> None:
+    scale = tensord_client.jax(client.model("scale"))
+
+    @jax.jit
+    def program(x: jax.Array) -> jax.Array:
+        return 2 * scale({"x": x + 1})["y"]
+
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_array_equal(program(x), 2 * (3 * (x + 1) + 1))
+
+    def step(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        made = scale({"x": carry})["y"]
+        return made, made.sum()
+
+    last, sums = jax.jit(lambda x: jax.lax.scan(step, x, None, 3))(x)
+    np.testing.assert_array_equal(last, 27 * x + 13)
+    assert sums.shape == (3,)
+
+
+def test_vmap_goes_into_the_batch(client: tensord_client.Client) -> None:
+    """Also where it is more than one request takes: the model has batches of eight."""
+    scale = tensord_client.jax(client.model("scale"))
+    x = np.arange(5 * 6 * 3 * 4, dtype=np.float32).reshape(5, 6, 3, 4)
+    got = jax.jit(jax.vmap(jax.vmap(lambda x: scale({"x": x})["y"])))(x)
+    np.testing.assert_array_equal(got, 3 * x + 1)
+
+
+def test_vmap_of_a_model_without_a_batch(client: tensord_client.Client) -> None:
+    pair = tensord_client.jax(client.model("pair"), shapes={"n": (3,)})
+    a = jnp.arange(8, dtype=jnp.float32).reshape(4, 2)
+    b = jnp.full((1,), 3, jnp.int32)
+    got = jax.jit(jax.vmap(lambda a, b: pair({"a": a, "b": b}), in_axes=(0, None)))(a, b)
+    np.testing.assert_array_equal(got["y"], 3 * a)
+    np.testing.assert_array_equal(got["n"], [[0, 1, 2]] * 4)
+
+
+def test_a_shape_that_is_not_known(client: tensord_client.Client) -> None:
+    pair = tensord_client.jax(client.model("pair"))
+    with pytest.raises(tensord_client.InvalidArgument, match=r"output 'n' is INT32\[-1\]: a program needs its shape"):
+        jax.jit(lambda a: pair({"a": a, "b": [3]}))(jnp.ones(2))
