@@ -21,7 +21,13 @@ from tests.repositories import scale_model
 CLIENT = ROOT / "client"
 MODULES = sorted((CLIENT / "tensord_client").rglob("*.py"))
 #: What a module may import besides the standard library and its own package.
-FOREIGN = {"numpy": None, "typing_extensions": None, "ml_dtypes": {"datatypes.py"}, "tensord": {"local.py"}}
+FOREIGN = {
+    "numpy": None,
+    "typing_extensions": None,
+    "ml_dtypes": {"datatypes.py"},
+    "tensord": {"local.py"},
+    "jax": {"in_jax.py"},
+}
 #: Versions of Python and of numpy.
 ENVIRONMENTS = [
     ("3.9", "numpy==1.22.*"),
