@@ -27,7 +27,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tensord_client.
 
         def create(path, config, device):
             def apply(params, inputs):
-                return {"y": inputs["a"] * inputs["b"], "n": np.arange(inputs["b"][0], dtype=np.int32)}
+                return {"y": inputs["a"] * np.float32(inputs["b"][0]), "n": np.arange(inputs["b"][0], dtype=np.int32)}
             return apply, None
         """,
     )

@@ -168,7 +168,13 @@ def test_every_python_reads_it(version: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> DaemonProcess:
     repository = scale_model(tmp_path_factory.mktemp("models"))
-    return DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository])
+    folder = tmp_path_factory.mktemp("daemon")
+    return DaemonProcess(folder, [repository], {"clients": {"socket": str(folder / "clients.sock")}})
+
+
+def addresses(daemon: DaemonProcess) -> tuple[str, str, str]:
+    """HTTP over TCP and on a unix socket, and a lane."""
+    return f"127.0.0.1:{daemon.port}", str(daemon.folder / "http.sock"), str(daemon.folder / "clients.sock")
 
 
 def test_a_fresh_environment(distributions: tuple[Path, Path], daemon: DaemonProcess, tmp_path: Path) -> None:
@@ -176,7 +182,8 @@ def test_a_fresh_environment(distributions: tuple[Path, Path], daemon: DaemonPro
     installed.install(distributions[1])
     with daemon:
         daemon.wait_ready()
-        ran(installed.python, "-I", "-W", "error", "-c", _ASK, f"127.0.0.1:{daemon.port}", cwd=tmp_path)
+        for address in addresses(daemon):
+            ran(installed.python, "-I", "-W", "error", "-c", _ASK, address, cwd=tmp_path)
 
 
 def test_other_environments(
@@ -196,6 +203,7 @@ def test_other_environments(
             ran(python, "-m", "venv", venv, cwd=tmp_path)
             pip = venv / "bin/python", "-m", "pip", "-q", "--disable-pip-version-check"
             ran(*pip, "install", distributions[1], numpy, cwd=tmp_path)
-            print(ran(venv / "bin/python", "-I", "-c", _ASK, f"127.0.0.1:{daemon.port}", cwd=tmp_path))
+            for address in addresses(daemon):
+                print(ran(venv / "bin/python", "-I", "-W", "error", "-c", _ASK, address, cwd=tmp_path))
             tried += 1
     assert tried
