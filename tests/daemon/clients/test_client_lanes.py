@@ -220,6 +220,7 @@ def test_quotas_name_both_numbers(start: Start) -> None:
         )
         for _ in range(3):
             assert third.open("good") == {"error": words, "code": "UNAVAILABLE"}
+        daemon.wait_log("a lane to model 'good' is refused to uid")
         assert daemon.log.count("a lane to model 'good' is refused to uid") == 1
         assert scrape(daemon.metrics).value("tensord_client_lanes_refused_total") == 3
         for number in held:
