@@ -41,7 +41,7 @@ from tests.open_files import no_descriptors_left
 from tests.raw_lane import RawLane, memory
 
 #: More of them run with these: lives of hostile clients, clients that are killed, lanes that come and go.
-LIVES = int(os.environ.get("TENSORD_TEST_LANE_LIVES", "300"))
+LIVES = int(os.environ.get("TENSORD_TEST_LANE_LIVES", "100"))
 KILLS = int(os.environ.get("TENSORD_TEST_LANE_KILLS", "12"))
 CONNECTS = int(os.environ.get("TENSORD_TEST_LANE_CONNECTS", "1000"))
 SECRET = np.frombuffer(b"SeCrEt!?" * 8, np.float32)
@@ -245,16 +245,17 @@ def test_who_never_reads(daemon: DaemonProcess, path: Path, workers: set[int]) -
         sizes: list[int] = []
         for _ in range(3):
             for lane in lanes[:9]:
-                with contextlib.suppress(BlockingIOError):
+                try:
                     for _ in range(20_000):
                         lane.ask(0, bytes(16))
+                except BlockingIOError:
+                    lane.last_id -= 1  # that one was not sent
             time.sleep(0.2)
             sizes.append(sum(psutil.Process(pid).memory_info().rss for pid in workers))
         assert sizes[2] - sizes[0] < 32 << 20
         for lane in lanes[:9]:
-            asked = lane.last_id - 1  # the last one was not taken by the socket
-            ids = [answer.request_id for answer in _patiently(lane, asked)]
-            assert sorted(ids)[:asked] == list(range(1, asked + 1))
+            ids = [answer.request_id for answer in _patiently(lane, lane.last_id)]
+            assert sorted(ids) == list(range(1, lane.last_id + 1))
 
 
 def _patiently(lane: RawLane, count: int) -> list[AnswerRecord]:
@@ -425,11 +426,8 @@ def test_connects_and_ends_leave_nothing(daemon: DaemonProcess, path: Path, work
         before = open_files()
         for number in range(CONNECTS):
             come_and_go(number)
-        wait_until(
-            lambda: (
-                _mappings(workers) == 1 and all(now <= then + 4 for now, then in zip(open_files(), before, strict=True))
-            )
-        )
+        wait_until(lambda: _mappings(workers) == 1, "end of the mappings")
+        wait_until(lambda: all(now <= then + 4 for now, then in zip(open_files(), before, strict=True)), "closed files")
 
 
 def test_clients_that_are_killed(daemon: DaemonProcess, path: Path, workers: set[int]) -> None:
