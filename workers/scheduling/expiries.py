@@ -50,6 +50,9 @@ class Expiries(Generic[S]):
     @property
     def earliest_ns(self) -> int | None:
         """When ``next`` is worth a call, perhaps too early; None while no request has a deadline."""
+        # Requests that wait no more are let go of, with the memory that they are in, unless one that waits is before them.
+        while self._moments and self._moments[0][2].line < 0:
+            heapq.heappop(self._moments)
         return self._moments[0][0] if self._moments else None
 
     def __len__(self) -> int:

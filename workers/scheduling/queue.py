@@ -328,6 +328,8 @@ class RequestQueue(Generic[W]):
         if taken:
             self.size -= len(taken)
             self._less(key, rows)
+            if self.expiries:
+                self._forget_taken()
         return taken
 
     def remove(self, request: W) -> bool:
@@ -344,7 +346,15 @@ class RequestQueue(Generic[W]):
         self.size -= 1
         request.line = -1
         self._less(request.key, request.rows)
+        if self.expiries:
+            self._forget_taken()
         return True
+
+    def _forget_taken(self) -> None:
+        """Lets go of requests that wait no more and would expire first: an empty queue keeps none, nor their memory."""
+        expiries = self.expiries
+        while expiries and expiries[0][2].line < 0:
+            heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
         """Removes and returns expired requests to refuse; those that may be late are only put behind the others."""

@@ -165,7 +165,21 @@ def test_entries_of_requests_that_left_do_not_pile_up() -> None:
     for _ in range(10_000):
         queue.push(request(deadline_ns=1 << 60))
         queue.take("a", 1)
+    assert queue.expiries == []
+    queue.push(request(key="b", deadline_ns=5))
+    for _ in range(10_000):
+        queue.push(request(deadline_ns=1 << 60))
+        queue.take("a", 1)
     assert len(queue.expiries) < 200
+
+
+def test_requests_that_left_are_kept_no_longer_than_one_that_waits() -> None:
+    a, b, c = (request(deadline_ns=number) for number in (5, 6, 7))
+    queue = queue_of(a, b, c)
+    queue.remove(b)
+    assert {entry[2] for entry in queue.expiries} == {a, b, c}
+    assert queue.take("a", 1) == [a]
+    assert [entry[2] for entry in queue.expiries] == [c]
 
 
 @given(
