@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,7 +63,7 @@ def bystanders(http: str, grpc: str, kind: str = "small") -> Iterator[dict[str, 
         seen.update(zip(addresses, reports(running), strict=True))
 
 
-def attack(name: str | None, http: str, grpc: str, seconds: float) -> Outcome:
+def attack(name: str | None, http: str, grpc: str, clients: str, seconds: float) -> Outcome:
     """Runs one attack, or for None nothing, beside the bystanders. Raises SystemExit: the attacker itself failed."""
     counts: dict[str, int] = {}
     with bystanders(http, grpc) as seen:
@@ -70,7 +72,7 @@ def attack(name: str | None, http: str, grpc: str, seconds: float) -> Outcome:
         if name is None:
             time.sleep(seconds)
         else:
-            with helper("bench.attackers", name, http, grpc, str(seconds)) as attacker:
+            with helper("bench.attackers", name, http, grpc, str(seconds), clients) as attacker:
                 counts = report(attacker)
     return Outcome(seen, counts)
 
@@ -103,13 +105,18 @@ def main() -> int:
     for name in names:
         if name not in ATTACKS:
             parser.error(f"no attack '{name}', there are {', '.join(ATTACKS)}")
-    status = _default_bounds(names, arguments.seconds, arguments.settle, arguments.log) if arguments.seconds else 0
-    if arguments.trial and small_arenas.run(names, arguments.trial, arguments.log):
-        status = 1
+    status = 0
+    with tempfile.TemporaryDirectory(prefix="tensord-bench-") as folder:
+        # Where the user's own daemon has it there may be one.
+        clients = os.environ["TENSORD_CLIENTS_SOCKET"] = str(Path(folder, "clients.sock"))
+        if arguments.seconds:
+            status = _default_bounds(names, clients, arguments.seconds, arguments.settle, arguments.log)
+        if arguments.trial and small_arenas.run(names, clients, arguments.trial, arguments.log):
+            status = 1
     return status
 
 
-def _default_bounds(names: list[str], seconds: float, settle: float, log: Path) -> int:
+def _default_bounds(names: list[str], clients: str, seconds: float, settle: float, log: Path) -> int:
     command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/attackers/serve.toml"]
     noticed = 0
     print("| attack | others' answers | failed or wrong | worst wait, ms: http | grpc | attacker |")
@@ -118,7 +125,7 @@ def _default_bounds(names: list[str], seconds: float, settle: float, log: Path) 
         warm(_HTTP, _GRPC)
         first = footprints(pid)
         for name in (None, *names):
-            outcome = attack(name, _HTTP, _GRPC, seconds)
+            outcome = attack(name, _HTTP, _GRPC, clients, seconds)
             noticed += outcome.noticed
             print(_line(name, outcome), flush=True)
             time.sleep(settle)
@@ -131,7 +138,7 @@ def _default_bounds(names: list[str], seconds: float, settle: float, log: Path) 
 
 def warm(http: str, grpc: str) -> None:
     """What is compiled or built at a first request is there before anything is measured."""
-    attack(None, http, grpc, 2)
+    attack(None, http, grpc, "", 2)
     largest_is_answered(http)
 
 

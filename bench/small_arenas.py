@@ -56,7 +56,7 @@ class Trial:
         return sum(other["worst_ms"] > 2 * calm["worst_ms"] + _SLACK_MS for other, calm in pairs)
 
 
-def run(attacks: Sequence[str], seconds: float, log: Path) -> int:
+def run(attacks: Sequence[str], clients: str, seconds: float, log: Path) -> int:
     """Prints a line for each attack; returns how many trials did not hold, and one more for a traceback in the log."""
     names = " | ".join(f"{protocol} {kind}" for protocol, kind, _ in _CLIENTS)
     print(f"\n| attack, small arenas | failed or wrong | longest wait / quiet: {names} | |")
@@ -64,12 +64,12 @@ def run(attacks: Sequence[str], seconds: float, log: Path) -> int:
     command = [sys.executable, "-m", "tensord", "serve", "--config", CONFIGURATION]
     missed = 0
     with serving(command, _HTTP, log):
-        _trial(None, 2)  # what is compiled or built at a first request
-        quiet = _trial(None, seconds)
+        _trial(None, "", 2)  # what is compiled or built at a first request
+        quiet = _trial(None, "", seconds)
         waits = " | ".join(f"{other['worst_ms']:.0f} ms" for other in quiet.others)
         print(f"| none | {quiet.failed} | {waits} | |", flush=True)
         for name in attacks:
-            trial = _trial(name, seconds)
+            trial = _trial(name, clients, seconds)
             late = trial.late(quiet)
             holds = not (trial.failed or late)
             missed += not holds
@@ -84,13 +84,13 @@ def run(attacks: Sequence[str], seconds: float, log: Path) -> int:
     return missed + (tracebacks > 0)
 
 
-def _trial(name: str | None, seconds: float) -> Trial:
+def _trial(name: str | None, clients: str, seconds: float) -> Trial:
     with _clients() as seen:
         time.sleep(1)  # their own start
         if name is None:
             time.sleep(seconds)
         else:
-            with helper("bench.attackers", name, _HTTP, _GRPC, str(seconds)) as attacker:
+            with helper("bench.attackers", name, _HTTP, _GRPC, str(seconds), clients) as attacker:
                 report(attacker)
     return Trial(tuple(seen))
 

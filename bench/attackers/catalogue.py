@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bench.attackers import grpc, http, regions
+from bench.attackers import grpc, http, lanes, regions
 
-ATTACKS = grpc.ATTACKS | http.ATTACKS | regions.ATTACKS
+ATTACKS = grpc.ATTACKS | http.ATTACKS | regions.ATTACKS | lanes.ATTACKS

@@ -19,11 +19,13 @@ from tensord.daemon.grpc import frames
 
 @dataclass
 class Target:
-    """A daemon's two addresses, HOST:PORT each, and how long it is attacked."""
+    """A daemon's two addresses, HOST:PORT each, its socket for clients, and how long it is attacked."""
 
     http: str
     grpc: str
     seconds: float
+    #: The daemon's socket for clients.
+    clients: str = ""
     #: What happened, by name.
     counts: dict[str, int] = field(default_factory=dict)
 

@@ -31,15 +31,18 @@ _MORE_DESCRIPTORS = 8
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("daemon")
     # Large segments that are free are closed at once, so that descriptors are back where they were.
     options = {
         "arenas": {"byte_size": 32 << 20, "keep_byte_size": 0},
         "repository": {"control_mode": "explicit", "load": ["addsub", "identity", "slow"]},
+        # Twenty clients hold as much as they may.
+        "clients": {"socket": str(folder / "clients.sock"), "response_byte_size": 32 << 20},
     }
     models = [ROOT / "bench" / "models", ROOT / "bench" / "attackers" / "models"]
     with (
         nothing_left_behind(),
-        DaemonProcess(tmp_path_factory.mktemp("daemon"), models, options) as daemon,
+        DaemonProcess(folder, models, options) as daemon,
     ):
         daemon.wait_ready()
         with bystanders(daemon.url, daemon.grpc_url):
@@ -75,7 +78,8 @@ def _attack(daemon: DaemonProcess, names: list[str]) -> list[dict[str, int]]:
     """Runs the attacks together; returns what each counted."""
 
     def attack(name: str) -> subprocess.CompletedProcess[str]:
-        return prepared.run(["bench.attackers", name, daemon.url, daemon.grpc_url, str(_SECONDS)])
+        clients = str(daemon.folder / "clients.sock")
+        return prepared.run(["bench.attackers", name, daemon.url, daemon.grpc_url, str(_SECONDS), clients])
 
     with ThreadPoolExecutor(len(names)) as together:
         ended = list(together.map(attack, names))

@@ -1,0 +1,242 @@
+"""Attacks on clients' lanes: records and descriptors as no client library would send them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from bench.attackers.target import Target
+from tensord.shm.messages import (
+    WIRE_VERSION,
+    AnswerRecord,
+    Cancel,
+    Prepare,
+    PreparedRequest,
+    PreparedTensor,
+    RegionSlice,
+    Release,
+    RequestRecord,
+    SegmentClosed,
+    SegmentOpened,
+    Slice,
+    Taken,
+    ToSubmitter,
+    WireVersion,
+)
+from tensord.shm.record import Record, decoder, encoder
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: Room for one datagram with its descriptors.
+_RECEIVE, _FDS = 2 << 20, 64
+#: Floats of a tensor that travels in its record and is answered in the worker's memory.
+_LARGE = 15_000
+_SMALL = PreparedRequest("addsub", 0, tuple(PreparedTensor(f"INPUT{i}", "FP32", (1, 16)) for i in (0, 1)))
+_IDENTITY = PreparedRequest("identity", 0, (PreparedTensor("INPUT0", "FP32", (_LARGE,)),))
+
+
+class Lane:
+    """A client's connection with one lane to a worker."""
+
+    def __init__(self, path: str, model: str = "addsub") -> None:
+        """Raises OSError: the daemon refuses it."""
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._decoder = decoder(ToSubmitter)
+        self._last = 0
+        try:
+            self._connection.settimeout(30)
+            self._connection.connect(path)
+            self._connection.send(json.dumps({"open": {"model": model}}).encode())
+            answer, fds, _, _ = socket.recv_fds(self._connection, 128 << 10, _FDS)
+            if not fds:
+                raise ConnectionRefusedError(answer.decode())
+        except BaseException:
+            self._connection.close()
+            raise
+        first, *others = fds
+        for fd in others:
+            os.close(fd)
+        self._sock = socket.socket(fileno=first)
+        self._sock.settimeout(5)
+        self.send(WireVersion(WIRE_VERSION))
+
+    def send(self, *records: Record, fd: int = -1) -> None:
+        """Sends one datagram. Raises OSError: the worker takes nothing within five seconds, or has ended the lane."""
+        content = b"\x01\xdc" + len(records).to_bytes(2, "big") + b"".join(map(encoder.encode, records))
+        self.send_bytes(content, fd)
+
+    def send_bytes(self, content: bytes, fd: int = -1) -> None:
+        """Sends a datagram whatever it says. Raises as ``send``."""
+        socket.send_fds(self._sock, [content], [] if fd < 0 else [fd])
+
+    def ask(self, *prepared: PreparedRequest | int, contents: tuple[bytes, ...]) -> None:
+        """Asks for each. Raises as ``send``."""
+        self._last += len(prepared)
+        first = self._last - len(prepared) + 1
+        self.send(*[RequestRecord(first + number, one, contents) for number, one in enumerate(prepared)])
+
+    def answers(self) -> Iterator[AnswerRecord]:
+        """Yields the answers that are there. Raises ConnectionError: the worker has ended the lane."""
+        while True:
+            try:
+                content, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE, _FDS, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            for fd in fds:
+                os.close(fd)
+            if not content:
+                raise ConnectionError("the worker has ended the lane")
+            yield from (each for each in self._decoder.decode(content[1:]) if isinstance(each, AnswerRecord))
+
+    def open_segment(self, number: int, byte_size: int) -> None:
+        """Hands over sealed memory of zeros. Raises as ``send``."""
+        fd = os.memfd_create("tensord-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, byte_size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.send(SegmentOpened(number, byte_size), fd=fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Ends the lane and the connection."""
+        self._sock.close()
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def _lane(target: Target, model: str = "addsub") -> Iterator[Lane]:
+    with contextlib.closing(Lane(target.clients, model)) as lane:
+        yield lane
+
+
+def _small() -> tuple[bytes, ...]:
+    return (np.ones((1, 16), np.float32).tobytes(),) * 2
+
+
+def _large() -> tuple[bytes, ...]:
+    return (np.ones(_LARGE, np.float32).tobytes(),)
+
+
+def never_reads(target: Target) -> None:
+    """Sixteen clients that ask for large answers as long as the worker takes requests, and read none."""
+    with contextlib.ExitStack() as stack:
+        lanes: list[Lane] = []
+        while target.going_on():
+            with target.refusals():
+                if len(lanes) < 16:
+                    lanes.append(stack.enter_context(_lane(target, "identity")))
+            for lane in list(lanes):
+                try:
+                    lane.ask(_IDENTITY, contents=_large())
+                    target.count("requests")
+                except TimeoutError:
+                    target.count("not taken")
+                except OSError:
+                    target.count("lanes lost")
+                    lanes.remove(lane)
+                if not target.going_on():
+                    break
+
+
+def holds_leases(target: Target) -> None:
+    """Four clients that read every answer and give no memory of one back."""
+    with contextlib.ExitStack() as stack:
+        with target.refusals():
+            lanes = [stack.enter_context(_lane(target, "identity")) for _ in range(4)]
+        while target.going_on():
+            for lane in lanes:
+                with target.refusals():
+                    lane.ask(_IDENTITY, contents=_large())
+                    for answer in lane.answers():
+                        target.count("held" if answer.lease else f"refused {answer.code}" if answer.code else "answers")
+            time.sleep(0.001)
+
+
+def flood(target: Target) -> None:
+    """Sends small requests in large datagrams as fast as they are taken, more than may be in flight."""
+    while target.going_on():
+        with target.refusals(), _lane(target) as lane:
+            lane.send(Prepare(0, _SMALL))
+            while target.going_on():
+                lane.ask(*[0] * 200, contents=_small())
+                target.count("requests", 200)
+                for answer in lane.answers():
+                    target.count("refused" if answer.code else "answers")
+
+
+def forged(target: Target) -> None:
+    """Records that lie: leases of nobody, numbers of nothing, places outside, arenas, sizes, bytes at random."""
+    chance = random.Random(0)
+    outside = PreparedTensor("INPUT0", "FP32", (_LARGE,), RegionSlice("@1", 1 << 40, 4 * _LARGE))
+    nowhere = PreparedTensor("INPUT0", "FP32", (_LARGE,), RegionSlice("@9", 0, 4 * _LARGE))
+    lies: list[Record] = [
+        Release(((0, 0, 1),)),
+        Release(((1 << 40, -64, 3),)),
+        Taken(5, 1 << 62),
+        Cancel(-1),
+        RequestRecord(1, 77, _small()),
+        RequestRecord(1, PreparedRequest("identity", 0, (outside,)), ()),
+        RequestRecord(1, PreparedRequest("identity", 0, (nowhere,)), ()),
+        RequestRecord(1, _SMALL, (Slice(0, 0, 64), Slice(1, 0, 64))),
+        RequestRecord(1, PreparedRequest("identity", 0, (PreparedTensor("INPUT0", "FP32", (1 << 62,)),)), _large()),
+        SegmentOpened(1, 1 << 62),
+        SegmentClosed(-5),
+    ]
+    while target.going_on():
+        with target.refusals(), _lane(target) as lane:
+            for _ in range(8):
+                if chance.random() < 0.2:
+                    lane.send_bytes(b"\x01" + chance.randbytes(chance.randrange(1, 4000)))
+                else:
+                    lane.send(chance.choice(lies))
+                target.count("lies")
+                for _answer in lane.answers():
+                    target.count("answers")
+
+
+def connects_and_ends(target: Target) -> None:
+    """Clients that come, ask, and go without a word while they are answered."""
+    while target.going_on():
+        with target.refusals(), _lane(target, "identity") as lane:
+            lane.open_segment(1, 1 << 20)
+            lane.ask(_IDENTITY, contents=_large())
+            target.count("connections")
+
+
+def growing_segments(target: Target) -> None:
+    """Hands over more and larger memory until it is refused, asks for answers from all of it, and does so again."""
+    while target.going_on():
+        with target.refusals(), _lane(target, "identity") as lane:
+            for number in range(100):
+                byte_size = min(1 << 30, 4096 << number)
+                lane.open_segment(number, byte_size)
+                count = min(_LARGE, byte_size // 4)
+                tensor = PreparedTensor("INPUT0", "FP32", (count,), RegionSlice(f"@{number}", 0, 4 * count))
+                lane.ask(PreparedRequest("identity", 0, (tensor,)), contents=())
+                target.count("segments")
+                leases = []
+                for answer in lane.answers():
+                    target.count("refused" if answer.code else "answers")
+                    leases += [answer.lease] if answer.lease else []
+                if leases:
+                    lane.send(Release(tuple(leases)))
+                if not target.going_on():
+                    break
+
+
+ATTACKS: dict[str, Callable[[Target], None]] = {
+    "lanes-never-read": never_reads,
+    "lanes-hold-leases": holds_leases,
+    "lanes-flood": flood,
+    "lanes-forged": forged,
+    "lanes-connect-and-end": connects_and_ends,
+    "lanes-growing-segments": growing_segments,
+}
