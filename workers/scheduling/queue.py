@@ -353,7 +353,7 @@ class RequestQueue(Generic[W]):
     def _forget_taken(self) -> None:
         """Lets go of requests that wait no more and would expire first: an empty queue keeps none, nor their memory."""
         expiries = self.expiries
-        while expiries and expiries[0][2].line < 0:
+        while expiries and expiries[0][3].line < 0:
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
