@@ -377,6 +377,8 @@ class LaneConnection:
         for lane in lanes:
             lane.close(Cancelled("the connection was closed"))
         self.memory.close()
+        # Who holds on to this holds no memory by it.
+        self.placement = Placement(self.memory)
 
     def forget(self) -> None:
         """Leaves all to the process that this one was forked from."""

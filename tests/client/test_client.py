@@ -354,6 +354,7 @@ def test_a_thousand_clients_leave_nothing(serve: Callable[..., Server]) -> None:
     assert len(set(counts)) == 1, counts
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_fork(serve: Callable[..., Server]) -> None:
     """The child connects anew, with threads or without, and what the parent has under way stays the parent's."""
     go = threading.Event()
