@@ -1,0 +1,331 @@
+"""One process of a load: ``python -m bench.lane.load WAY ROW ADDRESS NUMBER``.
+
+    WAY   lane (ADDRESS: the clients' socket), http or grpc (ADDRESS: HOST:PORT; tensors in system regions), local (no server)
+
+It asks for all of its kinds and checks, says ``ready``, and waits for a line with the seconds that it is to ask; then it prints
+what it measured as one JSON object, and so on until its input ends. Every answer is compared with what is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.helper import leaves_blocks, object_name
+from bench.lane.rows import ROWS, Array, Row, Tensors
+
+#: Requests of a row that varies, which are sent in turn.
+_POOL = 64
+_TIMEOUT = 120.0
+#: Datatypes of the protocol.
+_NAMES = {"float32": "FP32", "uint8": "UINT8"}
+
+#: Asks; returns what compares the answer with what is right.
+Ask = Callable[[], Callable[[], None]]
+AsyncAsk = Callable[[], Awaitable[None]]
+
+
+def requests(row: Row, number: int) -> Iterator[tuple[str, Tensors, Tensors]]:
+    """Yields a request's id, inputs and right outputs for ever: the same ones, or those of a pool in turn."""
+    chance = random.Random(number)
+    many = _POOL if row.varies and row.model != "identity" else 4 if row.varies else 1
+    pool = [(inputs, row.outputs(inputs)) for inputs in (row.inputs(chance) for _ in range(many))]
+    asked = 0
+    while True:
+        asked += 1
+        yield f"{number}-{asked}" if row.varies else "", *pool[asked % len(pool)]
+
+
+def check(outputs: Any, right: Tensors) -> None:
+    """Raises AssertionError: an output is another one, or of another shape."""
+    for name, values in right.items():
+        found = outputs[name]
+        # Of a few bytes numpy's comparison takes longer than a request.
+        same = found.tobytes() == values.tobytes() if values.nbytes < 4096 else bool((found == values).all())
+        if found.shape != values.shape or not same:
+            raise AssertionError(f"output '{name}' is {found}, right is {values}")
+
+
+class Regions:
+    """System regions of one request at a time: its inputs one after the other, and its outputs."""
+
+    def __init__(self, library: Any, row: Row) -> None:
+        self._library = library
+        self.sizes = dict(zip(("input", "output"), row.byte_sizes, strict=True))
+        self.names = {kind: object_name() for kind in self.sizes}
+        self.memory = {kind: self._made(kind) for kind in self.sizes}
+
+    def _made(self, kind: str) -> Array:
+        path = Path("/dev/shm", self.names[kind])
+        path.touch(0o600)
+        with path.open("r+b") as file:
+            file.truncate(self.sizes[kind])
+        return np.memmap(path, np.uint8, "r+")
+
+    def registrations(self) -> Iterator[tuple[str, str, int]]:
+        """Yields a name, key and size of each."""
+        for kind, name in self.names.items():
+            yield name, f"/{name}", self.sizes[kind]
+
+    def tensors(self, inputs: Tensors, right: Tensors) -> tuple[list[Any], list[Any]]:
+        """Puts a request's tensors in place; returns what it says of them."""
+        said: tuple[list[Any], list[Any]] = [], []
+        at = 0
+        for name, values in inputs.items():
+            self.memory["input"][at : at + values.nbytes] = values.reshape(-1).view(np.uint8)
+            tensor = self._library.InferInput(name, list(values.shape), _NAMES[values.dtype.name])
+            tensor.set_shared_memory(self.names["input"], values.nbytes, at)
+            said[0].append(tensor)
+            at += values.nbytes
+        at = 0
+        for name, values in right.items():
+            output = self._library.InferRequestedOutput(name)
+            output.set_shared_memory(self.names["output"], values.nbytes, at)
+            said[1].append(output)
+            at += values.nbytes
+        return said
+
+    def check(self, right: Tensors) -> None:
+        """Compares the outputs with what is right, and spoils them for the next request."""
+        at = 0
+        for name, values in right.items():
+            found = self.memory["output"][at : at + values.nbytes].view(values.dtype).reshape(values.shape)
+            check({name: found}, {name: values})
+            found.reshape(-1)[:1] += 1
+            at += values.nbytes
+
+    def close(self) -> None:
+        for name in self.names.values():
+            Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------- one after the other
+
+
+@contextlib.contextmanager
+def over_lane(row: Row, address: str, number: int) -> Iterator[Ask]:
+    """Arrays of the client's memory; a prepared call where nothing varies."""
+    from tensord_client.lane import Call, LaneConnection
+
+    source = requests(row, number)
+    with contextlib.closing(LaneConnection(address)) as connection:
+
+        def shared(values: Array) -> Array:
+            made = connection.empty(values.shape, values.dtype)
+            made[...] = values
+            return made
+
+        if not row.varies:
+            _, inputs, right = next(source)
+            given = {name: shared(values) for name, values in inputs.items()}
+            places = {name: shared(values) for name, values in right.items()}
+            call = connection.prepare(Call(row.model, given, places=places))
+
+            def compare() -> None:
+                check(places, right)
+                for values in places.values():
+                    values.reshape(-1)[:1] += 1
+
+            def ask() -> Callable[[], None]:
+                call(_TIMEOUT)
+                return compare
+
+        else:
+
+            def ask() -> Callable[[], None]:
+                request_id, inputs, right = next(source)
+                call = Call(row.model, {name: shared(values) for name, values in inputs.items()}, request_id=request_id)
+                outputs = connection.ask(call).result(_TIMEOUT)
+
+                def compare() -> None:
+                    with outputs:
+                        check(outputs, right)
+
+                return compare
+
+        yield ask
+
+
+@contextlib.contextmanager
+def over_library(way: str, row: Row, address: str, number: int) -> Iterator[Ask]:
+    """tritonclient with system regions; what it says is made once where nothing varies."""
+    import importlib
+
+    library = importlib.import_module(f"tritonclient.{way}")
+    source = requests(row, number)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(library.InferenceServerClient(address))
+        regions = Regions(library, row)
+        stack.callback(regions.close)
+        for name, key, byte_size in regions.registrations():
+            client.register_system_shared_memory(name, key, byte_size)
+            stack.callback(client.unregister_system_shared_memory, name)
+        _, inputs, right = next(source)
+        said = regions.tensors(inputs, right)
+
+        def compare() -> None:
+            regions.check(right)
+
+        def ask() -> Callable[[], None]:
+            nonlocal said, right
+            request_id = ""
+            if row.varies:
+                request_id, inputs, right = next(source)
+                said = regions.tensors(inputs, right)
+            client.infer(row.model, said[0], outputs=said[1], request_id=request_id)
+            return compare
+
+        yield ask
+
+
+@contextlib.contextmanager
+def in_process(row: Row, number: int) -> Iterator[Ask]:
+    """The jitted function on the same arrays, in this process."""
+    import jax
+
+    source, function = requests(row, number), row.jitted()
+    device = jax.devices("cpu")[0]
+    _, inputs, right = next(source)
+
+    def ask() -> Callable[[], None]:
+        nonlocal inputs, right
+        if row.varies:
+            _, inputs, right = next(source)
+        with jax.default_device(device):
+            outputs = {name: np.asarray(values) for name, values in function(**inputs).items()}
+        return lambda: check(outputs, right)
+
+    yield ask
+
+
+# ------------------------------------------------------------------------------------------------------ many in flight
+
+
+@contextlib.asynccontextmanager
+async def flights(way: str, row: Row, address: str, number: int) -> AsyncIterator[list[AsyncAsk]]:
+    """As many askers as there are requests in flight, on one client."""
+    async with contextlib.AsyncExitStack() as stack:
+        askers: list[AsyncAsk] = []
+        if way == "lane":
+            from tensord_client.lane import Call, LaneConnection
+
+            connection = LaneConnection(address, max_results=4 * row.in_flight)
+            stack.callback(connection.close)
+            for each in range(row.in_flight):
+                askers.append(_lane_asker(connection, Call, row, requests(row, 1000 * number + each)))
+        else:
+            import importlib
+
+            library = importlib.import_module(f"tritonclient.{way}.aio")
+            client = await stack.enter_async_context(library.InferenceServerClient(address))
+            for each in range(row.in_flight):
+                regions = Regions(library, row)
+                stack.callback(regions.close)
+                for name, key, byte_size in regions.registrations():
+                    await client.register_system_shared_memory(name, key, byte_size)
+                    stack.push_async_callback(client.unregister_system_shared_memory, name)
+                askers.append(_library_asker(client, regions, row, requests(row, 1000 * number + each)))
+        yield askers
+
+
+def _lane_asker(connection: Any, call: Any, row: Row, source: Iterator[tuple[str, Tensors, Tensors]]) -> AsyncAsk:
+    async def ask() -> None:
+        request_id, inputs, right = next(source)
+        outputs = await connection.ask(call(row.model, inputs, request_id=request_id))
+        check(outputs, right)
+
+    return ask
+
+
+def _library_asker(client: Any, regions: Regions, row: Row, source: Iterator[tuple[str, Tensors, Tensors]]) -> AsyncAsk:
+    async def ask() -> None:
+        request_id, inputs, right = next(source)
+        given, wanted = regions.tensors(inputs, right)
+        await client.infer(row.model, given, outputs=wanted, request_id=request_id)
+        regions.check(right)
+
+    return ask
+
+
+# ------------------------------------------------------------------------------------------------------------ measured
+
+
+def report(took: list[float], began: float, used: float) -> None:
+    """Prints what was measured."""
+    seconds, used = time.perf_counter() - began, time.process_time() - used
+    figures = {"answers": len(took), "seconds": seconds, "p50_us": 1e6 * statistics.median(took)}
+    print(json.dumps(figures | {"client_us": 1e6 * used / len(took)}), flush=True)
+
+
+def run(ask: Ask) -> None:
+    """Asks once; then for as long as each line of standard input says."""
+    for _ in range(_POOL):
+        ask()()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        took: list[float] = []
+        used, began = time.process_time(), time.perf_counter()
+        at, until = began, began + float(line)
+        while at < until or not took:
+            compare = ask()
+            took.append(time.perf_counter() - at)
+            compare()
+            at = time.perf_counter()
+        report(took, began, used)
+
+
+async def run_flights(way: str, row: Row, address: str, number: int) -> None:
+    """The same with many in flight."""
+    async with flights(way, row, address, number) as askers:
+        for _ in range(_POOL):
+            await asyncio.gather(*[ask() for ask in askers])
+        print("ready", flush=True)
+        lines = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        while line := await lines.readline():
+            took: list[float] = []
+            used, began = time.process_time(), time.perf_counter()
+            until = began + float(line)
+
+            async def asks(ask: AsyncAsk, took: list[float] = took, until: float = until) -> None:
+                while True:
+                    at = time.perf_counter()
+                    await ask()
+                    took.append(time.perf_counter() - at)
+                    if time.perf_counter() >= until:
+                        return
+
+            await asyncio.gather(*map(asks, askers))
+            report(took, began, used)
+
+
+def main(way: str, name: str, address: str, number: int) -> None:
+    """Runs one process of the load."""
+    row = ROWS[name]
+    if row.in_flight > 1:
+        asyncio.run(run_flights(way, row, address, number))
+        return
+    if way == "lane":
+        opened = over_lane(row, address, number)
+    elif way == "local":
+        opened = in_process(row, number)
+    else:
+        opened = over_library(way, row, address, number)
+    with opened as ask:
+        run(ask)
+
+
+if __name__ == "__main__":
+    with leaves_blocks():
+        main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
