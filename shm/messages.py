@@ -68,7 +68,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
     name: str
     datatype: str
-    shape: tuple[Annotated[int, msgspec.Meta(ge=-1)], ...]
+    shape: tuple[int, ...]
     #: Where it lies; None: each request, or answer, has its own content.
     region: RegionSlice | None = None
 

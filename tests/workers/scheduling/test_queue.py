@@ -177,9 +177,9 @@ def test_requests_that_left_are_kept_no_longer_than_one_that_waits() -> None:
     a, b, c = (request(deadline_ns=number) for number in (5, 6, 7))
     queue = queue_of(a, b, c)
     queue.remove(b)
-    assert {entry[2] for entry in queue.expiries} == {a, b, c}
+    assert {entry[3] for entry in queue.expiries} == {a, b, c}
     assert queue.take("a", 1) == [a]
-    assert [entry[2] for entry in queue.expiries] == [c]
+    assert [entry[3] for entry in queue.expiries] == [c]
 
 
 @given(
