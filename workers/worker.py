@@ -74,6 +74,10 @@ _MAX_SHOWN = 500
 #: An iteration takes no longer than that if nothing happens: its beat is what the supervisor sees of an idle worker.
 _BEAT_NS = 1_000_000_000
 
+#: So many lines about lanes of clients that sent what is malformed are logged in so much time.
+_MAX_LINES = 10
+_LOG_WINDOW_NS = 10_000_000_000
+
 
 class Worker:
     """Made with an open device; ``run`` returns when the supervisor said stop, or is gone."""
@@ -174,6 +178,8 @@ class Worker:
         #: When to exit although something is in flight; 0: not told to stop.
         self._stop_ns = 0
         self._supervised = True
+        #: Lines about ended lanes of clients in the log: since when they are counted, how many, and how many were left out.
+        self._window_ns = self._lines = self._left_out = 0
 
     def run(self, incarnation: int) -> None:
         """Serves until told to stop.
@@ -274,13 +280,26 @@ class Worker:
         except ChannelClosed:
             self._close_lane(submitter)
         except InvalidArgument as error:
-            _log.error("closing the lane of submitter %d: %s", submitter.peer, error.message[:_MAX_SHOWN])
+            if submitter.segments is None or self._may_log(now_ns):
+                left_out = f" ({self._left_out} more since the last such line)" if self._left_out else ""
+                _log.error(
+                    "closing the lane of submitter %d: %s%s", submitter.peer, error.message[:_MAX_SHOWN], left_out
+                )
+                self._left_out = 0
             self._close_lane(submitter)
         except Exception:  # a defect of ours, which a client must not be able to end this process by
             if submitter.segments is None:
                 raise
             _log.exception("closing the lane of submitter %d", submitter.peer)
             self._close_lane(submitter)
+
+    def _may_log(self, now_ns: int) -> bool:
+        """Returns whether the log takes a line about a client's lane now: who sends garbage may come again and again."""
+        if now_ns - self._window_ns >= _LOG_WINDOW_NS:
+            self._window_ns, self._lines = now_ns, 0
+        self._lines += 1
+        self._left_out += self._lines > _MAX_LINES
+        return self._lines <= _MAX_LINES
 
     def _receive_all(self, submitter: Submitter[Request], now_ns: int) -> None:
         """Takes the datagrams that are there, up to a bound. Raises: as ``WorkerLane.receive``."""

@@ -61,6 +61,7 @@ def loop(leaves_nothing: None) -> Iterator[WorkerLoop]:
 @pytest.fixture
 def lane(loop: WorkerLoop) -> Iterator[RawLane]:
     made = loop.open_client(CLIENT)
+    loop.worker._lines = 0
     yield made
     made.close()
     for _ in range(3):
@@ -625,6 +626,26 @@ def test_responses_come_in_order_and_the_last_says_how_long_it_took(loop: Worker
     assert values == list(range(50))
     assert [lane.kind(answer).final for answer in answers] == [False] * 50 + [True]
     assert [answer.timing is not None for answer in answers] == [False] * 50 + [True]
+
+
+def test_the_log_does_not_grow_with_each_lane_that_ends(loop: WorkerLoop, caplog: pytest.LogCaptureFixture) -> None:
+    loop.worker._window_ns = loop.worker._lines = 0
+    for number in range(40):
+        lane = loop.open_client(CLIENT + number)
+        lane.send_bytes(b"\x01\xc1")
+        for _ in range(3):
+            loop.worker.iterate()
+        lane.close()
+    assert len(loop.closed()) == 40
+    assert len(caplog.records) == 10
+    loop.worker._window_ns -= 10_000_000_000
+    lane = loop.open_client(CLIENT)
+    lane.send_bytes(b"\x01\xc1")
+    for _ in range(3):
+        loop.worker.iterate()
+    lane.close()
+    assert loop.closed() == [CLIENT]
+    assert "(30 more since the last such line)" in caplog.text
 
 
 def test_more_may_not_be_taken_than_was_sent(loop: WorkerLoop, lane: RawLane, caplog: pytest.LogCaptureFixture) -> None:
