@@ -414,7 +414,10 @@ def test_the_newest_of_a_key_wins(client: Any, tmp_path: Path) -> None:
     assert first.result(PATIENCE)["y"].tolist() == other.result(PATIENCE)["y"].tolist() == [1]
     (replaced,) = [error for future in (second, third) if (error := future.exception(PATIENCE)) is not None]
     assert type(replaced).__name__ == "Replaced", replaced
-    with Raises("InvalidArgument", "parameter 'tensord_replace' has 1000 bytes, at most 128 are allowed"):
+    with Raises(
+        "InvalidArgument",
+        "[request id: <id_unknown>] parameter 'tensord_replace' has 1000 bytes, at most 128 are allowed",
+    ):
         model({"path": [str(tmp_path / "first")]}, replace_key="k" * 1000)
 
 
