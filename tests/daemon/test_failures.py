@@ -401,12 +401,12 @@ def test_http(inject: Callable[..., Fault], owner: Any, name: str, row: HttpRow,
 
 
 GRPC_FAULTS = [
+    (PreparedMessages, "understand"),
     (PreparedMessages, "read"),
-    (PreparedMessages, "read_received"),
     (PreparedMessages, "find"),
     (AnswerLayout, "pieces"),
     (Infer, "_ask_known"),
-    (Infer, "_ask_received"),
+    (Infer, "_ask_read"),
     (Infer, "releaser"),
     (Submitter, "_route"),
     (ArenaSpace, "loan"),

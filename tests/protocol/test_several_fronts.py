@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import re
 import signal
 import socket
 import uuid
@@ -149,8 +150,9 @@ def test_clients_are_at_different_fronts(fronts: Fronts) -> None:
         holders = [c.pid for c in psutil.net_connections("tcp") if c.pid in pids and c.raddr and c.raddr.port == port]
         assert len(holders) == 1
         assert fronts.connections("http")[holders[0]] >= 2
-    announced = {line.split()[-1] for line in fronts.daemon.log.splitlines() if "serving http on" in line}
-    assert announced == {f"http://{fronts.daemon.url}"}
+    announced = {line.split(" on ")[1] for line in fronts.daemon.log.splitlines() if "serving http on" in line}
+    (addresses,) = announced
+    assert f"http://{fronts.daemon.url}" in re.split(r"[ ,]+", addresses)
 
 
 def test_a_region_of_one_front_is_there_for_all(fronts: Fronts) -> None:
