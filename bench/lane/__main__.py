@@ -45,7 +45,7 @@ LANE, LOCAL, LIMIT = "lane", "local", "limit"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one way in one round."""
+    """Holds the figures of one way of asking in one round."""
 
     rate: float
     p50_us: float

@@ -213,7 +213,7 @@ def in_process(row: Row, number: int) -> Iterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def flights(way: str, row: Row, address: str, number: int) -> AsyncIterator[list[AsyncAsk]]:
-    """As many askers as there are requests in flight, on one client."""
+    """Makes one client with an asker for each request that is to be in flight."""
     async with contextlib.AsyncExitStack() as stack:
         askers: list[AsyncAsk] = []
         if way == "lane":
@@ -285,7 +285,7 @@ def run(ask: Ask) -> None:
 
 
 async def run_flights(way: str, row: Row, address: str, number: int) -> None:
-    """The same with many in flight."""
+    """Measures a row with many requests in flight on one client."""
     async with flights(way, row, address, number) as askers:
         for _ in range(_POOL):
             await asyncio.gather(*[ask() for ask in askers])

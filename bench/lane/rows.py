@@ -66,7 +66,7 @@ class Row:
         return jax.jit(lambda image, state: {"actions": state + image.astype("float32").max()})
 
 
-#: Of 16 MiB.
+#: The number of 32-bit floats in 16 MiB.
 _FLOATS = 4 << 20
 _BASE = (
     Row("small-c1", "addsub"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AsyncClient:
-    """As ``Client``; any number of requests may be under way on one loop."""
+    """Connects an event loop to a server, as ``Client`` does a thread; any number of requests may be in flight."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -50,7 +50,7 @@ class AsyncClient:
 
 
 class AsyncModel(Calls):
-    """As ``Model``, to be awaited. A task that is cancelled cancels its request."""
+    """Represents a served model whose calls are awaited, as ``Model`` otherwise. A cancelled task cancels its request."""
 
     async def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
         """Answers one request. As a call of ``Model``."""

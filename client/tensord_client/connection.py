@@ -1,4 +1,4 @@
-"""What a model needs of the way to its server; there are three: ``http``, ``local`` and ``lane``."""
+"""Protocols of a connection to a server; three modules implement them: ``http``, ``local`` and ``lane``."""
 
 from __future__ import annotations
 

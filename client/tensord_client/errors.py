@@ -51,6 +51,12 @@ class Cancelled(ServingError):
     code = "CANCELLED"
 
 
+class Replaced(ServingError):
+    """The request waited, and a newer one of its key took its place."""
+
+    code = "REPLACED"
+
+
 class DeadlineExceeded(Cancelled):
     """The deadline of the request has passed."""
 
@@ -94,13 +100,14 @@ _BY_CODE: dict[str, type[ServingError]] = {
         Unavailable,
         Unsupported,
         Cancelled,
+        Replaced,
         DeadlineExceeded,
         Internal,
         Unknown,
     )
 }
 #: HTTP status -> error. What the table lacks is the request's fault up to 499, and the server's from 500 on.
-_BY_STATUS = {403: Unavailable, 404: NotFound, 501: Unsupported, 503: Unavailable, 504: DeadlineExceeded}
+_BY_STATUS = {403: Unavailable, 404: NotFound, 409: Replaced, 501: Unsupported, 503: Unavailable, 504: DeadlineExceeded}
 
 
 def from_code(code: str, message: str) -> ServingError:

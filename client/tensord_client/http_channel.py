@@ -58,9 +58,9 @@ class Response:
         self.fields: dict[bytes, bytes] = {}
         #: The JSON, or a body of any other kind.
         self.text = bytearray()
-        #: What follows the JSON; its first byte is aligned as numpy aligns arrays.
+        #: The binary part of the body, behind the JSON; its first byte is aligned as numpy aligns arrays.
         self.tail: Array | None = None
-        #: What came of a body that is chunked and was not taken so far.
+        #: Bytes of a chunked body that were received and not read yet.
         self.stream = bytearray()
         self.is_chunked = False
         self.whole = False

@@ -63,9 +63,9 @@ class LaneConnection:
         self.path = path
         self.max_results = max_results
         self._timeout = timeout
-        #: What the daemon said of itself: server, version, wire, lanes, http.
+        #: The daemon's answer to ``hello``: server, version, wire, lanes, http.
         self.hello: dict[str, Any] = {}
-        #: Whether the daemon gives lanes and speaks this wire; otherwise requests go over ``hello["http"]``.
+        #: True if the daemon gives lanes and speaks this wire; otherwise requests go over ``hello["http"]``.
         self.lanes = False
         self.is_closed = False
         self._socket: ClientsSocket | None = None

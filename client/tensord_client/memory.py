@@ -26,7 +26,7 @@ from tensord_client.datatypes import typestr
 from tensord_client.errors import Cancelled, InvalidArgument, Unavailable
 from tensord_client.wire import Place
 
-#: What XLA on a CPU needs to use an array where it lies.
+#: Alignment in bytes that XLA on a CPU needs to use an array without copying it.
 ALIGNMENT = 64
 _PAGE = 4096
 #: The first segment, and the most that one grows by beyond what is asked for.

@@ -31,7 +31,7 @@ _LENGTHS: dict[int, struct.Struct] = {size: struct.Struct(">" + form) for size, 
 
 
 class Malformed(ValueError):
-    """What was received is no MessagePack of a record."""
+    """Raised where received bytes are not a record in MessagePack."""
 
 
 def pack(value: Any) -> bytes:

@@ -54,7 +54,7 @@ class Pending:
         self.request_id = 0
         self.waiting = True
         self.waiter: queue.SimpleQueue[None] | None = None
-        #: What has come and was not taken: an answer with its lease and its lane, or an error.
+        #: Responses that were received and not read yet: an answer with its lease and its lane, or an error.
         self._arrived: deque[tuple[AnswerRecord, Lease | None] | ServingError] = deque()
         #: True: its lane ended or its worker refused it, and it is to be sent again by who waits for it.
         self.astray = False

@@ -67,7 +67,7 @@ class Placed:
     ) -> None:
         #: The encoded prepared request.
         self.prepared = prepared
-        #: Of the inputs that travel inside the request, in their order.
+        #: The bytes of the inputs that travel inside the request, in their order.
         self.contents = contents
         #: The segments that must be announced before.
         self.segments = segments
