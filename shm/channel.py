@@ -225,14 +225,13 @@ class Channel:
                 return self._incoming.decode(received[1:size]), []
             except _MALFORMED:
                 pass  # ``read`` says what is wrong
-        fds = _descriptors(ancillary) if ancillary else []
-        if not size:
-            descriptors.close(fds)
-            raise ChannelClosed
-        return self.read(bytes(received[:size]), fds, flags)
+        return self.read(bytes(received[:size]), _descriptors(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
         """Decodes a received datagram, given the flags of ``recvmsg``. Returns and raises as ``receive``."""
+        if not content:
+            descriptors.close(fds)
+            raise ChannelClosed
         try:
             lost = flags & _DESCRIPTORS_LOST
             if flags & _TRUNCATED or (lost and len(fds) == MAX_FDS):

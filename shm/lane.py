@@ -411,6 +411,8 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
     """Removes the other end's version of the wire from a lane's first records. Raises InvalidArgument: it is not this one."""
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:
+        if fds and not records:
+            _refuse_descriptors(fds)
         return True
     descriptors.close(fds)
     if type(first) is not WireVersion:

@@ -250,9 +250,11 @@ class Worker:
             self._submitters[fd].lane.adopt(answers)
             self._submitters[fd].flush_soon()
         for fd, datagram in woken.datagrams:
-            # An earlier one may have closed its lane.
-            if fd in self._submitters:
-                self._receive(self._submitters[fd], datagram)
+            submitter = self._submitters.get(fd)
+            if submitter is not None:
+                self._receive(submitter, datagram)
+            else:  # an earlier one has closed its lane
+                descriptors.close(datagram[1])
         return woken.events
 
     # ----------------------------------------------------------------------------------------------------------- events

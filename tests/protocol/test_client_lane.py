@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,8 @@ class Clients:
         return client
 
     def lanes(self, client: LaneClient, answer: Any) -> list[Lane]:
-        """The new lanes of an answer, which take the client's sockets over."""
-        new = [Lane(client.lanes.pop(entry["lane"])) for entry in answer["lanes"] if entry["new"]]
+        """The lanes of an answer that were not taken yet, which take the client's sockets over."""
+        new = [Lane(client.lanes.pop(entry["lane"])) for entry in answer["lanes"] if entry["lane"] in client.lanes]
         self._made += new
         return new
 
@@ -121,7 +122,8 @@ def test_a_worker_that_is_killed(serve: Serve, clients: Clients) -> None:
     """The lane ends, ``open`` waits for the replacement, and other clients' lanes to other workers go on."""
     daemon = serve(workers={"cpu": 2})
     one = clients.connect()
-    answer = one.open("scale")
+    while (answer := one.open("scale"))["coming"]:
+        time.sleep(0.05)
     first, second = clients.lanes(one, answer)
     victim = daemon.workers[0]
     victim.kill()

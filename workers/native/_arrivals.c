@@ -146,7 +146,8 @@ int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams)
         ssize_t size = recvmsg(lane->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
         if (size < 0 && (errno == EAGAIN || errno == EINTR))
             return 0;
-        if (size <= 0)
+        /* An empty datagram reads as the other end's close, whatever came with it. */
+        if (size <= 0 && !(size == 0 && message.msg_controllen))
             return append(events, Py_BuildValue("ii", lane->fd, (int)EPOLLIN));
         int cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
         if (cut || message.msg_controllen || take_requests(self, lane, datagram, (size_t)size, now_ns()))

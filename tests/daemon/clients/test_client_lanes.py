@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,19 @@ import pytest
 
 from tests.daemon.clients.lane_client import LaneClient
 from tests.daemon.fake_daemon import FakeDaemon, write_model
+from tests.daemon_process import ROOT
 from tests.scrapes import scrape
 
 Start = Callable[..., FakeDaemon]
+#: A client that is killed with lanes open.
+KILLED = """
+import os, signal, sys
+from tests.daemon.clients.lane_client import LaneClient
+
+own = LaneClient(sys.argv[1])
+assert own.open("good")["lanes"]
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.fixture
@@ -142,14 +154,9 @@ def test_a_client_that_is_killed_leaves_nothing(start: Start) -> None:
     daemon = start()
     with client(daemon) as other:
         (kept, _), _ = entries(other.open("good"))
-        child = os.fork()
-        if not child:
-            with contextlib.suppress(BaseException):
-                own = client(daemon)
-                own.open("good")
-                os.kill(os.getpid(), signal.SIGKILL)
-            os._exit(1)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        path = daemon.control.with_name("clients.sock")
+        killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=ROOT)
+        assert killed.returncode == -signal.SIGKILL
         daemon.wait(lambda: counted(daemon) == (1, 2), "end of the client's lanes")
         assert other.say(kept, b"hello").startswith(b"%d unix" % kept)
 
