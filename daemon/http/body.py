@@ -109,8 +109,12 @@ class TextBody:
         """Serves as ``PlacedBody``'s."""
         self.received += byte_size
         if self._kept and not self._grown(byte_size):
-            self._kept = False
-            self._memory = memoryview(bytearray(_THROWN_AWAY))
+            self.drop()
+
+    def drop(self) -> None:
+        """Drops what came; what still comes is thrown away."""
+        self._kept = False
+        self._memory = memoryview(bytearray(min(_THROWN_AWAY, self._byte_size - self.received)))
 
     def whole(self) -> memoryview:
         """Returns everything received, while it is kept."""

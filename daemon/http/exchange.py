@@ -532,16 +532,20 @@ class Exchange(InFlight):
 
     def _not_converted(self, error: Exception) -> None:
         self._job = None
-        self._answer_if_refused(_raise, error)
+        self._refused(error)
 
     def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
         """Does the next step for a request whose caller is the loop and not the connection."""
         try:
             step(*arguments)
-        except ServingError as error:
+        except Exception as error:
+            self._refused(error)
+
+    def _refused(self, error: Exception) -> None:
+        if isinstance(error, ServingError):
             self._answer_error(http_status(error), error.message)
-        except Exception:
-            _log.exception("a request for model '%s' met a defect of the server", self._head.model)
+        else:
+            _log.error("a request for model '%s' met a defect of the server", self._head.model, exc_info=error)
             self.undelivered()
 
     # ------------------------------------------------------------------------------------------------ the end
@@ -565,7 +569,3 @@ class Exchange(InFlight):
         leases, self._leases = self._leases, ()
         for lease in leases:
             self._serving.submitter.give_back(lease)
-
-
-def _raise(error: Exception) -> None:
-    raise error

@@ -214,6 +214,9 @@ class Reception(Receiver):
         self._drop_collected()
         if self._inflation is not None:
             self._inflation.drop()
+        if isinstance(self.body, TextBody):
+            # It and this reception know each other, so neither goes by itself.
+            self.body.drop()
         super().drop()
 
     def _drop_collected(self) -> None:

@@ -6,6 +6,7 @@ It is judged by answers and counts: every request of the ordinary client is answ
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 import threading
@@ -296,3 +297,32 @@ def test_grpc_messages_below_the_least_rate(daemon: DaemonProcess) -> None:
         number = client.call(wants_large())
         assert client.answer(number).status == 0
     everything_is_free(daemon)
+
+
+@pytest.mark.parametrize("path", ["infer", "generate"])
+@pytest.mark.parametrize("coding", ["none", "chunked", "gzip"])
+def test_refused_bodies_leave_their_memory(daemon: DaemonProcess, path: str, coding: str) -> None:
+    """JSON that is too long for its front, of megabytes: what was refused is not kept, whichever step found out."""
+    text = b" " * (7 * MIB)
+    head = b"POST /v2/models/scale/%s HTTP/1.1\r\nHost: x\r\n" % path.encode()
+    if coding == "gzip":
+        body = gzip.compress(text)
+        head += b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body)
+    elif coding == "chunked":
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(text), text)
+        head += b"Transfer-Encoding: chunked\r\n\r\n"
+    else:
+        body = text
+        head += b"Content-Length: %d\r\n\r\n" % len(body)
+
+    def ask() -> None:
+        with socket.create_connection(("127.0.0.1", daemon.port), timeout=PATIENCE) as connection:
+            connection.sendall(head + body)
+            assert connection.recv(1 << 16).split()[1] in (b"400", b"415")
+
+    (front,) = daemon.fronts
+    ask()
+    before = front.memory_info().rss
+    for _ in range(12):
+        ask()
+    wait_until(lambda: front.memory_info().rss < before + 24 * MIB, "memory of the refused bodies")
