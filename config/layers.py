@@ -242,8 +242,8 @@ def _check(options: Options) -> None:
         )
 
     trace = options.trace
-    if trace.level and not trace.file:
-        raise ConfigurationError("trace.level: needs trace.file")
+    if trace.level and not (trace.file or trace.otlp):
+        raise ConfigurationError("trace.level: needs trace.file or trace.otlp")
     if trace.level and not trace.rate:
         raise ConfigurationError("trace.rate: expected at least 1 where trace.level is given, given 0")
     for key in ("owners", "snapshot_owners", "guarded_owners", "groups"):

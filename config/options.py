@@ -371,8 +371,10 @@ class TraceOptions(Section, frozen=True):
     rate: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 1000
     #: The number of traces until tracing stops; -1: it does not.
     count: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] = -1
-    #: The file; "": nothing can be traced.
+    #: The file; "": nothing is written.
     file: str = ""
+    #: Where a collector takes OTLP over HTTP, as ``http://127.0.0.1:4318/v1/traces``; "": no spans are sent.
+    otlp: str = ""
     #: Above 0: so many traces into each of file.0, file.1, ...
     log_frequency: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 0
     #: The most bytes that one front writes; then it drops traces.

@@ -50,6 +50,7 @@ from tensord.daemon.processes.watchdog import Watchdog
 from tensord.daemon.processes.worker_pool import Leftovers, WorkerPool
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.daemon.tracing import spans
 from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.channel import pair
@@ -64,7 +65,7 @@ from tensord.shm.control_records import (
     Unloaded,
     WorkerFenced,
 )
-from tensord.shm.errors import ServingError
+from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.progress import Loading, Readiness
 
 _log = logging.getLogger(__name__)
@@ -149,6 +150,10 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
+        if self.options.trace.otlp and not spans.installed():
+            raise InvalidArgument(
+                "trace.otlp is set, and what sends spans is not installed: pip install 'tensord[otel]'"
+            )
         self._clients.listen()
         try:
             self._fronts.listen(self._environment, self._clients.http_path)

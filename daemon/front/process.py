@@ -131,7 +131,7 @@ class Front(ABC):
                 stack_report.enable(*fds)
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
-                self.tracer = Tracer(record.incarnation, options.trace.max_byte_size, options.trace.max_files)
+                self.tracer = Tracer(record.incarnation, options.trace, options.server_name)
                 row = self.place.row
                 counters = self.place.counters.front(row)
                 self._submitter = Submitter(

@@ -20,6 +20,7 @@ from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.grpc.prepared import PreparedMessage, PreparedMessages, Understood
 from tensord.daemon.grpc.request_codec import DecodedHead
 from tensord.daemon.grpc.request_fields import RefusedRequest
@@ -94,6 +95,7 @@ class Asked(InFlight):
         if self.loading and (not prepared.final or is_mark(prepared, own)):
             self.decoupled = True
         if self.trace is not None and prepared.final and not self.waits_for_room:
+            self.trace.error = own.message if own.code else ""
             self.trace.completed(prepared.version, own.trace)
         self.call.completed(self, prepared, own, lane)
 
@@ -256,7 +258,7 @@ class Infer:
             if state.streams and not streamed:
                 raise Unsupported(DECOUPLED)
             if waited_ns:
-                self._sample(request, waited_ns, read_ns)
+                self._sample(request, stream.head, waited_ns, read_ns)
             asked = Asked(
                 call,
                 decoded,
@@ -278,9 +280,10 @@ class Infer:
                 error = Internal(DEFECT)
             raise RefusedRequest(error, request.id, request.trace) from None
 
-    def _sample(self, request: InferenceRequest, waited_ns: int, read_ns: int) -> None:
+    def _sample(self, request: InferenceRequest, head: CallHead, waited_ns: int, read_ns: int) -> None:
         """Traces the request if it is one of those. ``read_ns``: when its message was whole."""
-        trace = request.trace = self.tracer.sample(request.model)
+        parent = dict(head.metadata).get("traceparent", "") if self.tracer.joins else ""
+        trace = request.trace = self.tracer.sample(request.model, parent)
         if trace is not None:
             trace.client_id = request.id
             trace.stamp(trace_stamps.GRPC_WAITREAD_START, waited_ns)

@@ -118,7 +118,10 @@ class StreamInfer(InferCall):
 
     def _not_sent(self, error: Exception, client_id: str, trace: Trace | None = None) -> None:
         """Answers one of the stream's requests that could not be begun; the others go on."""
-        sent = None if trace is None else Sent(trace, None)
+        sent = None
+        if trace is not None:
+            trace.error = error.message if isinstance(error, ServingError) else DEFECT
+            sent = Sent(trace, None)
         if isinstance(error, ServingError):
             self._refused(number(error), error.message, client_id, sent=sent)
         else:

@@ -177,5 +177,6 @@ class UnaryInfer(InferCall):
         """Ends the call with a status that is no answer."""
         self._asked = None
         if trace is not None:
+            trace.error = message
             self.stream.send_later(Sent(trace, None))
         self.stream.finish(code, message)

@@ -131,7 +131,7 @@ class Exchange(InFlight):
             head.edition = table.edition
         tracer = self._serving.tracer
         if tracer is not None and tracer.on:
-            self._trace = tracer.sample(self._head.model)
+            self._trace = tracer.sample(self._head.model, self._head.trace_parent)
             if self._trace is not None:
                 self._trace.stamp(trace_stamps.HTTP_RECV_START)
 
@@ -506,6 +506,8 @@ class Exchange(InFlight):
         self._hand_over([line + body])
 
     def _answer_error(self, status: int, message: str) -> None:
+        if self._trace is not None:
+            self._trace.error = message
         self._give_back()
         self.written()
         self.phase = ExchangePhase.ANSWERED

@@ -175,7 +175,7 @@ class Generation(InFlight):
         head, table, tracer = self._head, self._serving.table, self._serving.tracer
         state = table.find(head.model, head.version)
         if tracer is not None and tracer.on:
-            self._trace = tracer.sample(head.model)
+            self._trace = tracer.sample(head.model, head.trace_parent)
             if self._trace is not None:
                 self._trace.stamp(trace_stamps.HTTP_RECV_START)
         if head.coding:
@@ -285,6 +285,7 @@ class Generation(InFlight):
     def _refuse(self, status: int, message: str) -> None:
         """Answers with an error, where nothing was answered so far."""
         if self._trace is not None:
+            self._trace.error = message
             self._trace.end()
         self._write_whole(status, _encode({"error": message}))
 

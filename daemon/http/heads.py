@@ -24,34 +24,45 @@ _SIGNIFICANT = (
     rb"host|connection|proxy-connection|keep-alive|upgrade|expect|te|trailer|transfer-encoding|content-length"
     rb"|inference-header-content-length|content-encoding|accept-encoding"
 )
-#: A line with another one: its name is a token, its value is printed.
-_OTHER_LINE = re.compile(
-    rb"\r\n(?!(?:" + _SIGNIFICANT + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
-)
+
+
+def _line_without(names: bytes) -> re.Pattern[bytes]:
+    """Makes the pattern of a line with a field that is none of these: its name is a token, its value is printed."""
+    return re.compile(
+        rb"\r\n(?!(?:" + names + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
+    )
+
+
+_OTHER_LINE = _line_without(_SIGNIFICANT)
+_OTHER_LINE_BUT_PARENT = _line_without(_SIGNIFICANT + rb"|traceparent")
 
 
 class Heads(BoundedCache[bytes, InferHead]):
     """Remembers heads; one per front. ``heads[bytes]``: what bytes up to the empty line mean, None: they have to be parsed."""
 
-    __slots__ = ("_cuts", "_max_byte_size", "_max_fields")
+    __slots__ = ("_cuts", "_max_byte_size", "_max_fields", "_other_line")
 
-    def __init__(self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT) -> None:
+    def __init__(
+        self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT, joins: bool = False
+    ) -> None:
         """
         Args:
           count: so many are remembered at least, but no more than ``MAX_COUNT``.
           max_byte_size, max_fields: of heads that are taken at all.
           cuts: whether lines may be left out: no operator's rule looks at them.
+          joins: whether each ``traceparent`` is read.
         """
         # Each by its bytes, and by what of them matters.
         super().__init__(2 * min(count, MAX_COUNT))
         self._max_byte_size = min(MAX_HEAD, max_byte_size)
         self._max_fields = max_fields
         self._cuts = cuts
+        self._other_line = _OTHER_LINE_BUT_PARENT if joins else _OTHER_LINE
 
     def __missing__(self, head: bytes) -> InferHead | None:
         meaning = super().__missing__(head)
         if meaning is None and self._cuts and len(head) <= self._max_byte_size:
-            cut = _OTHER_LINE.sub(b"", head)
+            cut = self._other_line.sub(b"", head)
             if len(cut) == len(head):
                 return None
             meaning = self[cut]
@@ -65,10 +76,10 @@ class Heads(BoundedCache[bytes, InferHead]):
         """Remembers the meaning of bytes that the parser took for one head."""
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return
-        if meaning.content_length is None or meaning.error is not None:
+        if meaning.content_length is None or meaning.error is not None or meaning.trace_parent:
             return
         self.put(head, meaning)
         if self._cuts:
-            cut = _OTHER_LINE.sub(b"", head)
+            cut = self._other_line.sub(b"", head)
             if len(cut) < len(head):
                 self.put(cut, meaning)

@@ -81,6 +81,8 @@ class InferHead:
     origin_lines: bytes = b""
     #: Headers that are parameters of the request, and beat those of the body.
     forwarded: dict[str, str] | None = None
+    #: The ``traceparent`` of whoever asks, where it is read; a head with one is remembered nowhere.
+    trace_parent: str = ""
     #: Of the table of models when its model was last found there; -1: it was not looked for.
     edition: int = -1
     #: Whether the answer is written as it is, and need say nothing of the connection, or to a browser.

@@ -197,6 +197,7 @@ class Messages:
             return
         if head.content_length is None:
             self._chunks_begin()
+        self._join(head)
         if not order.expects_continue:
             self.meaning = head
         exchange = Exchange(serving, head, order, head.keep_alive)
@@ -229,10 +230,16 @@ class Messages:
         except ServingError as error:
             head.error = head.error or error
 
+    def _join(self, head: InferHead) -> None:
+        """Reads which span of the client's the request belongs to, where spans are sent."""
+        if self._serving.joins:
+            head.trace_parent = dict(self.headers).get(b"traceparent", b"").decode("latin-1")
+
     def _begin_generation(self, head: InferHead, endpoint: type[Generate | GenerateStream]) -> None:
         order = self._order
         if self._serving.has_rules:
             self._apply_rules(head)
+        self._join(head)
         if head.content_length is None:
             self._chunks_begin()
         # It asks for its body itself, once its model is known to be there.

@@ -48,6 +48,8 @@ class Serving:
     #: Pages in browsers that may ask; None: none.
     cross_origin: CrossOrigin | None = None
     tracer: Tracer | None = None
+    #: Whether clients' ``traceparent`` is read.
+    joins: bool = field(init=False)
     conversions: Conversions = field(default_factory=Conversions)
     #: Bytes of all bodies that are collected in ordinary memory.
     collected_byte_size: int = 0
@@ -69,5 +71,8 @@ class Serving:
         self.prepared = PreparedRequests(requests.max_forms, self.submitter.inline_byte_size)
         self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
+        self.joins = self.tracer is not None and self.tracer.joins
         self.has_rules = not (self.infer_rule is None and self.forwarding is None and self.cross_origin is None)
-        self.heads = Heads(http.max_head_byte_size, http.max_head_fields, not self.has_rules, requests.max_forms)
+        self.heads = Heads(
+            http.max_head_byte_size, http.max_head_fields, not self.has_rules, requests.max_forms, self.joins
+        )

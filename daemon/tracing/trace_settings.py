@@ -84,13 +84,13 @@ class Values:
     count: int
     log_frequency: int
 
-    def check(self, file: str) -> None:
-        """Raises InvalidArgument if nothing could be traced with these settings."""
+    def check(self, target: str) -> None:
+        """Raises InvalidArgument if nothing could be traced with these settings, or to nowhere."""
         if not self.level:
             return
         if not self.rate:
             raise InvalidArgument("Attempting to set invalid trace setting :sample rate must be non-zero")
-        if not file:
+        if not target:
             raise InvalidArgument("Attempting to set invalid trace setting :trace file name is not given")
 
 
@@ -139,6 +139,7 @@ class TraceSettings:
         publish: Callable[..., None],
     ) -> None:
         self._file = options.file
+        self._target = options.file or options.otlp
         self._known = known
         self._publish = publish
         level = sum(LEVELS[name] for name in set(options.level))
@@ -163,7 +164,7 @@ class TraceSettings:
             for other in self._scopes.keys() - {""}:
                 planned[other] = self._planned(other, {}, frozenset(), planned[""][0])
         for values, _ in planned.values():
-            values.check(self._file)
+            values.check(self._target)
         for name, (values, own) in planned.items():
             former = self._scopes.pop(name, None)
             if former is not None:
@@ -202,7 +203,7 @@ class TraceSettings:
             "trace_count": str(values.count),
             "log_frequency": str(values.log_frequency),
             "trace_file": self._file,
-            "trace_mode": "triton",
+            "trace_mode": "triton" if self._file or not self._target else "opentelemetry",
         }
 
     def close(self) -> None:

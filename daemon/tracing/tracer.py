@@ -11,16 +11,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tensord.config.options import TraceOptions
+from tensord.daemon.tracing.spans import Spans
 from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 from tensord.daemon.tracing.trace_file import TraceFiles
 from tensord.daemon.tracing.trace_settings import LEVELS
 from tensord.shm import trace_stamps
 from tensord.shm.control_records import TraceChanged, TraceCleared
 from tensord.shm.messages import Timeline
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
 #: Trace ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
@@ -30,11 +35,15 @@ _ID_BITS = 32
 class Tracer:
     """Samples the requests of a front."""
 
-    def __init__(self, incarnation: int, max_byte_size: int, max_files: int) -> None:
+    def __init__(self, incarnation: int, options: TraceOptions, service: str = "tensord") -> None:
+        """``service``: the server's name in a collector of spans."""
+        self._spans = Spans(options.otlp, service) if options.otlp else None
+        #: Whether a request is traced whose ``traceparent`` says that its sender traces it.
+        self.joins = self._spans is not None
         #: Whether any request may be sampled at all.
-        self.on = False
+        self.on = self.joins
         self._samplers: dict[str, Sampler] = {}
-        self._files = TraceFiles(max_byte_size, max_files)
+        self._files = TraceFiles(options.max_byte_size, options.max_files)
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
@@ -54,14 +63,20 @@ class Tracer:
             former.close()
 
     def _look(self) -> None:
-        self.on = any(sampler.level for sampler in self._samplers.values())
+        self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
 
-    def sample(self, model: str) -> Trace | None:
-        """Returns a trace if this request, which is for ``model``, is sampled; None if not."""
+    def sample(self, model: str, traceparent: str = "") -> Trace | None:
+        """Returns a trace if this request, which is for ``model``, is sampled; None if not.
+
+        ``traceparent``: W3C's, of whoever asks. If that is sampled this is, too.
+        """
         sampler = self._samplers.get(model) or self._samplers.get("")
-        if sampler is None or not sampler.hit():
+        if sampler is None:
             return None
-        return Trace(self._next_id, sampler, model)
+        parent = self._spans.parent(traceparent) if traceparent and self._spans is not None else None
+        if parent is None and not sampler.hit():
+            return None
+        return Trace(self._next_id, sampler, model, self._spans, parent)
 
     def _next_id(self) -> int:
         self._last_id += 1
@@ -71,8 +86,10 @@ class Tracer:
         """Writes the traces that were collected."""
         for model in list(self._samplers):
             self._forget(model)
-        self.on = False
+        self.on = self.joins = False
         self._files.close()
+        if self._spans is not None:
+            self._spans.close()
 
 
 class Sampler:
@@ -97,7 +114,9 @@ class Sampler:
         return self._turn.take() and (self._budget is None or self._budget.take())
 
     def write(self, trace: bytes) -> None:
-        """Writes or collects a finished trace."""
+        """Writes or collects a finished trace, where there is a file for it."""
+        if not (self._path and self.level):
+            return
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -122,9 +141,31 @@ class Sampler:
 class Trace:
     """The trace of one sampled request."""
 
-    __slots__ = ("_children", "_entries", "_id", "_model", "_next_id", "_sampler", "_stamps", "_version", "client_id")
+    __slots__ = (
+        "_children",
+        "_entries",
+        "_id",
+        "_model",
+        "_next_id",
+        "_parent",
+        "_sampler",
+        "_spans",
+        "_stamps",
+        "_version",
+        "client_id",
+        "error",
+    )
 
-    def __init__(self, next_id: Callable[[], int], sampler: Sampler, model: str) -> None:
+    def __init__(
+        self,
+        next_id: Callable[[], int],
+        sampler: Sampler,
+        model: str,
+        spans: Spans | None = None,
+        parent: Context | None = None,
+    ) -> None:
+        self._spans = spans
+        self._parent = parent
         self._next_id = next_id
         self._id = next_id()
         self._sampler = sampler
@@ -136,11 +177,13 @@ class Trace:
         self._children: tuple[Timeline, ...] = ()
         #: The request's ``id``, once it is known.
         self.client_id = ""
+        #: What it was answered instead of outputs.
+        self.error = ""
 
     @property
     def level(self) -> int:
         """Returns the level, for ``RequestRecord.trace``."""
-        return self._sampler.level
+        return self._sampler.level or _TIMESTAMPS
 
     def stamp(self, name: str, ns: int = 0) -> None:
         """Adds a timestamp; without ``ns`` it is now."""
@@ -163,6 +206,14 @@ class Trace:
         for child in self._children:
             entries += self._of_child(child, self._id)
         self._sampler.write(b",".join(map(msgspec.json.encode, entries)))
+        if self._spans is not None:
+            moments = [(name, ns) for ns, name in self._stamps]
+            said: dict[str, str | int] = {"model": self._model}
+            if self._version > 0:
+                said["version"] = self._version
+            if self.client_id:
+                said["request_id"] = self.client_id
+            self._spans.export(self._parent, moments, said, self._children, self.error)
 
     def _of_child(self, child: Timeline, parent_id: int) -> list[dict[str, Any]]:
         number = self._next_id()

@@ -72,7 +72,7 @@ def test_switches_take_a_value_or_none() -> None:
         (["--grpc-keepalive-time=2h"], "--grpc-keepalive-time=2h: a number of milliseconds is expected"),
         (["--allow-cpu-metrics"], "--allow-cpu-metrics=true: the metrics are of the daemon only; of the host"),
         (["--metrics-config=summary_latencies=true"], "durations are counters"),
-        (["--trace-config=level=TIMESTAMPS"], "trace.level: needs trace.file"),
+        (["--trace-config=level=TIMESTAMPS"], "trace.level: needs trace.file or trace.otlp"),
         (["--trace-config", "opentelemetry,url=x"], "traces are written to files only"),
         (["--trace-config=mode=opentelemetry"], "traces are written to files only"),
         (["--trace-config=nonsense"], r"expected \[triton,\]SETTING=VALUE"),

@@ -50,7 +50,7 @@ class GrpcBench(LaneBench):
 
     def __init__(self) -> None:
         super().__init__()
-        infer = Infer(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0, 1000))
+        infer = Infer(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, OPTIONS.trace))
         methods: dict[str, Callable[[Stream], Call]] = {
             INFER: functools.partial(UnaryInfer, infer),
             STREAM: functools.partial(StreamInfer, infer),

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+from tensord.config.options import TraceOptions
 from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm.control_records import TraceChanged, TraceCleared
@@ -13,7 +14,7 @@ from tensord.shm.messages import Timeline
 
 
 def test_rate_count_and_inheritance(tmp_path: Path) -> None:
-    tracer = Tracer(7, 1 << 20, 1000)
+    tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))
     assert not tracer.on
     turn, budget = SampleCounter.create(3), TraceBudget.create(2)
     tracer.changed(TraceChanged("", 1, 3, 0, str(tmp_path / "t")), [os.dup(turn.fd), os.dup(budget.fd)])
@@ -36,7 +37,7 @@ def test_rate_count_and_inheritance(tmp_path: Path) -> None:
 
 def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None:
     path = tmp_path / "t"
-    tracer = Tracer(7, 1 << 20, 1000)
+    tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))
     tracer.changed(TraceChanged("", 1, 1, 2, str(path)), [SampleCounter.create(1).fd])
     first, second = tracer.sample("m"), tracer.sample("m")
     assert first is not None

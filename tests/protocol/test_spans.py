@@ -1,0 +1,196 @@
+"""Traces that join those of clients: what a collector is sent, decoded from OTLP's own protobufs."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from tritonclient.utils import InferenceServerException
+
+from tests import repositories
+from tests.daemon_process import DaemonProcess, wait_until
+
+SAMPLED, UNSAMPLED = "00-%s-00f067aa0ba902b7-01", "00-%s-00f067aa0ba902b7-00"
+PARENT = "00f067aa0ba902b7"
+
+
+class Collector:
+    """Takes OTLP over HTTP, and keeps what came."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.services: set[str] = set()
+        collector = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                assert self.path == "/v1/traces"
+                message = ExportTraceServiceRequest()
+                message.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
+                for resource in message.resource_spans:
+                    said = {each.key: each.value.string_value for each in resource.resource.attributes}
+                    collector.services.add(said["service.name"])
+                    for scope in resource.scope_spans:
+                        collector.spans += scope.spans
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def of(self, trace_id: str, count: int) -> list[Any]:
+        """Waits until so many spans of a trace have come."""
+        wait_until(lambda: len(self._of(trace_id)) >= count, f"{count} spans of trace {trace_id}")
+        return self._of(trace_id)
+
+    def _of(self, trace_id: str) -> list[Any]:
+        return [span for span in self.spans if span.trace_id.hex() == trace_id]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def collector(leaves_nothing: None) -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("spans")
+    repositories.scale_model(folder / "models")
+    step = ("scale", {"x": "x"}, {"y": "middle"}), ("scale", {"x": "middle"}, {"y": "y"})
+    repositories.ensemble(folder / "models", "twice", ["x FP32 4"], ["y FP32 4"], list(step), 8)
+    (folder / "daemon").mkdir()
+    options: dict[str, dict[str, Any]] = {"trace": {"otlp": collector.url, "rate": 1000000}}
+    with DaemonProcess(folder / "daemon", [folder / "models"], options) as running:
+        running.wait_ready()
+        yield running
+
+
+def client(daemon: DaemonProcess, kind: Any) -> Any:
+    return kind.InferenceServerClient(daemon.url if kind is httpclient else daemon.grpc_url)
+
+
+def infer(daemon: DaemonProcess, kind: Any, model: str, traceparent: str = "", shape: tuple[int, ...] = (1, 4)) -> Any:
+    x = kind.InferInput("x", shape, "FP32")
+    x.set_data_from_numpy(np.ones(shape, np.float32))
+    with client(daemon, kind) as asking:
+        return asking.infer(model, [x], request_id="one", headers={"traceparent": traceparent} if traceparent else None)
+
+
+KINDS = pytest.mark.parametrize("kind", [httpclient, grpcclient], ids=["http", "grpc"])
+
+
+@KINDS
+def test_a_sampled_parent_is_joined(daemon: DaemonProcess, collector: Collector, kind: Any) -> None:
+    """However seldom requests are sampled otherwise, and also where requests like it were seen before."""
+    for number in range(1, 5):
+        trace_id = f"{number:031x}{int(kind is grpcclient):x}"
+        began = time.time_ns()
+        infer(daemon, kind, "scale", SAMPLED % trace_id)
+        infer(daemon, kind, "scale")
+        infer(daemon, kind, "scale", UNSAMPLED % f"{number:031x}f")
+        spans = {span.name: span for span in collector.of(trace_id, 5)}
+        own = spans["infer scale"]
+        assert set(spans) == {"infer scale", "receive", "queue", "compute", "send"}
+        assert (own.parent_span_id.hex(), own.kind) == (PARENT, 2)  # SERVER
+        assert {span.parent_span_id for span in spans.values()} == {own.parent_span_id, own.span_id}
+        said = {each.key: each.value for each in own.attributes}
+        assert said["tensord.request_id"].string_value == "one"
+        assert said["tensord.version"].int_value == 1
+        assert began <= own.start_time_unix_nano <= spans["queue"].start_time_unix_nano
+        assert spans["queue"].end_time_unix_nano == spans["compute"].start_time_unix_nano
+        assert spans["compute"].end_time_unix_nano <= own.end_time_unix_nano <= time.time_ns()
+        assert own.status.code == 0
+    assert collector.services == {"tensord"}
+    assert not [span for span in collector.spans if span.trace_id.hex().endswith("f")]
+
+
+@KINDS
+def test_steps_of_an_ensemble_are_spans_of_it(daemon: DaemonProcess, collector: Collector, kind: Any) -> None:
+    trace_id = f"{7:031x}{int(kind is grpcclient):x}"
+    infer(daemon, kind, "twice", SAMPLED % trace_id)
+    spans = collector.of(trace_id, 7)
+    (own,) = (span for span in spans if span.name == "infer twice")
+    steps = [span for span in spans if span.name == "infer scale"]
+    assert [step.parent_span_id for step in steps] == [own.span_id] * 2
+    assert {span.parent_span_id for span in spans if span.name == "compute"} >= {step.span_id for step in steps}
+
+
+@KINDS
+def test_a_refused_request_is_a_span_with_its_error(daemon: DaemonProcess, collector: Collector, kind: Any) -> None:
+    trace_id = f"{8:031x}{int(kind is grpcclient):x}"
+    with pytest.raises(InferenceServerException) as refused:
+        infer(daemon, kind, "scale", SAMPLED % trace_id, (1, 5))
+    (own,) = (span for span in collector.of(trace_id, 1) if span.name == "infer scale")
+    assert (own.status.code, own.status.message) == (2, refused.value.message())
+
+
+def test_a_malformed_parent_is_none(daemon: DaemonProcess, collector: Collector) -> None:
+    """Such requests are answered, and begin no trace: the one behind them is the next that comes."""
+    malformed = [
+        "00",
+        "zz" * 30,
+        SAMPLED % ("0" * 32),
+        "ff-" + "1" * 32 + "-" + "1" * 16 + "-01",
+        "\t",
+        "00-1-1-01" * 100,
+    ]
+    for number, traceparent in enumerate(malformed, 100):
+        assert infer(daemon, httpclient, "scale", traceparent).as_numpy("y").shape == (1, 4)
+        infer(daemon, httpclient, "scale", SAMPLED % f"{number:032x}")
+        collector.of(f"{number:032x}", 5)
+    assert not [span for span in collector.spans if not span.parent_span_id]
+
+
+def test_sampled_requests_begin_traces_of_their_own(start_daemon: Callable[..., Any], tmp_path: Path) -> None:
+    """Without a file, by the rate and by clients' settings."""
+    collector = Collector()
+    repositories.scale_model(tmp_path / "models")
+    trace = {"otlp": collector.url, "rate": 3, "level": ["TIMESTAMPS"]}
+    daemon = start_daemon(tmp_path / "models", trace=trace, http={"processes": 1})
+    daemon.wait_ready()
+    for _ in range(9):
+        infer(daemon, httpclient, "scale")
+    wait_until(lambda: len(collector.spans) >= 15, "spans of three requests")
+    with client(daemon, httpclient) as asking:
+        assert asking.get_trace_settings()["trace_mode"] == "opentelemetry"
+        asking.update_trace_settings(settings={"trace_level": ["OFF"]})
+    assert daemon.stop() == 0
+    roots = [span for span in collector.spans if span.name == "infer scale"]
+    assert len({span.trace_id for span in roots}) == len(roots) == 3
+    assert not any(span.parent_span_id for span in roots)
+    collector.close()
+
+
+def test_a_collector_that_is_gone_costs_nobody_anything(start_daemon: Callable[..., Any], tmp_path: Path) -> None:
+    """Requests are answered, and the daemon stops as ever."""
+    repositories.scale_model(tmp_path / "models")
+    trace = {"otlp": "http://127.0.0.1:1/v1/traces", "rate": 1, "level": ["TIMESTAMPS"]}
+    daemon = start_daemon(tmp_path / "models", trace=trace)
+    daemon.wait_ready()
+    for _ in range(50):
+        infer(daemon, httpclient, "scale")
+        infer(daemon, grpcclient, "scale")
+    assert daemon.stop() == 0
+    assert "Traceback" not in daemon.log
