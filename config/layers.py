@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import json
 import os
 import re
 import tomllib
+import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,9 +63,18 @@ def known_keys() -> Mapping[str, Any]:
     return found
 
 
-def load(
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """Options, and where each value came from."""
+
+    options: Options
+    #: Key -> source of its value, as in ``Setting``; keys with their default are left out.
+    sources: Mapping[str, str]
+
+
+def read(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
-) -> Options:
+) -> Configured:
     """Merges the layers into options.
 
     Args:
@@ -72,12 +83,38 @@ def load(
       flags: settings from the command line.
     Raises: ConfigurationError: the first finding.
     """
-    layers: list[Iterable[Setting]] = [read_file(DEFAULTS)]
-    if file is not None:
-        layers.append(read_file(file))
-    layers.append(read_environment(environment or {}))
-    layers.append(flags)
-    return merge(setting for layer in layers for setting in layer)
+    given = [*(read_file(file) if file is not None else ()), *read_environment(environment or {}), *flags]
+    options = merge([*read_file(DEFAULTS), *given])
+    return Configured(options, {setting.key: setting.source for setting in given})
+
+
+def load(
+    file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
+) -> Options:
+    """Merges the layers into options, as ``read``."""
+    return read(file, environment, flags).options
+
+
+@functools.cache
+def defaults() -> Mapping[str, Any]:
+    """Returns every key with its default, as ``DEFAULTS`` has it."""
+    return {setting.key: setting.value for setting in read_file(DEFAULTS)}
+
+
+def described_type(key: str) -> msgspec.inspect.Type:
+    """Returns the type of a key's value as msgspec describes it; that of one item where it is a list."""
+    found = msgspec.inspect.type_info(known_keys()[key])
+    while isinstance(found, msgspec.inspect.Metadata | _LIST):
+        found = found.type if isinstance(found, msgspec.inspect.Metadata) else found.item_type
+    return found
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """Returns the words that a key's value may be, in the order of its declaration; (): it is no choice."""
+    words = typing.get_args(known_keys()[key])
+    if words and words[-1] is Ellipsis:  # a list of them
+        words = typing.get_args(words[0])
+    return words if words and all(isinstance(word, str) for word in words) else ()
 
 
 def merge(settings: Iterable[Setting]) -> Options:
@@ -111,7 +148,7 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
     sections = {key.partition(".")[0] for key in known_keys() if "." in key}
     for name, value in content.items():
         if name in sections and not isinstance(value, dict):
-            raise ConfigurationError(f"{source}: {name}: expected a section [{name}], given {_shown(value)}")
+            raise ConfigurationError(f"{source}: {name}: expected a section [{name}], given {shown(value)}")
         if not isinstance(value, dict):
             yield Setting(name, value, source)
             continue
@@ -119,6 +156,22 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
             raise ConfigurationError(f"{source}: unknown section [{name}]{_nearest(name, sections)}")
         for key, inner in value.items():
             yield Setting(f"{name}.{key}", inner, source)
+
+
+def written(configured: Configured) -> str:
+    """Writes options as the file of defaults, with their values; behind those that were set stands their source."""
+    lines: list[str] = []
+    section = ""
+    for line in DEFAULTS.read_text().splitlines():
+        name, equals, _ = line.partition(" = ")
+        if line.startswith("["):
+            section = line.strip("[]") + "."
+        elif equals and (key := section + name) in configured.sources:
+            # JSON's texts, numbers and lists are TOML's as well.
+            value = json.dumps(value_of(configured.options, key), ensure_ascii=False)
+            line = f"{name} = {value}  # from {configured.sources[key]}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
@@ -161,9 +214,7 @@ def _convert(setting: Setting, wanted: Any) -> Any:
     except msgspec.ValidationError as error:
         reason = str(error).replace("`", "")
         expected = reason[:1].lower() + reason[1:]
-        raise ConfigurationError(
-            f"{setting.source}: {setting.key}: {expected}, given {_shown(setting.value)}"
-        ) from None
+        raise ConfigurationError(f"{setting.source}: {setting.key}: {expected}, given {shown(setting.value)}") from None
 
 
 #: The class by which msgspec describes ``tuple[str, ...]``.
@@ -187,8 +238,8 @@ def _at_home(setting: Setting, value: Any) -> Any:
         path = os.path.expanduser(path)
     if path.startswith("~"):
         raise ConfigurationError(
-            f"{setting.source}: {setting.key}: expected a path, given {_shown(value)}, and no home directory is known for "
-            f"{_shown(path.partition('/')[0])}; a folder of that name is './~'"
+            f"{setting.source}: {setting.key}: expected a path, given {shown(value)}, and no home directory is known for "
+            f"{shown(path.partition('/')[0])}; a folder of that name is './~'"
         )
     return scheme + path
 
@@ -222,9 +273,7 @@ def _check(options: Options) -> None:
         raise ConfigurationError("repository.paths: expected folders, given an empty one")
 
     if options.metrics.address.startswith("unix:"):
-        raise ConfigurationError(
-            f"metrics.address: expected an address of TCP, given {_shown(options.metrics.address)}"
-        )
+        raise ConfigurationError(f"metrics.address: expected an address of TCP, given {shown(options.metrics.address)}")
 
     for entry in options.workers.cores:
         _explained("workers.cores", core_list.parse, entry)
@@ -254,7 +303,7 @@ def _check(options: Options) -> None:
             except KeyError:
                 kind = "group" if key == "groups" else "user"
                 raise ConfigurationError(
-                    f"regions.{key}: expected a {kind} of this host, given {_shown(name)}"
+                    f"regions.{key}: expected a {kind} of this host, given {shown(name)}"
                 ) from None
     _explained("rate_limit.resources", rate_limits.parse, options.rate_limit.resources)
     _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
@@ -282,10 +331,11 @@ def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
 
 def changed_keys(old: Options, new: Options) -> list[str]:
     """Returns the keys whose values differ, in the order of the file."""
-    return [key for key in known_keys() if _value(old, key) != _value(new, key)]
+    return [key for key in known_keys() if value_of(old, key) != value_of(new, key)]
 
 
-def _value(options: Options, key: str) -> Any:
+def value_of(options: Options, key: str) -> Any:
+    """Returns the value of a key."""
     value: Any = options
     for name in key.split("."):
         value = getattr(value, name)
@@ -297,7 +347,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Shows a value in a sentence, shortened to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 

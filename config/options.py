@@ -342,6 +342,8 @@ class SupervisorOptions(Section, frozen=True):
 
     #: After SIGTERM, accepted requests may take so long to finish.
     exit_timeout: Seconds = 30.0
+    #: How long the daemon goes on serving after SIGTERM, or ``tensorctl drain``, while it says that it is not ready.
+    drain_time: Seconds = 0.0
     #: A replacement starts after this, doubled on each death, up to the maximum.
     restart_delay: Seconds = 0.1
     max_restart_delay: Seconds = 10.0

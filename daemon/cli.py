@@ -1,26 +1,28 @@
 """The command line: ``tensord serve``, ``check``, ``init``, ``export``, ``config``, ``--version``.
 
+Options and their completion are click's (``tensord.daemon.flags`` has those that set a key).
+
 Exit status: 0 done, 1 a failure while serving or a bad repository, 2 a bad configuration or command line.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
+import json
 import logging
 import os
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from tensord.config import layers, log
-from tensord.config.layers import ConfigurationError
+from tensord.config.layers import ConfigurationError, Setting
 from tensord.config.options import Options
-from tensord.daemon import flags
+from tensord.daemon import flags, tables
 from tensord.daemon.processes import spawned
 from tensord.daemon.processes.devices import Device, MissingDevice, find_devices
 from tensord.daemon.processes.first_signals import FirstSignals
@@ -34,41 +36,35 @@ if TYPE_CHECKING:
     from tensord.shm.control_records import Footprint
 
 _log = logging.getLogger(__name__)
-#: Flags are parsed here (see ``tensord.daemon.flags``); --config and --help are click's.
-_PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True, "help_option_names": ["-h", "--help"]}
+#: A change to a model's files is acted upon when it has been there for one look.
+_WATCH = (
+    Setting("repository.control_mode", "poll", "--watch"),
+    Setting("repository.poll_interval", 0.5, "--watch"),
+    Setting("repository.exit_on_error", False, "--watch"),
+)
 
 
-#: The flags of --watch: a change is acted upon when it has been there for one look.
-_WATCH = ("--model-control-mode=poll", "--repository-poll-secs=0.5", "--exit-on-error=false")
+class _Commands(click.Group):
+    """The commands; whichever finds a mistake in the configuration ends with its sentence and status 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigurationError as error:
+            _fail(str(error))
 
 
-class _FlagCommand(click.Command):
-    """A command whose --help lists the flags that click does not know."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_options(ctx, formatter)
-        with formatter.section("Flags (each sets the key in brackets; Triton's names where the meaning is the same)"):
-            formatter.write_dl(flags.help_table())
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("tensord")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(_version(), prog_name="tensord", message="%(prog)s %(version)s")
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tensord", prog_name="tensord", message="%(prog)s %(version)s")
 def main() -> None:
     """tensord serves JAX models over the Open Inference Protocol, with tensors in shared memory.
 
     A configuration value comes from, the later wins: the defaults, the file (--config or TENSORD_CONFIG), environment variables
-    (TENSORD_HTTP_PORT and so on), flags. `tensord config` prints every key with its default and what it means.
+    (TENSORD_HTTP_PORT and so on), flags. `tensord config` prints every key with its value and what it means.
     """
 
 
-@main.command(cls=_FlagCommand, context_settings=_PASS_ON)
+@main.command(cls=flags.FlagCommand)
 @click.option(
     "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
 )
@@ -77,15 +73,16 @@ def main() -> None:
     is_flag=True,
     help="While models are being written: load one again within seconds of a change to its files.",
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]...")
-def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
+@click.pass_context
+def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
     """Serve models until SIGTERM or SIGINT. SIGHUP reads the configuration again."""
-    first_signals = click.get_current_context().find_object(FirstSignals)
+    first_signals = ctx.find_object(FirstSignals)
     if first_signals is None:
         first_signals = FirstSignals()
         first_signals.watch()
-    arguments = (*arguments, *(_WATCH if watch else ()))
-    options = _options(config, arguments)
+    given = [*flags.settings(ctx), *(_WATCH if watch else ())]
+    configured = layers.read(config, os.environ, given)
+    options = configured.options
     if not options.repository.paths:
         _fail(
             "repository.paths: nothing to serve; give --model-repository=DIR or a configuration file with [repository] paths"
@@ -114,8 +111,8 @@ def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
     from tensord.daemon.supervisor import Supervisor
 
     supervisor = Supervisor(
-        options,
-        lambda: layers.load(config, os.environ, flags.parse(arguments)),
+        configured,
+        lambda: layers.read(config, os.environ, given),
         os.environ,
         workers,
         first_signals=first_signals,
@@ -133,7 +130,7 @@ def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
     sys.exit(status)
 
 
-@main.command(cls=_FlagCommand, context_settings=_PASS_ON)
+@main.command(cls=flags.FlagCommand)
 @click.option(
     "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
 )
@@ -143,9 +140,16 @@ def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
     "--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds for each version."
 )
 @click.option("--verbose", is_flag=True, help="Show what a bad model printed while it was loaded.")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FILE] [FLAGS]...")
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.pass_context
 def check(
-    config: Path | None, read_only: bool, report: bool, timeout: float, verbose: bool, arguments: tuple[str, ...]
+    ctx: click.Context,
+    config: Path | None,
+    read_only: bool,
+    report: bool,
+    timeout: float,
+    verbose: bool,
+    file: Path | None,
 ) -> None:
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
@@ -154,15 +158,13 @@ def check(
 
     Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
     """
-    if arguments and not arguments[0].startswith("-"):
-        config, arguments = Path(arguments[0]), arguments[1:]
     from tensord.daemon import check as model_check
     from tensord.daemon.check import Verdict
     from tensord.daemon.models import repository
     from tensord.daemon.progress_bar import ProgressBar
     from tensord.shm.control_records import Footprint
 
-    options = _options(config, arguments)
+    options = layers.load(file or config, os.environ, flags.settings(ctx))
     try:
         paths = [Path(path) for path in options.repository.paths]
         found, others = repository.scan(paths), repository.others(paths)
@@ -266,7 +268,7 @@ def export_model(model: Path, folder: Path, platforms: str) -> None:
     from tensord.daemon import export as exporting
     from tensord.daemon.models import repository
 
-    options = _options(None, ())
+    options = layers.load(None, os.environ)
     try:
         found = repository.poll(model.absolute())
         exporting.export(found, options, find_devices(options.workers, os.environ)[0], folder, platforms)
@@ -277,20 +279,27 @@ def export_model(model: Path, folder: Path, platforms: str) -> None:
         click.echo(f"{path}  {path.stat().st_size} bytes")
 
 
-@main.command("config")
-def print_defaults() -> None:
-    """Print a configuration file that holds every key with its default and what it means.
+@main.command("config", cls=flags.FlagCommand)
+@click.option(
+    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
+)
+@click.option("--short", is_flag=True, help="Only keys that something sets, as a table.")
+@click.pass_context
+def print_config(ctx: click.Context, config: Path | None, short: bool) -> None:
+    """Print a configuration file that holds every key with its value and what it means.
 
-    A file of yours holds only what differs.
+    Behind a value that is not the default stands where it comes from: the file, a variable or a flag. Without any of these it is
+    the file of defaults. A file of yours holds only what differs.
     """
-    click.echo(layers.DEFAULTS.read_text(), nl=False)
-
-
-def _options(config: Path | None, arguments: Sequence[str]) -> Options:
-    try:
-        return layers.load(config, os.environ, flags.parse(arguments))
-    except ConfigurationError as error:
-        _fail(str(error))
+    configured = layers.read(config, os.environ, flags.settings(ctx))
+    if short:
+        rows = [
+            {"key": key, "value": json.dumps(layers.value_of(configured.options, key)), "source": source}
+            for key, source in configured.sources.items()
+        ]
+        tables.show(("key", "value", "source"), rows)
+    else:
+        click.echo(layers.written(configured), nl=False)
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:

@@ -1,43 +1,37 @@
 """``tensorctl`` asks a running daemon, over its control socket, for the operator.
 
-The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else the first that answers where daemons have theirs by default
-(``tensord.daemon.control.runtime_directory``). Exit status: 0 done, 1 the daemon refused, 2 it cannot be reached.
+The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else that of the one daemon that answers where they have theirs by default
+(``tensord.daemon.operator.control_client``). Exit status: 0 done, 1 the daemon refused, 2 it cannot be reached.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from tensord.daemon.control.runtime_directory import searched
+from tensord.daemon import tables
+from tensord.daemon.operator import control_client
+from tensord.daemon.operator.control_client import Refused, Unreachable
 
 _PROCESS_COLUMNS = (
-    *(
-        "name",
-        "pid",
-        "ready",
-        "connections",
-        "lanes",
-        "device",
-        "isolated",
-        "memory_fraction",
-        "cores",
-        "threads",
-        "memory_mib",
-    ),
-    *("state", "outputs", "uptime_s", "deaths", "oldest_execution", "oldest_load"),
+    *("name", "pid", "ready", "connections", "lanes", "device", "isolated", "memory_fraction", "cores", "threads"),
+    *("memory_mib", "state", "outputs", "uptime_s", "deaths", "oldest_execution", "oldest_load"),
 )
 _REGION_COLUMNS = (
     *("name", "kind", "key", "offset", "byte_size", "access", "state"),
     *("owner", "pid", "address", "registered", "workers", "leases"),
 )
+_MODEL_COLUMNS = ("name", "version", "state", "parameters", "programs", "program_bytes", "largest_batch", "reason")
+_CONFIG_COLUMNS = ("key", "value", "source", "next", "waits")
+_LOG_LEVELS = ("info", "warning", "error")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,90 +40,230 @@ _REGION_COLUMNS = (
     "path",
     type=click.Path(path_type=Path),
     envvar="TENSORCTL_SOCKET",
+    show_envvar=True,
     help="The daemon's control socket.  [default: that of the user's own daemon, else that of the service]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+@click.version_option(package_name="tensord", prog_name="tensorctl", message="%(prog)s %(version)s")
 @click.pass_context
 def main(ctx: click.Context, path: Path | None, as_json: bool) -> None:
     """Ask a running tensord, or tell it."""
-    paths = [folder / "control.sock" for folder in searched(os.environ)] if path is None else [path]
-    ctx.obj = _Printer(paths, as_json)
+    ctx.obj = _Daemon(path, as_json)
 
 
-class _Printer:
-    """Asks the daemon and prints the answer, as a table or as JSON."""
+class _Daemon:
+    """The daemon that is asked; prints its answers as tables or as JSON."""
 
-    def __init__(self, paths: Sequence[Path], as_json: bool) -> None:
-        """Takes the paths to try; the first one where a daemon listens is used."""
-        self._paths = paths
-        self._as_json = as_json
+    def __init__(self, path: Path | None, as_json: bool) -> None:
+        """Takes the path of its control socket; None: it is looked for."""
+        self._path = path
+        self.as_json = as_json
 
-    def run(self, columns: Sequence[str], **question: str) -> None:
-        result = self._ask(question)
-        if self._as_json:
-            click.echo(json.dumps(result, indent=2))
-        elif isinstance(result, list):
-            _print_table(columns, result)
-        elif result is not None:
-            click.echo(json.dumps(result, indent=2))
-
-    def status(self) -> None:
-        result = self._ask({"command": "status"})
-        if self._as_json:
-            click.echo(json.dumps(result, indent=2))
-            return
-        urls = [" and ".join(result[protocol]) or f"no {protocol}" for protocol in ("http", "grpc")]
-        urls.append(result["metrics"] or "no metrics")
-        models = result["models"]
-        ready = f"{'ready' if result['ready'] else 'not ready'}, {models['served']} of {models['wanted']} models served"
-        click.echo(f"{result['server_name']}: {result['phase']}, {ready}, {', '.join(urls)}")
-        clients = result["clients"]
-        if clients["socket"]:
-            counts = f"{clients['connections']} connected, {clients['lanes']} lanes"
-            click.echo(f"clients: {counts}, on {clients['socket']}")
-        processes = [*result["fronts"], *result["workers"]]
-        _print_table(_PROCESS_COLUMNS, processes)
-        # All of a kind are of one installation.
-        for missing in {"; ".join(process["missing"]): None for process in processes if process["missing"]}:
-            click.echo(f"off: {missing}")
-        for model in result["not_served"]:
-            served = f" (version {_shown(model['served'])} serves)" if model["served"] else ""
-            click.echo(f"not served: {model['name']}: {_shown(model['reason'])}{served}")
-
-    def _ask(self, question: dict[str, str]) -> Any:
-        sock = self._connected()
+    def ask(self, command: str, **words: Any) -> Any:
+        """Returns the answer to a question. Ends the program where there is none."""
         try:
-            with sock:
-                sock.sendall(json.dumps(question).encode() + b"\n")
-                with sock.makefile("rb") as lines:
-                    answer = lines.readline()
-        except OSError:
-            answer = b""
-        if not answer.endswith(b"\n"):
-            _fail("the daemon stopped before it answered", 2)
-        fields = json.loads(answer)
-        if "error" in fields:
-            _fail(fields["error"].strip(), 1)
-        return fields["result"]
+            return control_client.ask(self._path, os.environ, {"command": command, **words})
+        except Refused as error:
+            _fail(str(error), 1)
+        except Unreachable as error:
+            _fail(str(error), 2)
 
-    def _connected(self) -> socket.socket:
-        reasons: list[str] = []
-        for path in self._paths:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                sock.connect(str(path))
-                return sock
-            except OSError as error:
-                sock.close()
-                reasons.append(f"'{path}': {error.strerror or error}")
-        return _fail(f"no tensord answers at {'; '.join(reasons)}", 2)
+    def do(self, command: str, **words: Any) -> None:
+        """Has something done; prints what there is to say of it."""
+        if (result := self.ask(command, **words)) is not None:
+            _print_json(result)
+
+    def show(self, watch: float | None, print_: Callable[[Any], None], command: str, **words: Any) -> None:
+        """Shows an answer, with ``watch`` again after so many seconds, until it is interrupted."""
+        while True:
+            result = self.ask(command, **words)
+            if watch is not None:
+                click.clear()
+            if self.as_json:
+                _print_json(result)
+            else:
+                print_(result)
+            if watch is None:
+                return
+            time.sleep(watch)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _watched(command: F) -> F:
+    """Gives a command that shows something ``--watch``."""
+    option = click.option(
+        "--watch",
+        type=click.FloatRange(min=0.1),
+        is_flag=False,
+        flag_value=2.0,
+        metavar="[SECONDS]",
+        help="Show it again and again, every two seconds or so many, until Ctrl-C.",
+    )
+    return option(command)
+
+
+def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
+    """Makes what completes a name by asking the daemon."""
+
+    def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        parent = ctx.find_root().params
+        try:
+            answer = control_client.ask(parent.get("path"), os.environ, {"command": command})
+        except (Refused, Unreachable):
+            return []
+        return [CompletionItem(name) for name in dict.fromkeys(read(answer)) if name.startswith(incomplete)]
+
+    return complete
+
+
+_model_name = _names("models", lambda rows: [row["name"] for row in rows])
+_region_name = _names("regions", lambda rows: [row["name"] for row in rows])
+
+
+# -------------------------------------------------------------------------------------------------------------- the daemon
+
+
+@main.command()
+@_watched
+@click.pass_obj
+def status(daemon: _Daemon, watch: float | None) -> None:
+    """The processes: which are up, on what device, how often they died."""
+    daemon.show(watch, _print_status, "status")
+
+
+def _print_status(result: Mapping[str, Any]) -> None:
+    urls = [" and ".join(result[protocol]) or f"no {protocol}" for protocol in ("http", "grpc")]
+    urls.append(result["metrics"] or "no metrics")
+    click.echo(f"{result['server_name']}: {result['phase']}, {_readiness(result)}, {', '.join(urls)}")
+    clients = result["clients"]
+    if clients["socket"]:
+        counts = f"{clients['connections']} connected, {clients['lanes']} lanes"
+        click.echo(f"clients: {counts}, on {clients['socket']}")
+    processes = [*result["fronts"], *result["workers"]]
+    tables.show(_PROCESS_COLUMNS, processes)
+    # All of a kind are of one installation.
+    for missing in {"; ".join(process["missing"]): None for process in processes if process["missing"]}:
+        click.echo(f"off: {missing}")
+    for model in result["not_served"]:
+        served = f" (version {tables.shown(model['served'])} serves)" if model["served"] else ""
+        click.echo(f"not served: {model['name']}: {tables.shown(model['reason'])}{served}")
+
+
+def _readiness(result: Mapping[str, Any]) -> str:
+    models = result["models"]
+    return f"{'ready' if result['ready'] else 'not ready'}, {models['served']} of {models['wanted']} models served"
 
 
 @main.command()
 @click.pass_obj
-def status(printer: _Printer) -> None:
-    """The processes: which are up, on what device, how often they died."""
-    printer.status()
+def health(daemon: _Daemon) -> None:
+    """Whether the daemon is ready, as its exit status: 0 it is, 1 it is not, 2 it cannot be reached."""
+    result = daemon.ask("status")
+    is_ready = result["ready"] and result["phase"] == "serving"
+    if daemon.as_json:
+        _print_json({"ready": is_ready, "phase": result["phase"], **result["models"]})
+    else:
+        click.echo(f"{result['phase']}, {_readiness(result)}")
+    sys.exit(0 if is_ready else 1)
+
+
+@main.command()
+@click.option("--all", "everything", is_flag=True, help="Keys with their default as well.")
+@click.pass_obj
+def config(daemon: _Daemon, everything: bool) -> None:
+    """The configuration in force: keys that differ from their default, where each value came from, what waits for a restart.
+
+    Files, variables and flags are read again for it: `next` is what they say now, and `waits` what puts it into force.
+    """
+
+    def print_(result: Mapping[str, Any]) -> None:
+        rows = [row for row in result["keys"] if everything or row["source"] != "default" or "waits" in row]
+        for row in rows:
+            row |= {field: json.dumps(row[field]) for field in ("value", "next") if field in row}
+        tables.show(_CONFIG_COLUMNS, rows)
+        if result["error"]:
+            click.echo(f"a reload would be refused: {result['error']}")
+
+    daemon.show(None, print_, "config")
+
+
+@main.command()
+@click.option("--no-wait", is_flag=True, help="Do not wait for the models that are loaded then.")
+@click.pass_obj
+def reload(daemon: _Daemon, no_wait: bool) -> None:
+    """Read configuration and repositories again, and wait for what that loads; fails with the reason where it is refused."""
+    daemon.do("reload", wait=not no_wait)
+
+
+@main.command()
+@click.option(
+    "--wait", is_flag=True, help="Return when nothing is in flight; fails where something is after the time of a stop."
+)
+@click.pass_obj
+def drain(daemon: _Daemon, wait: bool) -> None:
+    """Take this daemon out of service: not ready at once, after supervisor.drain_time no new requests, then none in flight.
+
+    Its processes stay. `undrain` takes requests again.
+    """
+    daemon.do("drain", wait=wait)
+
+
+@main.command()
+@click.pass_obj
+def undrain(daemon: _Daemon) -> None:
+    """Take requests again, and be ready as far as the models are."""
+    daemon.do("undrain")
+
+
+@main.command()
+@click.option("--info/--no-info", default=None, help="Log information.")
+@click.option("--warning/--no-warning", default=None, help="Log warnings.")
+@click.option("--error/--no-error", default=None, help="Log errors.")
+@click.option("--verbose", type=click.IntRange(min=0), help="0: off; 1: debug messages; 2: of libraries as well.")
+@click.option("--format", type=click.Choice(["default", "ISO8601", "json"]), help="The form of the lines.")
+@click.pass_obj
+def log(daemon: _Daemon, /, **given: Any) -> None:
+    """Show what is logged, or change it until the next reload."""
+    settings = {name: value for name, value in given.items() if value is not None}
+    daemon.show(None, _print_settings, "log", settings=settings)
+
+
+@main.command()
+@click.argument("model", default="", shell_complete=_model_name)
+@click.option("--level", type=click.Choice(["OFF", "TIMESTAMPS", "TENSORS"]), multiple=True, help="What is traced.")
+@click.option("--rate", type=click.IntRange(min=1), help="Trace one request in so many.")
+@click.option("--count", type=click.IntRange(min=-1), help="Traces until it stops; -1: no end.")
+@click.option("--log-frequency", type=click.IntRange(min=0), help="So many traces into each file; 0: all into one.")
+@click.option(
+    "--inherit", is_flag=True, help="Forget the settings: a model has those of all models, these the configured ones."
+)
+@click.pass_obj
+def trace(
+    daemon: _Daemon,
+    model: str,
+    level: tuple[str, ...],
+    rate: int | None,
+    count: int | None,
+    log_frequency: int | None,
+    inherit: bool,
+) -> None:
+    """Show which requests are traced, of MODEL or of all models, or change it."""
+    numbers = {"trace_rate": rate, "trace_count": count, "log_frequency": log_frequency}
+    settings: dict[str, list[str]] = {name: [str(value)] for name, value in numbers.items() if value is not None}
+    if level:
+        settings["trace_level"] = list(level)
+    if inherit:
+        settings = {name: [] for name in (*numbers, "trace_level")} | settings
+    daemon.show(None, _print_settings, "trace", name=model, settings=settings)
+
+
+def _print_settings(result: Mapping[str, Any]) -> None:
+    tables.show(("setting", "value"), [{"setting": name, "value": value} for name, value in result.items()])
+
+
+# ------------------------------------------------------------------------------------------------------------------ models
 
 
 @main.group()
@@ -138,35 +272,61 @@ def models() -> None:
 
 
 @models.command("list")
+@_watched
 @click.pass_obj
-def models_list(printer: _Printer) -> None:
+def models_list(daemon: _Daemon, watch: float | None) -> None:
     """Every model and version with its state, and what it takes on a device: bytes, and the number of its programs."""
-    columns = ("name", "version", "state", "parameters", "programs", "program_bytes", "largest_batch", "reason")
-    printer.run(columns, command="models")
+    daemon.show(watch, lambda rows: tables.show(_MODEL_COLUMNS, rows), "models")
+
+
+@models.command("show")
+@click.argument("name", shell_complete=_model_name)
+@click.pass_obj
+def models_show(daemon: _Daemon, name: str) -> None:
+    """A model's versions: where each is, what it takes, its inputs and outputs; with --json its whole configuration."""
+    daemon.show(None, _print_model, "model", name=name)
+
+
+def _print_model(versions: Sequence[Mapping[str, Any]]) -> None:
+    for version in versions:
+        click.echo(f"{version['name']} version {version['version']}: {version['state']}")
+        for label in ("reason", "folder", "workers", "parameters", "programs", "program_bytes", "largest_batch"):
+            if version.get(label) not in (None, "", []):
+                click.echo(f"    {label}: {tables.shown(version[label])}")
+        metadata = version["metadata"] or {}
+        for kind in ("inputs", "outputs"):
+            for tensor in metadata.get(kind, ()):
+                click.echo(f"    {kind.removesuffix('s')} {tensor['name']}: {tensor['datatype']}{tensor['shape']}")
 
 
 @models.command("load")
-@click.argument("name")
+@click.argument("name", shell_complete=_model_name)
 @click.pass_obj
-def models_load(printer: _Printer, name: str) -> None:
+def models_load(daemon: _Daemon, name: str) -> None:
     """Load or reload a model and wait for it (explicit mode)."""
-    printer.run((), command="load", name=name)
+    daemon.do("load", name=name)
 
 
 @models.command("unload")
-@click.argument("name")
+@click.argument("name", shell_complete=_model_name)
 @click.pass_obj
-def models_unload(printer: _Printer, name: str) -> None:
+def models_unload(daemon: _Daemon, name: str) -> None:
     """Begin to unload a model (explicit mode)."""
-    printer.run((), command="unload", name=name)
+    daemon.do("unload", name=name)
 
 
 @models.command("statistics")
-@click.argument("name", default="")
+@click.argument("name", default="", shell_complete=_model_name)
+@_watched
 @click.pass_obj
-def models_statistics(printer: _Printer, name: str) -> None:
-    """Request counts and durations, as the HTTP statistics answer has them."""
-    printer.run((), command="statistics", name=name)
+def models_statistics(daemon: _Daemon, name: str, watch: float | None) -> None:
+    """Request counts and mean durations; with --json as the HTTP statistics answer has them."""
+    daemon.show(
+        watch, lambda answer: tables.show(tables.STATISTICS, tables.statistics(answer)), "statistics", name=name
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- clients
 
 
 @main.group()
@@ -175,37 +335,23 @@ def regions() -> None:
 
 
 @regions.command("list")
+@_watched
 @click.pass_obj
-def regions_list(printer: _Printer) -> None:
+def regions_list(daemon: _Daemon, watch: float | None) -> None:
     """Every registered region: whose, since when, used how, mapped where, and how many tensors of requests are in it."""
-    printer.run(_REGION_COLUMNS, command="regions")
+    daemon.show(watch, lambda rows: tables.show(_REGION_COLUMNS, rows), "regions")
 
 
 @regions.command("unregister")
-@click.argument("name")
+@click.argument("name", shell_complete=_region_name)
 @click.pass_obj
-def regions_unregister(printer: _Printer, name: str) -> None:
+def regions_unregister(daemon: _Daemon, name: str) -> None:
     """Forget a region, of whatever kind, once no request uses it; "" is all of them."""
-    printer.run((), command="unregister", name=name)
+    daemon.do("unregister", name=name)
 
 
-def _print_table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    cells = [[_shown(row.get(column, "")) for column in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    for line in [list(columns), *cells]:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        # What a worker is at, and for how long.
-        value = f"{value['model']} {value['version']}, {value['seconds']:.1f} s"
-    if isinstance(value, list):
-        value = ",".join(map(str, value))
-    # One line a row, whatever a reason holds.
-    return " ".join(str(value).split())
+def _print_json(result: Any) -> None:
+    click.echo(json.dumps(result, indent=2))
 
 
 def _fail(message: str, status: int) -> NoReturn:

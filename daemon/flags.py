@@ -1,17 +1,31 @@
-"""Command-line flags: Triton's names where the meaning is the same, each standing for one key of the configuration.
+"""Command-line flags: Triton's names where the meaning is the same, each an option that sets one key of the configuration.
 
 A unit file or manifest of a Triton server should start tensord after changing the program's name. So its flags have one of four
 fates: they set a key; they take a value that changes nothing here (``--allow-grpc=false``); they are refused with the reason in a
 sentence; or they are unknown, and the nearest known flag is suggested. Nothing is swallowed in silence.
+
+    words ─▶ ``canonical``: Triton's spellings become ``--name=value`` ─▶ click ─▶ ``settings``, which ``layers`` checks
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import click
+import msgspec
+from click.shell_completion import CompletionItem
+
+from tensord.config import layers
 from tensord.config.layers import ConfigurationError, Setting
+
+if TYPE_CHECKING:
+    _TextType = click.ParamType[str]
+else:
+    _TextType = click.ParamType  # before click 8.5 it is not generic
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +42,20 @@ class Flag:
     metavar: str = "VALUE"
     #: Triton takes milliseconds where the configuration has seconds.
     milliseconds: bool = False
+    #: Another name of the same flag.
+    alias: str = ""
 
 
 #: In the order of --help.
 FLAGS = (
     Flag(
-        "model-repository", "repository.paths", "A folder of models; may be given more than once.", True, metavar="DIR"
+        "model-repository",
+        "repository.paths",
+        "A folder of models; may be given more than once.",
+        True,
+        metavar="DIR",
+        alias="model-store",
     ),
-    Flag("model-store", "repository.paths", "The same, by its old name.", True, metavar="DIR"),
     Flag(
         "model-control-mode",
         "repository.control_mode",
@@ -218,6 +238,12 @@ FLAGS = (
         "Seconds for accepted requests after SIGTERM.",
         metavar="SECONDS",
     ),
+    Flag(
+        "drain-time-secs",
+        "supervisor.drain_time",
+        "Seconds of serving on after SIGTERM, while it says that it is not ready.",
+        metavar="SECONDS",
+    ),
     Flag("id", "server_name", "The server's name in GET /v2.", metavar="NAME"),
     Flag("trace-level", "trace.level", "TIMESTAMPS or TENSORS; may be repeated.", True, metavar="LEVEL"),
     Flag("trace-rate", "trace.rate", "Trace one request in so many.", metavar="COUNT"),
@@ -231,7 +257,7 @@ FLAGS = (
     Flag("log-format", "log.format", "default, ISO8601 or json.", metavar="FORMAT"),
     Flag("log-file", "log.file", "Log to this file instead of standard error.", metavar="FILE"),
 )
-_BY_NAME = {flag.name: flag for flag in FLAGS}
+_BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if name}
 
 #: Flags that name something tensord does not have: harmless with a value that asks for nothing, refused otherwise.
 #: name -> (harmless values; None: any, because it only shapes what is not there, reason)
@@ -275,16 +301,132 @@ _REFUSED = {
 }
 
 
-def parse(arguments: Sequence[str]) -> list[Setting]:
-    """Parses flags into settings: ``--name=value``, ``--name value``, or ``--name`` alone for a switch.
+class FlagCommand(click.Command):
+    """A command that takes every flag besides its own parameters; ``settings`` returns what they set."""
 
+    def __init__(self, *arguments: Any, **words: Any) -> None:
+        super().__init__(*arguments, **words)
+        self.context_settings = {**self.context_settings, "allow_extra_args": True}
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *_options()]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the words of a command. Raises ConfigurationError: a sentence about the first flag that cannot be obeyed."""
+        if ctx.resilient_parsing:  # a shell completes them
+            return super().parse_args(ctx, args)
+        own = dict.fromkeys(ctx.help_option_names, False)
+        for parameter in self.params:
+            if isinstance(parameter, click.Option):
+                own |= dict.fromkeys(parameter.opts, not parameter.is_flag)
+        extra = super().parse_args(ctx, canonical(args, own))
+        if extra:
+            raise ConfigurationError(f"unexpected argument '{extra[0]}'; flags begin with --")
+        return extra
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = [(each, each.get_help_record(ctx)) for each in self.get_params(ctx)]
+        with formatter.section("Options"):
+            formatter.write_dl([row for each, row in records if row and not isinstance(each, FlagOption)])
+        with formatter.section("Flags, each for one key (Triton's names where the meaning is the same)"):
+            formatter.write_dl([row for each, row in records if row and isinstance(each, FlagOption)])
+
+
+class FlagOption(click.Option):
+    """A flag as an option of click: its value goes to ``settings`` as it was written, and is checked with all others."""
+
+    def __init__(self, flag: Flag) -> None:
+        names = [f"--{name}" for name in (flag.name, flag.alias) if name]
+        super().__init__(
+            [*names, "flag_" + flag.name.replace("-", "_")],
+            type=_KeyType(flag),
+            multiple=flag.many,
+            expose_value=False,
+            callback=_collect,
+            metavar=flag.metavar,
+            help=flag.help,
+        )
+        self.flag = flag
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        flag = self.flag
+        shown = f"--{flag.name}[=true|false]" if flag.switch else f"--{flag.name}={flag.metavar}"
+        kind = "" if flag.switch or flag.milliseconds else f" {_worded(flag.key)};"
+        return shown, f"{flag.help} [{flag.key}:{kind} default {layers.shown(layers.defaults()[flag.key])}]"
+
+
+class _KeyType(_TextType):
+    """Completes the values of a key; checking them is for ``tensord.config.layers``, which names key and source."""
+
+    name = "value"
+
+    def __init__(self, flag: Flag) -> None:
+        self._flag = flag
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if self._flag.metavar in ("DIR", "FILE"):
+            return [CompletionItem(incomplete, type=self._flag.metavar.lower())]
+        values = ("true", "false") if self._flag.switch else layers.choices(self._flag.key)
+        return [CompletionItem(value) for value in values if value.startswith(incomplete)]
+
+
+@functools.cache
+def _options() -> Sequence[FlagOption]:
+    return [FlagOption(flag) for flag in FLAGS]
+
+
+def _worded(key: str) -> str:
+    """Words what a key's value may be: ``int from 0 to 65535``, ``none, low, medium or high``."""
+    if choices := layers.choices(key):
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    wanted = layers.described_type(key)
+    if not isinstance(wanted, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        return "text"
+    name = "int" if isinstance(wanted, msgspec.inspect.IntType) else "number"
+    least = wanted.ge if wanted.ge is not None else wanted.gt
+    if least is None:
+        return name
+    return f"{name} from {least:g}" + (f" to {wanted.le}" if wanted.le is not None and wanted.le < 1 << 20 else "")
+
+
+#: The place in a context's ``meta`` of what its flags set.
+_SETTINGS = f"{__name__}.settings"
+
+
+def _collect(ctx: click.Context, option: click.Parameter, value: Any) -> None:
+    """Keeps the setting of a flag that was given."""
+    if value is None or value == () or ctx.resilient_parsing:
+        return
+    assert isinstance(option, FlagOption)
+    flag = option.flag
+    given = _seconds(flag.name, value) if flag.milliseconds else value
+    found: list[Setting] = ctx.meta.setdefault(_SETTINGS, [])
+    found.append(Setting(flag.key, given, f"--{flag.name}", textual=not flag.many))
+
+
+def settings(ctx: click.Context) -> list[Setting]:
+    """Returns what the flags of a command line set."""
+    return list(ctx.meta.get(_SETTINGS, ()))
+
+
+def canonical(arguments: Sequence[str], own: Mapping[str, bool]) -> list[str]:
+    """Rewrites flags to ``--name=value``: they may also come as ``--name value``, or as ``--name`` alone for a switch.
+
+    Args:
+      own: the command's own options, and whether each takes a value: they are left to click, and so are arguments.
     Raises: ConfigurationError: a sentence about the first flag that cannot be obeyed.
     """
-    found: dict[str, Setting] = {}
-    lists: dict[str, tuple[str, ...]] = {}
+    found: list[str] = []
     waiting = list(arguments)
     while waiting:
-        name, value = _split(waiting.pop(0))
+        word = waiting.pop(0)
+        option, equals, _ = word.partition("=")
+        if option in own or not word.startswith("-"):
+            found.append(word)
+            if own.get(option) and not equals and waiting:
+                found.append(waiting.pop(0))
+            continue
+        name, value = _split(word)
         flag = _BY_NAME.get(name)
         is_switch = flag.switch if flag is not None else name.startswith(("allow-", "disable-", "strict-", "reuse-"))
         if (
@@ -297,22 +439,13 @@ def parse(arguments: Sequence[str]) -> list[Setting]:
         if name in _STANDING_FOR:
             if (stands_for := _STANDING_FOR[name](value or "")) is not None:
                 waiting.insert(0, stands_for)
-            continue
-        if flag is None:
+        elif flag is None:
             _refuse_or_ignore(name, value)
-            continue
-        if value is None:
-            if not flag.switch:
-                raise ConfigurationError(f"--{name}: needs a value")
-            value = "true"
-        if flag.many:
-            lists[flag.key] = (*lists.get(flag.key, ()), value)
-            found[flag.key] = Setting(flag.key, lists[flag.key], f"--{name}")
+        elif value is None and not flag.switch:
+            raise ConfigurationError(f"--{name}: needs a value")
         else:
-            found[flag.key] = Setting(
-                flag.key, _seconds(name, value) if flag.milliseconds else value, f"--{name}", textual=True
-            )
-    return list(found.values())
+            found.append(f"--{name}={'true' if value is None else value}")
+    return found
 
 
 #: The flag for each setting of --trace-config.
@@ -383,12 +516,3 @@ def _refuse_or_ignore(name: str, value: str | None) -> None:
         return
     close = difflib.get_close_matches(name, [*_BY_NAME, *_ABSENT, *_REFUSED], n=1)
     raise ConfigurationError(f"--{name}: unknown flag" + (f"; did you mean --{close[0]}?" if close else ""))
-
-
-def help_table() -> list[tuple[str, str]]:
-    """Returns rows of flag and text for --help."""
-    rows = []
-    for flag in FLAGS:
-        shown = f"--{flag.name}[=true|false]" if flag.switch else f"--{flag.name}={flag.metavar}"
-        rows.append((shown, f"{flag.help} [{flag.key}]"))
-    return rows

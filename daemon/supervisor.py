@@ -12,6 +12,7 @@ One loop, one thread for its own work; files are read in others. It never waits 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ from typing import Any
 import msgspec
 
 from tensord.config import log
-from tensord.config.layers import ConfigurationError
+from tensord.config.layers import ConfigurationError, Configured
 from tensord.config.options import Log, Options
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.clients.client_socket import ClientSocket
@@ -35,7 +36,9 @@ from tensord.daemon.models.polling import Polling
 from tensord.daemon.operator import model_list, process_list
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.operator.control_socket import ControlSocket
+from tensord.daemon.operator.drain import Drain, DrainPhase
 from tensord.daemon.operator.operations import Operations
+from tensord.daemon.operator.operator_commands import OperatorCommands
 from tensord.daemon.processes.child import Child, FrontProcess, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.first_signals import FirstSignals
@@ -62,6 +65,7 @@ from tensord.shm.control_records import (
     LogChanged,
     ModelGone,
     ModelState,
+    RequestsRefused,
     Unloaded,
     WorkerFenced,
 )
@@ -87,8 +91,8 @@ class Supervisor:
 
     def __init__(
         self,
-        options: Options,
-        reread: Callable[[], Options],
+        configured: Configured,
+        reread: Callable[[], Configured],
         environment: Mapping[str, str],
         spawned: Sequence[tuple[Device, Spawned]],
         programs: Programs = Programs(),
@@ -101,8 +105,10 @@ class Supervisor:
           first_signals: what has handled signals so far.
         """
         self.phase = DaemonPhase.STARTING
-        self._configuration = Configuration(options, reread)
+        options = configured.options
+        self.configuration = Configuration(configured, reread)
         self._shutdown = Shutdown()
+        self.drain = Drain(self)
         self._tasks = Tasks(self._shutdown.fail)
         self._environment = environment
         self._first_signals = first_signals or FirstSignals()
@@ -112,28 +118,28 @@ class Supervisor:
         self._leftovers = Leftovers()
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()
-        self._fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, self)
+        self.fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, self)
         self.workers = WorkerPool(programs.worker, self)
         self._models = Models(options, self)
         self._served_models = model_list.ServedModels(self._models)
         each = options.workers.devices_per_worker
-        self._regions = RegionRegistry(options.regions, self.workers, self._fronts, each)
+        self._regions = RegionRegistry(options.regions, self.workers, self.fronts, each)
         self._lanes = ClientLanes(options, self)
-        self._clients = ClientSocket(options, environment, self._regions, self._fronts, self._lanes)
+        self._clients = ClientSocket(options, environment, self._regions, self.fronts, self._lanes)
         self._log_settings = LogSettings(options.log, self._log_changed)
-        self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self._fronts.publish)
+        self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self.fronts.publish)
         self._operations = Operations(
             self._models,
             self._regions,
             self._log_settings,
             self._trace_settings,
             self.workers,
-            self._fronts,
+            self.fronts,
         )
         self._gpus = GpuWatcher()
         collection = Collection(
             self.workers,
-            self._fronts,
+            self.fronts,
             self._slots,
             self._regions,
             options.regions,
@@ -156,7 +162,7 @@ class Supervisor:
             )
         self._clients.listen()
         try:
-            self._fronts.listen(self._environment, self._clients.http_path)
+            self.fronts.listen(self._environment, self._clients.http_path)
         except BaseException:
             self._clients.close()
             raise
@@ -164,8 +170,8 @@ class Supervisor:
             loop.add_signal_handler(number, self._shutdown.signalled)
         if self._first_signals.came is not None:
             self._shutdown.signalled()
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.spawn(self._reload()))
-        control = ControlSocket(self.options.supervisor, self._environment, self._operations, self.describe)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.spawn(self._hang_up()))
+        control = ControlSocket(self.options.supervisor, self._environment, OperatorCommands(self, self._operations))
         try:
             await self._metrics.open()
             await control.open()
@@ -173,12 +179,12 @@ class Supervisor:
             self.workers.start_all(self._spawned)
             found = await self._models.scan(self.options.repository)
             outcomes = self._models.begin(found, self.options.repository)
-            self._fronts.start_all(max(1, len(os.sched_getaffinity(0)) - len(self._spawned)))
+            self.fronts.start_all(max(1, len(os.sched_getaffinity(0)) - len(self._spawned)))
             if self.options.repository.control_mode == "poll":
                 self._tasks.spawn(Polling(self._models, lambda: self.options.repository, found).run())
             if self.options.metrics.gpus and any(device.startswith("cuda") for device in self.workers.devices):
                 self._tasks.spawn(self._gpus.run(self._environment))
-            self._tasks.spawn(Watchdog(self.workers, self._fronts, self._notifier, self._in_force).run())
+            self._tasks.spawn(Watchdog(self.workers, self.fronts, self._notifier, self._in_force).run())
             self._tasks.spawn(self._become_ready(outcomes))
             await self._shutdown.requested.wait()
             await self._drain()
@@ -192,7 +198,7 @@ class Supervisor:
             self._regions.close()
             self._trace_settings.close()
             self._notifier.close()
-            self._fronts.close()
+            self.fronts.close()
         return self._shutdown.exit_status
 
     # --------------------------------------------------------------------------------------------------------- starting
@@ -207,6 +213,8 @@ class Supervisor:
             front.send(state)
         for record, *fds in self._trace_settings.records():
             front.send(record, *fds)
+        if self.drain.refuses:
+            front.send(RequestsRefused(True))
 
     def _open_lane(self, front: FrontProcess, worker: WorkerProcess) -> None:
         ours, theirs = pair()
@@ -220,7 +228,7 @@ class Supervisor:
         await self._regions.restore(worker)
         if not worker.alive or worker.stopping:
             return
-        for front in self._fronts:
+        for front in self.fronts:
             if front.alive:
                 self._open_lane(front, worker)
         self._models.worker_joined(worker.incarnation, worker.device)
@@ -245,7 +253,7 @@ class Supervisor:
         self._log_readiness(self._summary())
         self._served_models.change()  # which that line says
         served = self._models.lifecycle.ready_models()
-        url = next((url for url in self._fronts.urls("http") if url.startswith("http:")), None)
+        url = next((url for url in self.fronts.urls("http") if url.startswith("http:")), None)
         if url and served:
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
@@ -255,7 +263,7 @@ class Supervisor:
         It is known by now which isolated models there are.
         """
         workers = [worker for worker in self.workers if worker.ready or not worker.model]
-        return self._fronts.up() and all(worker.ready and not worker.owed for worker in workers)
+        return self.fronts.up() and all(worker.ready and not worker.owed for worker in workers)
 
     def _summary(self) -> str:
         return model_list.summary(self._models, (worker.device for worker in self.workers.ready()))
@@ -265,7 +273,7 @@ class Supervisor:
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
         """Publishes a model's new state, or the readiness, to every front."""
-        self._fronts.publish(record)
+        self.fronts.publish(record)
         self._lanes.model_changed(record)
         if isinstance(record, Readiness):
             self._bar.draw(
@@ -318,13 +326,13 @@ class Supervisor:
 
     def _log_changed(self, options: Log) -> None:
         """Applies log settings here, in every process, and in those that start later."""
-        self._configuration.take_log(options)
+        self.configuration.take_log(options)
         log.configure(options, "supervisor", self._environment)
 
         def tell(child: Child) -> None:
             child.send(LogChanged(child.name, msgspec.Raw(msgspec.msgpack.encode(options))))
 
-        self._fronts.publish_each(tell)
+        self.fronts.publish_each(tell)
         for worker in self.workers:
             tell(worker)
 
@@ -335,7 +343,7 @@ class Supervisor:
         self._regions.worker_left(worker.incarnation)
         self._lanes.worker_left(worker)
         # The fence comes first: what was in flight there may run elsewhere from now on.
-        self._fronts.publish(WorkerFenced(worker.incarnation))
+        self.fronts.publish(WorkerFenced(worker.incarnation))
         self._models.worker_left(worker.incarnation, worker.describe_exit(), self.workers.usable)
         doing = " while loading model '{}' version {}".format(*worker.owed[0]) if worker.owed else ""
         self._leftovers.end(worker.name, worker.mark)
@@ -353,7 +361,7 @@ class Supervisor:
 
     def front_died(self, front: FrontProcess) -> None:
         """Handles a front's death: fills its slot again."""
-        self._slots.died(front, lambda: self._fronts.start(front.protocol, front.row))
+        self._slots.died(front, lambda: self.fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
     def needs(self, child: Child) -> bool:
@@ -377,36 +385,66 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------------- reload and stop
 
-    async def _reload(self) -> None:
-        """Reloads the configuration, applying what can be applied; a bad file changes nothing."""
+    async def _hang_up(self) -> None:
+        """Handles SIGHUP: a reload, whose refusal is in the log."""
+        with contextlib.suppress(InvalidArgument):
+            await self.reload()
+
+    async def reload(self) -> list[asyncio.Future[str]]:
+        """Reloads the configuration, applying what can be applied. Returns a future of the outcome of each load that it began.
+
+        Raises InvalidArgument: it cannot be used, and nothing has changed.
+        """
         while self.phase is DaemonPhase.STARTING:
             await asyncio.sleep(0.1)
         _log.info("reload: reading the configuration again")
         self._notifier.reloading()
         try:
-            new = await self._configuration.read()
-            found = await self._models.scan(new.repository)
+            new = await self.configuration.read()
+            found = await self._models.scan(new.options.repository)
         except (ConfigurationError, ServingError, OSError) as error:
             _log.error("reload refused, the former configuration stays in force: %s", error)
             self._notifier.ready(f"reload refused: {error}")
-            return
-        changed = self._configuration.take(new)
-        self._log_settings.replace(new.log)
+            raise InvalidArgument(f"reload refused, the former configuration stays in force: {error}") from None
+        changed = self.configuration.take(new)
+        self._log_settings.replace(new.options.log)
         outcomes = self._models.begin(found, self.options.repository)
         _log.info("reload: done, %d keys changed, %d models to look at", changed, len(outcomes))
         self._notifier.ready(self._summary())
+        self._tasks.spawn(self._reloaded(outcomes))
+        return outcomes
+
+    async def _reloaded(self, outcomes: Sequence[asyncio.Future[str]]) -> None:
         await asyncio.gather(*outcomes)
         self._notifier.status(self._summary())
 
+    def drain_models(self, draining: bool) -> None:
+        """Makes the daemon not ready while it is drained, or ready again as far as its models are."""
+        self._models.drain(draining)
+
+    def refuse_requests(self, refuses: bool) -> None:
+        """Has the fronts refuse new requests, and opens no lanes; or takes them again."""
+        self._lanes.draining = refuses
+        self.fronts.publish(RequestsRefused(refuses))
+
     async def _drain(self) -> None:
-        """Stops fronts, then workers; whatever outlives the bound, or a second signal, is killed by ``_bury``."""
+        """Serves on for ``drain_time``; then stops fronts, then workers.
+
+        Whatever outlives the bound, or a second signal, is killed by ``_bury``.
+        """
+        seconds = self.options.supervisor.drain_time
+        if seconds and self.phase is DaemonPhase.SERVING and not self.drain.refuses:
+            _log.info("stopping: not ready from now on, and serving on for %g s", seconds)
+            self._notifier.extend_timeout(seconds + self.options.supervisor.exit_timeout + 2 * _WORKER_GRACE)
+            self.drain.announce()
+            await self._shutdown.hurried(seconds)
         deadline_ns = time.monotonic_ns() + int(self.options.supervisor.exit_timeout * 1e9)
         self.phase = DaemonPhase.DRAINING
         self._notifier.stopping("finishing accepted requests")
         _log.info("stopping: finishing accepted requests, for at most %g s", self.options.supervisor.exit_timeout)
-        self._fronts.stop_listening()
+        self.fronts.stop_listening()
         self._clients.stop_accepting()
-        await self._shutdown.finish(self._fronts.by_incarnation, deadline_ns)
+        await self._shutdown.finish(self.fronts.by_incarnation, deadline_ns)
         self.phase = DaemonPhase.STOPPING
         deadline_ns = max(deadline_ns, time.monotonic_ns() + int(_WORKER_GRACE * 1e9))
         await self._shutdown.finish(self.workers.by_incarnation, deadline_ns)
@@ -414,7 +452,7 @@ class Supervisor:
     async def _bury(self) -> None:
         """Kills what still runs: nothing outlives the daemon."""
         await self._tasks.cancel()
-        await self._shutdown.bury(lambda: (*self._fronts, *self.workers))
+        await self._shutdown.bury(lambda: (*self.fronts, *self.workers))
         await self._leftovers.ended()
         _log.info("stopped")
 
@@ -423,19 +461,19 @@ class Supervisor:
     @property
     def options(self) -> Options:
         """Returns the options in force."""
-        return self._configuration.options
+        return self.configuration.options
 
     def _in_force(self) -> Options:
-        return self._configuration.options
+        return self.configuration.options
 
     def describe(self) -> dict[str, Any]:
         """Describes the daemon and its processes, for ``tensorctl status``."""
         now_ns = time.monotonic_ns()
         return {
             "server_name": self.options.server_name,
-            "phase": self.phase.value,
-            "http": self._fronts.urls("http"),
-            "grpc": self._fronts.urls("grpc"),
+            "phase": self.phase.value if self.drain.phase is DrainPhase.NONE else self._drain_phase(),
+            "http": self.fronts.urls("http"),
+            "grpc": self.fronts.urls("grpc"),
             "metrics": self._metrics.url,
             "workers": process_list.of_workers(
                 self.workers,
@@ -444,11 +482,16 @@ class Supervisor:
                 self._lanes.open_by_worker(),
                 now_ns,
             ),
-            "fronts": process_list.of_fronts(self._fronts, self._slots, now_ns),
+            "fronts": process_list.of_fronts(self.fronts, self._slots, now_ns),
             **model_list.of_models(self._models),
             "regions": self._regions.statistics(),
             "clients": self._clients.describe(),
         }
+
+    def _drain_phase(self) -> str:
+        if self.phase is not DaemonPhase.SERVING:
+            return str(self.phase.value)
+        return "drained" if self.drain.phase is DrainPhase.DRAINED else "draining"
 
     def next_incarnation(self) -> int:
         """Returns a number for a process, never given twice."""

@@ -5,16 +5,17 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 supervisor --> front                     front --> supervisor
     control     Start Serve Stop LaneOpened              ChildReady ControlCall
                 WorkerFenced ModelState ModelGone        StateAcknowledged
-                Readiness RegionPlace Reply
+                Readiness RegionPlace Reply              Reply
                 StatePublished LogChanged
                 TraceChanged TraceCleared
+                ControlCall RequestsRefused
 
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened LaneClosed         ChildReady Loaded Reply
                 Load Unload CancelLoad                   Unloaded Loading
                 ControlCall Reply LogChanged             ControlCall LaneClosed
 
-A ControlCall, by a front, by a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
+A ControlCall, by a front or a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
 ``tensord.shm.operations``.
 """
 
@@ -207,6 +208,12 @@ class ModelGone(Record, frozen=True, tag="gone"):
     version: int
 
 
+class RequestsRefused(Record, frozen=True, tag="refused"):
+    """Tells a front whether it refuses every new inference request, because the daemon is being drained."""
+
+    refused: bool
+
+
 class RegionPlace(Record, frozen=True, tag="place"):
     """Says which GPU's memory a region is, so requests that name it go there if their model is there. "": the region is gone.
 
@@ -311,8 +318,10 @@ ToFront = (
     | ModelGone
     | Readiness
     | RegionPlace
+    | RequestsRefused
+    | ControlCall
     | Reply
 )
-FromFront = ChildReady | StateAcknowledged | ControlCall
+FromFront = ChildReady | StateAcknowledged | ControlCall | Reply
 ToWorkerControl = Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | CancelLoad | Unload | ControlCall | Reply
 FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | LaneClosed

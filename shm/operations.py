@@ -147,6 +147,14 @@ class Settle(Record, frozen=True, tag="c.settle"):
     """Waits for the fronts. Reply, empty: every front acts upon all that was sent to the asking one before."""
 
 
+class AwaitIdle(Record, frozen=True, tag="c.idle"):
+    """Asks a front to answer once no client of it waits for an answer, or for the rest of one. Reply: empty."""
+
+
+class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
+    """Asks a worker to end the clients' lanes on which nothing is in flight. Reply: JSON, how many others there are."""
+
+
 class ChangeLog(Record, frozen=True, tag="c.log"):
     """Changes the log settings that are not None. Reply: JSON, all settings then in force."""
 
@@ -187,4 +195,6 @@ Operation = (
     | ChangeTrace
     | RegionRecords
     | WorkerFigures
+    | AwaitIdle
+    | EndIdleLanes
 )

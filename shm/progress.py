@@ -16,9 +16,13 @@ class Readiness(Record, frozen=True, tag="readiness"):
     names: tuple[str, ...] = ()
     #: The worker's current loading step.
     at: str = ""
+    #: Whether the daemon is being drained: it is not ready then, whatever is served.
+    draining: bool = False
 
     def sentence(self) -> str:
-        """Returns a sentence on which models serve nothing; "" if all wanted ones are served."""
+        """Returns a sentence on why it may not be ready, as which models serve nothing; "" if all wanted ones are served."""
+        if self.draining:
+            return "the server is draining"
         if not self.unserved:
             return ""
         more = f" and {self.unserved - len(self.names)} more" if self.unserved > len(self.names) else ""

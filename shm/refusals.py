@@ -41,6 +41,8 @@ class Refusal(enum.Enum):
     ANSWERS_HELD = "answers_held"
     #: No answer came within ``requests.timeout``.
     NO_ANSWER = "no_answer"
+    #: The daemon is being drained.
+    DRAINING = "draining"
 
 
 class RefusalLog:

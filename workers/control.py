@@ -44,6 +44,7 @@ from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavaila
 from tensord.shm.figures import Figures
 from tensord.shm.operations import (
     AwaitRegion,
+    EndIdleLanes,
     ModelReady,
     ModelStatistics,
     RegionRecords,
@@ -241,6 +242,8 @@ class Control:
                 self._ask_ready(call, operation)
             elif isinstance(operation, ModelStatistics):
                 self._channel.put(Reply(call.call_id, result=self._statistics(operation)))
+            elif isinstance(operation, EndIdleLanes):
+                self._channel.put(Reply(call.call_id, result=json.dumps(self._worker.end_idle_lanes()).encode()))
             elif isinstance(operation, WorkerFigures):
                 self._channel.put(Reply(call.call_id, result=self._figures()))
             else:

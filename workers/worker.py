@@ -404,6 +404,13 @@ class Worker:
         if submitter is not None:
             self._close_lane(submitter)
 
+    def end_idle_lanes(self) -> int:
+        """Ends the clients' lanes on which nothing is in flight, neither a request nor an answer. Returns how many are left."""
+        for submitter in list(self._clients.values()):
+            if not (submitter.in_flight or submitter.lane.waiting or submitter.lane.ready(0)):
+                self._close_lane(submitter)
+        return len(self._clients)
+
     def _close_lane(self, submitter: Submitter[Request]) -> None:
         fd = submitter.lane.fileno()
         self._dispatcher.drop(submitter)

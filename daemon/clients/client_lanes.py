@@ -83,6 +83,8 @@ class ClientLanes:
         self._changed = asyncio.Event()
         #: Lanes that were refused, ever.
         self.refused = 0
+        #: Whether no lane is opened, because the daemon is being drained.
+        self.draining = False
 
     # -------------------------------------------------------------------------------------------------------- clients
 
@@ -130,6 +132,8 @@ class ClientLanes:
             raise Unsupported(
                 "clients get no lanes on this server, because inference needs a key (http.restricted_api): ask over HTTP"
             )
+        if self.draining:
+            raise Unavailable("the server is draining: it opens no lanes")
         loop = asyncio.get_running_loop()
         ended = {number for number in wanted.ended if number in connection.lanes.values()}
         for number in ended:

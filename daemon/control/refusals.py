@@ -18,6 +18,7 @@ OF_FRONTS = (
     Refusal.NO_WORKER,
     Refusal.NO_ANSWER,
     Refusal.ANSWERS_HELD,
+    Refusal.DRAINING,
 )
 
 OnRefusal = Callable[[Refusal], None]

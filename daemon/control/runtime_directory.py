@@ -3,8 +3,9 @@
     as a service      $RUNTIME_DIRECTORY, which systemd makes: /run/tensord
     otherwise         $XDG_RUNTIME_DIR/tensord, else /tmp/tensord-UID: the user's own, nobody else may look into it
 
-tensorctl looks into the user's own first, then into the service's. A folder of ours that somebody else could have made, or can
-write into, is not used by either.
+tensorctl looks into the user's own first, then into the service's. A further daemon of the same user has the number of its
+process in the name of its control socket. A folder of ours that somebody else could have made, or can write into, is not used by
+either.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 
 SERVICE = Path("/run/tensord")
 TEMPORARY = Path("/tmp")
+#: The name of the operator's socket in its folder.
+CONTROL_SOCKET = "control.sock"
 
 
 def of_service(environment: Mapping[str, str]) -> Path | None:
@@ -41,8 +44,20 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders in which tensorctl looks, in order."""
-    return [*(path for path in _owns(environment) if not _bad(path)), SERVICE]
+    """Returns the folders in which tensorctl looks, in order: that of this service, those of the user, that of the service."""
+    service = of_service(environment)
+    return [*([service] if service else ()), *(path for path in _owns(environment) if not _bad(path)), SERVICE]
+
+
+def further(name: str, pid: int) -> str:
+    """Names the socket of a further daemon of a user: ``control-4711.sock``."""
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}-{pid}{dot}{suffix}"
+
+
+def sockets(folder: Path, name: str) -> list[Path]:
+    """Returns the socket of that name in a folder, and those of further daemons that are there."""
+    return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 
 def _owns(environment: Mapping[str, str]) -> list[Path]:

@@ -23,7 +23,7 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
     """Binds a socket (not listening yet) whose file has that mode from its first moment on. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     try:
-        _remove_stale(path, kind)
+        remove_stale(path, kind)
         before = os.umask(0o777 & ~mode)
         try:
             sock.bind(str(path))
@@ -35,8 +35,11 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
     return sock
 
 
-def _remove_stale(path: Path, kind: int) -> None:
-    """Removes a socket that nobody listens on, which a killed predecessor left; anything else stays, and bind reports it."""
+def remove_stale(path: Path, kind: int) -> None:
+    """Removes a socket that nobody listens on, which a killed predecessor left; anything else stays, and bind reports it.
+
+    Raises OSError.
+    """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             return

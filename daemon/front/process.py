@@ -34,12 +34,14 @@ from tensord.shm import child_process, stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
+    ControlCall,
     LaneOpened,
     LogChanged,
     ModelGone,
     ModelState,
     RegionPlace,
     Reply,
+    RequestsRefused,
     Serve,
     Start,
     StateAcknowledged,
@@ -50,12 +52,16 @@ from tensord.shm.control_records import (
     TraceCleared,
     WorkerFenced,
 )
+from tensord.shm.errors import Unsupported
 from tensord.shm.extensions import missing
+from tensord.shm.operations import AwaitIdle
 from tensord.shm.progress import Readiness
 from tensord.shm.record import decoder
 
 #: Enough for a few requests of some MiB as JSON: the text, its values, the text of the answer.
 _KEPT_BYTE_SIZE = 64 << 20
+#: Between two looks whether anything is in flight, when the supervisor asks.
+_IDLE_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,10 @@ class Front(ABC):
     async def drain(self, grace_ns: int) -> None:
         """Accepts nothing new; returns when what was accepted is answered, after ``grace_ns`` at the latest."""
 
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Returns whether a client waits for an answer, or for the rest of one."""
+
     @property
     def submitter(self) -> Submitter:
         """Returns the submitter, which exists from Start on."""
@@ -153,6 +163,10 @@ class Front(ABC):
                 self.table.judge(record)
             case RegionPlace():
                 self.submitter.region_placed(record)
+            case RequestsRefused(refused):
+                self.submitter.refuse(refused)
+            case ControlCall():
+                asyncio.get_running_loop().create_task(self._answer(record))
             case LaneOpened():
                 self.submitter.open_lane(record, fds)
             case WorkerFenced():
@@ -163,6 +177,16 @@ class Front(ABC):
                 self.tracer.cleared(record)
             case LogChanged(name, changed):
                 log.configure(msgspec.msgpack.decode(changed, type=Log), name)
+
+    async def _answer(self, call: ControlCall) -> None:
+        """Answers a call of the supervisor."""
+        if not isinstance(call.operation, AwaitIdle):
+            message = f"a front does not answer {type(call.operation).__name__}"
+            self._connection.send(Reply(call.call_id, Unsupported.code, message))
+            return
+        while self.submitter.in_flight() or self.is_busy():
+            await asyncio.sleep(_IDLE_POLL_SECONDS)
+        self._connection.send(Reply(call.call_id))
 
     def _orphaned(self) -> None:
         """Exits, as the supervisor is gone: nobody would ever stop us."""

@@ -93,6 +93,9 @@ class GrpcFront(Front):
         with contextlib.suppress(asyncio.CancelledError):
             await self._check
 
+    def is_busy(self) -> bool:
+        return any(not connection.asks_nothing for connection in self._serving.connections)
+
     async def _check_connections(self) -> None:
         """Lets every connection look at its deadlines."""
         while True:

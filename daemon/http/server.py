@@ -81,6 +81,9 @@ class HttpFront(Front):
             await asyncio.wait(self._serving.tasks, timeout=_LAST_CALL_NS / 1e9)
         self._check.cancel()
 
+    def is_busy(self) -> bool:
+        return any(not connection.asks_nothing for connection in self._connections)
+
     async def _check_connections(self) -> None:
         """Lets every connection look at its deadlines."""
         while True:

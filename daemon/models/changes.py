@@ -363,6 +363,11 @@ class Models:
         wanted, refused = {*self._wanted, *unreadable}, {**self._refused, **unreadable}
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
+    def drain(self, draining: bool) -> None:
+        """Makes the daemon not ready while it is drained, or ready again as far as its models are."""
+        self._readiness.draining = draining
+        self._check_readiness()
+
     def _check_readiness(self) -> None:
         self._readiness.check(self._options.strict_readiness)
 

@@ -3,7 +3,8 @@
     standings: every wanted model ─▶ readiness: ready or not, how many, some by name ─▶ fronts, log, tensorctl, systemd, metrics
 
 A model holds readiness up only where it was wanted at the start, or is required, and has never served (``ReadinessCheck`` knows):
-a new name takes no host out, and neither does a new version that fails. docs/operations.md has all states in a table.
+a new name takes no host out, and neither does a new version that fails. While the daemon is drained it is not ready.
+docs/operations.md has all states in a table.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ class ReadinessCheck:
         #: The readiness that was published last; nothing is published before it is known what is wanted.
         self.readiness = Readiness()
         self._begun = False
+        #: Whether the daemon is being drained.
+        self.draining = False
         #: Names that were wanted when the daemon started, and still are.
         self._first: set[str] = set()
         #: Names of ``repository.required``: if there are any, only they count.
@@ -146,6 +149,8 @@ class ReadinessCheck:
         found = readiness(standings, strict, counted)
         if found.unserved and self._loading:
             found = msgspec.structs.replace(found, at=str(next(iter(self._loading.values()))))
+        if self.draining:
+            found = msgspec.structs.replace(found, ready=False, draining=True)
         if self._begun and found != self.readiness:
             self.readiness = found
             self._publish(found)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from tensord.config import layers, log
-from tensord.config.options import Log, Options
+from tensord.config.layers import ConfigurationError, Configured
+from tensord.config.options import Log
 
 _log = logging.getLogger(__name__)
+#: The source of a value that nobody has set, and of one that was changed while the daemon runs.
+_DEFAULT, _CHANGED = "default", "changed while running"
 #: The keys that a reload changes; everything else needs a restart.
 _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "log.")
 
@@ -19,28 +23,65 @@ _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "lo
 class Configuration:
     """Holds the options in force. ``reread`` reads all layers again and raises ConfigurationError."""
 
-    def __init__(self, options: Options, reread: Callable[[], Options]) -> None:
-        self.options = options
+    def __init__(self, configured: Configured, reread: Callable[[], Configured]) -> None:
+        self.options = configured.options
+        #: The configuration as it was last accepted: at the start, or by a reload.
+        self._accepted = configured
+        #: Where the values in force came from.
+        self._sources = dict(configured.sources)
         self._reread = reread
 
-    async def read(self) -> Options:
+    async def read(self) -> Configured:
         """Reads the files, the environment and the flags again. Raises ConfigurationError, OSError: they cannot be used."""
         new = await asyncio.to_thread(self._reread)
-        log.check_writable(new.log)
+        log.check_writable(new.options.log)
         return new
 
-    def take(self, new: Options) -> int:
+    def take(self, new: Configured) -> int:
         """Puts the repository's options into force. Returns how many keys changed; those that need a restart are logged."""
-        changed = layers.changed_keys(self.options, new)
-        fixed = [key for key in changed if not key.startswith(_RELOADABLE)]
+        changed = layers.changed_keys(self.options, new.options)
+        fixed = [key for key in changed if not _is_reloadable(key)]
         if fixed:
             _log.warning("reload: these keys need a restart: %s", ", ".join(fixed))
+        given = new.options.repository
         repository = msgspec.structs.replace(
-            self.options.repository, paths=new.repository.paths, load=new.repository.load
+            self.options.repository, paths=given.paths, load=given.load, required=given.required
         )
         self.options = msgspec.structs.replace(self.options, repository=repository)
+        self._accepted = new
+        for key in layers.known_keys():
+            if _is_reloadable(key) or key not in changed:
+                self._sources.pop(key, None)
+                if key in new.sources:
+                    self._sources[key] = new.sources[key]
         return len(changed)
 
     def take_log(self, new: Log) -> None:
         """Puts the log's options into force."""
         self.options = msgspec.structs.replace(self.options, log=new)
+
+    async def described(self) -> dict[str, Any]:
+        """Describes every key: its value in force, its source, and what the files say now where that is something else.
+
+        Returns ``keys``, a list of {key, value, source, next?, waits?}, where ``waits`` is "reload" or "restart", and ``error``,
+        a sentence about files that a reload would refuse, or "".
+        """
+        error, new = "", self._accepted
+        try:
+            new = await self.read()
+        except (ConfigurationError, OSError) as refused:
+            error = str(refused)
+        rows: list[dict[str, Any]] = []
+        for key in layers.known_keys():
+            value = layers.value_of(self.options, key)
+            row = {"key": key, "value": value, "source": self._sources.get(key, _DEFAULT)}
+            if key.startswith("log.") and value != layers.value_of(self._accepted.options, key):
+                row["source"] = _CHANGED
+            if (coming := layers.value_of(new.options, key)) != value:
+                row |= {"next": coming, "waits": "reload" if _is_reloadable(key) else "restart"}
+            rows.append(row)
+        return {"keys": rows, "error": error}
+
+
+def _is_reloadable(key: str) -> bool:
+    return key.startswith(_RELOADABLE)

@@ -11,41 +11,22 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from tensord.config.options import SupervisorOptions
 from tensord.daemon.control import runtime_directory, unix_socket
-from tensord.daemon.operator.operations import Operations
+from tensord.daemon.control.runtime_directory import CONTROL_SOCKET
+from tensord.daemon.operator.operator_commands import OperatorCommands, OperatorQuestion
 from tensord.shm.errors import InvalidArgument, ServingError
-from tensord.shm.operations import (
-    FAILED,
-    LoadModel,
-    ModelStatistics,
-    Operation,
-    Peer,
-    RegionRecords,
-    RepositoryIndex,
-    UnloadModel,
-    UnregisterRegion,
-)
+from tensord.shm.operations import FAILED
 
 _log = logging.getLogger(__name__)
-#: The socket's name in its folder.
-NAME = "control.sock"
 _MAX_LINE = 1 << 20
-_OPERATOR = Peer("operator")
-
-
-class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A question of tensorctl."""
-
-    command: str
-    name: str = ""
-    config: str = ""
 
 
 class ControlSocket:
@@ -55,13 +36,11 @@ class ControlSocket:
         self,
         options: SupervisorOptions,
         environment: Mapping[str, str],
-        operations: Operations,
-        describe: Callable[[], dict[str, Any]],
+        commands: OperatorCommands,
     ) -> None:
-        self.path = unix_socket.path(options.control_socket, NAME, environment)
+        self.path = unix_socket.path(options.control_socket, CONTROL_SOCKET, environment)
         self._environment = environment
-        self._operations = operations
-        self._describe = describe
+        self._commands = commands
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
 
@@ -79,15 +58,29 @@ class ControlSocket:
             raise InvalidArgument(f"supervisor.control_socket: '{self.path}': {error.strerror or error}") from None
 
     def _bound_by_default(self) -> socket.socket | None:
-        """Binds the socket at its default path; returns None if that fails, as the daemon serves without it as well."""
+        """Binds the socket at its default path; returns None if that fails, as the daemon serves without it as well.
+
+        Where another daemon of the user has it, the name has this process's number.
+        """
         try:
-            path = runtime_directory.own(self._environment) / NAME
-            sock = unix_socket.bind(path, socket.SOCK_STREAM, 0o600)
+            folder = runtime_directory.own(self._environment)
+            _remove_stale(folder)
+            try:
+                self.path, sock = (
+                    folder / CONTROL_SOCKET,
+                    unix_socket.bind(folder / CONTROL_SOCKET, socket.SOCK_STREAM, 0o600),
+                )
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                self.path = folder / runtime_directory.further(CONTROL_SOCKET, os.getpid())
+                sock = unix_socket.bind(self.path, socket.SOCK_STREAM, 0o600)
+                _log.info("another daemon of this user runs: tensorctl finds this one with --socket %s", self.path)
         except OSError as error:
-            reason = "another daemon has it" if error.errno == errno.EADDRINUSE else error.strerror or error
+            self.path = None
+            reason = error.strerror or error
             _log.warning("tensorctl cannot reach this daemon: no control socket by default (%s)", reason)
             return None
-        self.path = path
         return sock
 
     def close(self) -> None:
@@ -117,10 +110,7 @@ class ControlSocket:
     async def _answer(self, line: bytes) -> bytes:
         try:
             question = msgspec.json.decode(line, type=OperatorQuestion)
-            if question.command == "status":
-                return msgspec.json.encode({"result": self._describe()})
-            result = await self._operations.answer(_operation(question), _OPERATOR)
-            return msgspec.json.encode({"result": msgspec.Raw(result or b"null")})
+            return msgspec.json.encode({"result": msgspec.Raw(await self._commands.answer(question))})
         except msgspec.MsgspecError as error:
             return msgspec.json.encode({"error": f"malformed question: {error}"})
         except ServingError as error:
@@ -130,18 +120,7 @@ class ControlSocket:
             return msgspec.json.encode({"error": FAILED})
 
 
-def _operation(question: OperatorQuestion) -> Operation:
-    match question.command:
-        case "models":
-            return RepositoryIndex(detailed=True)
-        case "load":
-            return LoadModel(question.name, question.config)
-        case "unload":
-            return UnloadModel(question.name)
-        case "statistics":
-            return ModelStatistics(question.name)
-        case "regions":
-            return RegionRecords(question.name)
-        case "unregister":
-            return UnregisterRegion("", question.name)
-    raise InvalidArgument(f"unknown command '{question.command}'")
+def _remove_stale(folder: Path) -> None:
+    """Removes what further daemons have left that were killed."""
+    for path in runtime_directory.sockets(folder, CONTROL_SOCKET):
+        unix_socket.remove_stale(path, socket.SOCK_STREAM)

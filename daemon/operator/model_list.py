@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from tensord.daemon.models.changes import Models
+from tensord.shm.errors import InvalidArgument
 
 #: The most names that are listed.
 _MAX_NAMED = 8
@@ -78,3 +81,30 @@ def of_models(models: Models) -> dict[str, Any]:
             if model.reason
         ],
     }
+
+
+def of_model(models: Models, name: str, index: Iterable[Mapping[str, Any]], workers: Mapping[int, str]) -> bytes:
+    """Describes the versions of one model, as JSON: what the detailed index has, and where it is, its metadata and configuration.
+
+    Args:
+      index: the detailed repository index.
+      workers: incarnations with the names of their workers.
+    Raises: InvalidArgument: there is no such model.
+    """
+    entries = [entry for entry in index if entry["name"] == name]
+    if not entries:
+        raise InvalidArgument(f"there is no model '{name}'")
+    known = models.lifecycle.models
+    versions = known[name].versions if name in known else {}
+    found = []
+    for entry in entries:
+        number = int(entry.get("version") or 0)
+        row: dict[str, Any] = {"version": "", "state": "UNKNOWN", **entry, "metadata": None, "config": None}
+        if version := versions.get(number):
+            record = version.state_record(number)
+            row["folder"] = version.load.version_path
+            row["workers"] = [workers[worker] for worker in record.workers if worker in workers]
+            if record.config:
+                row |= {"metadata": msgspec.Raw(record.metadata), "config": msgspec.Raw(record.config)}
+        found.append(row)
+    return msgspec.json.encode(found)

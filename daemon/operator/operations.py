@@ -12,6 +12,7 @@ from tensord.daemon.models import statistics
 from tensord.daemon.models.changes import Models
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.versions import IndexState
+from tensord.daemon.operator import model_list
 from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.worker_pool import WorkerPool
@@ -132,6 +133,12 @@ class Operations:
             case Settle():
                 pass  # what every answer waits for
         return b""
+
+    async def describe_model(self, name: str) -> bytes:
+        """Returns a model's versions as JSON (``model_list.of_model``). Raises InvalidArgument: there is no such model."""
+        index = await self._models.index(ready=False, detailed=True)
+        workers = {worker.incarnation: worker.name for worker in self._workers}
+        return model_list.of_model(self._models, name, index, workers)
 
     async def _statistics(self, operation: ModelStatistics) -> bytes:
         name, version = operation.name, operation.version

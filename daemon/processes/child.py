@@ -85,6 +85,8 @@ class Child:
         self._stack_fd = -1
         self._killing = False
         self._connection: ControlChannel | None = None
+        self._calls: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
+        self._next_call = 1
 
     def spawn(
         self, options: bytes, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
@@ -173,8 +175,40 @@ class Child:
         self.release()
         self._on_exit(self)
 
+    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
+        """Calls an operation and waits for the result and the descriptors that came with it, which the caller then owns.
+
+        Raises: Unavailable: the worker died first.  Any ServingError that the worker answered.
+        """
+        if not self.ready or not self.alive:
+            raise Unavailable(f"{self.name} is not running")
+        call_id, self._next_call = self._next_call, self._next_call + 1
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        self.send(ControlCall(call_id, operation), *fds)
+        try:
+            reply, received = await answer
+        finally:
+            # After a cancellation the reply may still come; ``answered`` then finds no future and closes its descriptors.
+            self._calls.pop(call_id, None)
+        if reply.code:
+            descriptors.close(received)
+            raise from_code(reply.code, reply.message)
+        return reply.result, received
+
+    def answered(self, reply: Reply, fds: list[int]) -> None:
+        """Gives a reply to the call that waits for it."""
+        waiting = self._calls.get(reply.call_id)
+        if waiting is None or waiting.done():
+            descriptors.close(fds)
+        else:
+            waiting.set_result((reply, fds))
+
     def release(self) -> None:
         """Releases what a kind of child holds besides the process; called once it is dead."""
+        for waiting in self._calls.values():
+            if not waiting.done():
+                waiting.set_exception(Unavailable(f"{self.name} stopped before it answered"))
 
     def describe_exit(self) -> str:
         """Words how it ended."""
@@ -237,6 +271,7 @@ class FrontProcess(Child):
         await asyncio.shield(waiting)
 
     def release(self) -> None:
+        super().release()
         for waiting in self._waiting.values():
             waiting.set_result(None)
         self._waiting.clear()
@@ -273,8 +308,6 @@ class WorkerProcess(Child):
         self.loading: Loading | None = None
         #: Loads that it has begun: name and version, and since when (ns).
         self._begun: list[tuple[str, int, int]] = []
-        self._calls: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
-        self._next_call = 1
 
     def send(self, record: Record, *fds: int) -> None:
         if isinstance(record, Load):
@@ -310,39 +343,8 @@ class WorkerProcess(Child):
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
         return f"{self.loading or Loading(*self.owed[0])}, {seconds:.0f} s"
 
-    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
-        """Calls an operation and waits for the result and the descriptors that came with it, which the caller then owns.
-
-        Raises: Unavailable: the worker died first.  Any ServingError that the worker answered.
-        """
-        if not self.ready or not self.alive:
-            raise Unavailable(f"{self.name} is not running")
-        call_id, self._next_call = self._next_call, self._next_call + 1
-        answer = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = answer
-        self.send(ControlCall(call_id, operation), *fds)
-        try:
-            reply, received = await answer
-        finally:
-            # After a cancellation the reply may still come; ``answered`` then finds no future and closes its descriptors.
-            self._calls.pop(call_id, None)
-        if reply.code:
-            descriptors.close(received)
-            raise from_code(reply.code, reply.message)
-        return reply.result, received
-
-    def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Gives a reply to the call that waits for it."""
-        waiting = self._calls.get(reply.call_id)
-        if waiting is None or waiting.done():
-            descriptors.close(fds)
-        else:
-            waiting.set_result((reply, fds))
-
     def release(self) -> None:
-        for waiting in self._calls.values():
-            if not waiting.done():
-                waiting.set_exception(Unavailable(f"{self.name} stopped before it answered"))
+        super().release()
         if self.sequences is not None:
             states = [state for _, state, _ in self.sequences.sequences()]
             self.lost_sequences = states.count(SequenceState.BEGUN)

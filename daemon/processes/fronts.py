@@ -24,7 +24,7 @@ from tensord.daemon.processes import listening, socket_activation
 from tensord.daemon.processes.child import FrontProcess, MissingParts, front_name
 from tensord.daemon.processes.listening import Listener, ListenError
 from tensord.shm import descriptors
-from tensord.shm.control_records import ChildReady, ControlCall, Serve, StateAcknowledged
+from tensord.shm.control_records import ChildReady, ControlCall, Reply, Serve, StateAcknowledged
 from tensord.shm.record import Record
 from tensord.shm.refusals import Refusal
 
@@ -161,14 +161,15 @@ class Fronts:
 
     def _received(self, front: FrontProcess, record: Any, fds: list[int]) -> None:
         if isinstance(record, ControlCall):
-            self._supervisor.front_asked(front, record, fds)
-            return
+            return self._supervisor.front_asked(front, record, fds)
+        if isinstance(record, Reply):
+            return front.answered(record, fds)
         descriptors.close(fds)
         match record:
             case StateAcknowledged(edition):
                 front.acknowledge(edition)
                 if front.serves:
-                    return
+                    return None
                 if edition < self._edition:
                     front.ask(self._edition)
                 else:
@@ -179,6 +180,7 @@ class Fronts:
                 urls = " and ".join(self.urls(front.protocol))
                 _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, urls)
                 self._go_on()
+        return None
 
     # ----------------------------------------------------------------------------------------------------------- ending
 

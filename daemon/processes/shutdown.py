@@ -7,6 +7,7 @@ second signal    whatever still runs is killed at once
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import time
@@ -57,6 +58,12 @@ class Shutdown:
     def child_died(self) -> None:
         """Notes that a child has died and is in its owner's table no more."""
         self._death.set()
+
+    async def hurried(self, seconds: float) -> None:
+        """Returns after so many seconds, or at once on a second signal."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
 
     async def finish(self, children: Mapping[int, Child], deadline_ns: int) -> None:
         """Stops the children; returns when all are gone, at the deadline (CLOCK_MONOTONIC), or at once on a second signal.

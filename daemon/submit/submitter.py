@@ -76,7 +76,9 @@ class Submitter:
           minted: hears of every kind of requests that gets a number.
         """
         self._incarnation = incarnation
-        self._max_in_flight = options.requests.max_in_flight
+        self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
+        #: Whether no new request is taken at all.
+        self._refuses = False
         self._timeout = options.requests.timeout
         arenas = options.arenas
         #: Tensors up to this size travel inside their record.
@@ -125,9 +127,8 @@ class Submitter:
         """
         everything = self._in_flight
         try:
-            if len(everything) >= (limit := self._max_in_flight):
-                self.refusals.note(request.prepared.model, Refusal.IN_FLIGHT)
-                raise Unavailable(f"{len(everything)} requests are in flight, at most {limit} are allowed")
+            if len(everything) >= self._max_in_flight:
+                raise self._too_many(request)
             everything[request.record.request_id] = request
             if self._timeout:
                 request.sent_at = self._loop.time()
@@ -144,6 +145,20 @@ class Submitter:
             everything.pop(request.record.request_id, None)
             self._give_back_inputs(request)
             raise
+
+    def _too_many(self, request: InFlight) -> Unavailable:
+        """Notes and words why a request is not taken."""
+        if self._refuses:
+            self.refusals.note(request.prepared.model, Refusal.DRAINING)
+            return Unavailable("the server is draining: it takes no new requests")
+        self.refusals.note(request.prepared.model, Refusal.IN_FLIGHT)
+        return Unavailable(f"{len(self._in_flight)} requests are in flight, at most {self._max_in_flight} are allowed")
+
+    def refuse(self, refuses: bool) -> None:
+        """Refuses every new request from now on, or takes them again; those in flight go on."""
+        self._refuses = refuses
+        # It is the limit that each request is compared with anyhow.
+        self._max_in_flight = 0 if refuses else self._most_in_flight
 
     def _route(self, request: InFlight) -> None:
         """Sends to the least loaded worker that has the model, or lets it wait for one. Raises whatever is wrong with it."""

@@ -40,7 +40,7 @@ from tensord.shm.control_records import (
 )
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import Counts, Figures, VersionFigures
-from tensord.shm.operations import ModelStatistics, RegionRecords, RegisterSystemRegion, WorkerFigures
+from tensord.shm.operations import EndIdleLanes, ModelStatistics, RegionRecords, RegisterSystemRegion, WorkerFigures
 from tensord.shm.record import decoder
 from tensord.shm.regions import open_object
 from tensord.shm.sequence_page import SequencePage
@@ -162,8 +162,12 @@ class FakeWorker:
                 figures = Figures(versions, {"system": len(self.regions), "cuda": 0}, (), self.lane_requests, 0)
                 self.connection.send(Reply(call_id, result=msgspec.json.encode(figures)))
             case ModelStatistics():
-                stats = [{"name": n, "version": str(v), "inference_count": 3} for n, v in self.models]
+                counts = {"inference_count": 3, "execution_count": 2}
+                counts |= {"inference_stats": {"success": {"count": 3, "ns": 6000}}}
+                stats = [{"name": n, "version": str(v), **counts} for n, v in self.models]
                 self.connection.send(Reply(call_id, result=msgspec.json.encode({"model_stats": stats})))
+            case EndIdleLanes():
+                self.connection.send(Reply(call_id, result=b"0"))
             case _:
                 self.regions.pop(getattr(operation, "name", ""), None)
                 self.connection.send(Reply(call_id))

@@ -13,8 +13,9 @@ from tensord.daemon.supervisor import Programs, Supervisor
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    options = layers.load(file)
+    configured = layers.read(file)
+    options = configured.options
     log.configure(options.log, "supervisor")
     programs = Programs("tests.daemon.fake_front", "tests.daemon.fake_front", "tests.daemon.fake_worker")
     workers = spawn_workers(options.workers, os.environ, programs.worker)
-    sys.exit(asyncio.run(Supervisor(options, lambda: layers.load(file), os.environ, workers, programs).run()))
+    sys.exit(asyncio.run(Supervisor(configured, lambda: layers.read(file), os.environ, workers, programs).run()))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tensord.config import layers
+from tensord.config.layers import Setting
 from tests.daemon.fake_daemon import ROOT, write_model
 from tests.repositories import scale_model
 
@@ -32,7 +34,7 @@ def test_version_and_help() -> None:
     assert tensord("--version").stdout.startswith("tensord ")
     assert "serve" in tensord("--help").stdout
     text = tensord("serve", "--help").stdout
-    for words in ("--config", "--model-repository=DIR", "--exit-on-error[=true|false]", "[http.port]", "SIGHUP"):
+    for words in ("--config", "--model-repository=DIR", "--exit-on-error[=true|false]", "[http.port:", "SIGHUP"):
         assert words in text
 
 
@@ -41,6 +43,30 @@ def test_the_defaults_are_a_configuration_file(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, (ROOT / "config" / "default.toml").read_text())
     (tmp_path / "all.toml").write_text(done.stdout)
     assert tensord("check", str(tmp_path / "all.toml")).returncode == 0
+
+
+def test_the_configuration_says_where_each_value_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "tensord.toml"
+    file.write_text('server_name = "it"\n[http]\nport = 1\naddress = ["::1", "unix:/x"]\n[grpc]\nport = 2\n')
+    given = ["--config", str(file), "--grpc-port=4", "--log-info=false"]
+    done = tensord("config", *given, TENSORD_HTTP_PORT="3")
+    assert done.returncode == 0
+    assert f'\nserver_name = "it"  # from {file}\n' in done.stdout
+    assert f'\naddress = ["::1", "unix:/x"]  # from {file}\n' in done.stdout
+    assert "\nport = 3  # from TENSORD_HTTP_PORT\n" in done.stdout
+    assert "\nport = 4  # from --grpc-port\n" in done.stdout
+    assert "\ninfo = false  # from --log-info\n" in done.stdout
+    assert "\nport = 8002\n" in done.stdout
+    (tmp_path / "again.toml").write_text(done.stdout)
+    assert layers.load(tmp_path / "again.toml") == layers.load(
+        file, {"TENSORD_HTTP_PORT": "3"}, [Setting("grpc.port", 4, ""), Setting("log.info", False, "")]
+    )
+    rows = tensord("config", "--short", *given, TENSORD_HTTP_PORT="3").stdout.splitlines()
+    assert [row.split() for row in rows[:3]] == [
+        ["key", "value", "source"],
+        ["server_name", '"it"', str(file)],
+        ["http.port", "3", "TENSORD_HTTP_PORT"],
+    ]
 
 
 def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:

@@ -44,6 +44,21 @@ def test_models(daemon: FakeDaemon) -> None:
     assert failed.stderr.startswith("tensorctl: load failed for model 'fails'")
     statistics = json.loads(tensorctl(daemon.control, "--json", "models", "statistics", "good").stdout)
     assert statistics["model_stats"][0]["inference_count"] == 3
+    columns, row = (
+        line.split() for line in tensorctl(daemon.control, "models", "statistics", "good").stdout.splitlines()
+    )
+    assert (
+        dict(zip(columns, row, strict=False)).items()
+        >= {"name": "good", "version": "1", "inferences": "3", "request_us": "2"}.items()
+    )
+    shown = tensorctl(daemon.control, "models", "show", "good")
+    assert shown.stdout.startswith("good version 1: READY\n")
+    assert "    workers: worker-0\n" in shown.stdout
+    (version,) = json.loads(tensorctl(daemon.control, "--json", "models", "show", "good").stdout)
+    assert version["metadata"]["name"] == "good"
+    assert tensorctl(daemon.control, "models", "show", "fails").stdout.startswith("fails version 1: UNAVAILABLE\n")
+    missing = tensorctl(daemon.control, "models", "show", "nothing")
+    assert (missing.returncode, missing.stderr) == (1, "tensorctl: there is no model 'nothing'\n")
     assert tensorctl(daemon.control, "models", "unload", "good").returncode == 0
 
 
@@ -76,6 +91,129 @@ def test_a_daemon_started_by_hand_is_found(tmp_path: Path) -> None:
         assert re.search(r", no grpc, http://127\.0\.0\.1:\d+/metrics\n", found)
     finally:
         assert running.stop() == 0
+
+
+def test_health_is_an_exit_status(daemon: FakeDaemon, tmp_path: Path) -> None:
+    done = tensorctl(daemon.control, "health")
+    assert (done.returncode, done.stdout.startswith("serving, ready, ")) == (0, True)
+    assert tensorctl(tmp_path / "nothing.sock", "health").returncode == 2
+    write_model(tmp_path / "models", "fails")
+    ill = FakeDaemon(tmp_path, {"workers": {"cpu": 1}})
+    try:
+        ill.wait_log("1 of 1 models are not served: fails")
+        done = tensorctl(ill.control, "--json", "health")
+        assert (done.returncode, json.loads(done.stdout)["ready"]) == (1, False)
+    finally:
+        assert ill.stop() == 0
+
+
+def test_the_configuration_in_force_and_what_waits(daemon: FakeDaemon) -> None:
+    def rows() -> dict[str, list[str]]:
+        lines = tensorctl(daemon.control, "config").stdout.splitlines()
+        return {line.split()[0]: line.split()[1:] for line in lines}
+
+    source = str(daemon.file)
+    assert rows()["http.port"] == ["0", source]
+    assert "grpc.port" not in rows()
+    assert len(tensorctl(daemon.control, "config", "--all").stdout.splitlines()) > 150
+    before = daemon.file.read_text()
+    daemon.sections["http"]["keep_alive_timeout"] = 9.0
+    daemon.write_config()
+    assert rows()["http.keep_alive_timeout"] == ["75.0", "default", "9.0", "restart"]
+    assert tensorctl(daemon.control, "reload").returncode == 0
+    assert rows()["http.keep_alive_timeout"] == ["75.0", "default", "9.0", "restart"]
+    daemon.file.write_text("[http]\nprot = 1\n")
+    assert "a reload would be refused: " in tensorctl(daemon.control, "config").stdout
+    daemon.file.write_text(before)
+    del daemon.sections["http"]["keep_alive_timeout"]
+    assert tensorctl(daemon.control, "reload", "--no-wait").returncode == 0
+
+
+def test_a_reload_fails_with_the_sentence(daemon: FakeDaemon) -> None:
+    before = daemon.file.read_text()
+    daemon.file.write_text("[http]\nprot = 1\n")
+    refused = tensorctl(daemon.control, "reload")
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        "tensorctl: reload refused, the former configuration stays in force: "
+        f"{daemon.file}: unknown key http.prot; did you mean http.port?\n"
+    )
+    daemon.sections["repository"]["load"] = ["fails"]
+    daemon.write_config()
+    refused = tensorctl(daemon.control, "reload")
+    assert refused.returncode == 1
+    assert "the configuration is in force, and 1 of 1 models were not loaded: " in refused.stderr
+    daemon.file.write_text(before)
+    del daemon.sections["repository"]["load"]
+    assert tensorctl(daemon.control, "reload").returncode == 0
+
+
+def test_log_and_trace_switches(daemon: FakeDaemon) -> None:
+    def log(*arguments: str) -> dict[str, object]:
+        return dict(json.loads(tensorctl(daemon.control, "--json", "log", *arguments).stdout))
+
+    assert log()["log_verbose_level"] == 0
+    changed = log("--verbose", "1", "--no-warning", "--format", "ISO8601")
+    assert (changed["log_verbose_level"], changed["log_warning"], changed["log_format"]) == (1, False, "ISO8601")
+    assert "log.verbose" in tensorctl(daemon.control, "config").stdout
+    assert "changed while running" in tensorctl(daemon.control, "config").stdout
+    assert log("--verbose", "0", "--warning", "--format", "default")["log_warning"] is True
+    text = tensorctl(daemon.control, "trace").stdout
+    assert re.search(r"^trace_rate +1000$", text, re.MULTILINE)
+    assert re.search(r"^trace_rate +7$", tensorctl(daemon.control, "trace", "--rate=7").stdout, re.MULTILINE)
+    refused = tensorctl(daemon.control, "trace", "--level=TIMESTAMPS")
+    assert (refused.returncode, "trace file name is not given" in refused.stderr) == (1, True)
+    assert re.search(r"^trace_rate +1000$", tensorctl(daemon.control, "trace", "--inherit").stdout, re.MULTILINE)
+
+
+def test_watch_shows_it_again(daemon: FakeDaemon) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tensord.daemon.ctl",
+        "--socket",
+        str(daemon.control),
+        "models",
+        "list",
+        "--watch=0.1",
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert [watching.stdout.readline()[:4] for _ in range(6)] == ["name", "fail", "good"] * 2
+        watching.terminate()
+
+
+def test_names_are_completed(daemon: FakeDaemon) -> None:
+    words = f"tensorctl --socket {daemon.control} models load g"
+    variables = {"_TENSORCTL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "5"}
+    command = [sys.executable, "-m", "tensord.daemon.ctl"]
+    assert subprocess.check_output(command, cwd=ROOT, env=os.environ | variables, text=True) == "plain,good\n"
+
+
+def test_two_daemons_of_a_user_are_told_apart(tmp_path: Path) -> None:
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tensord.daemon.ctl"]
+    running: list[FakeDaemon] = []
+    try:
+        for name in ("one", "two"):
+            (tmp_path / name / "models").mkdir(parents=True)
+            options = {"supervisor": {"control_socket": ""}, "workers": {"cpu": 1}}
+            running.append(FakeDaemon(tmp_path / name, options, environment))
+            running[-1].wait_ready()
+        sockets = [tmp_path / "tensord" / name for name in ("control.sock", f"control-{running[1].process.pid}.sock")]
+        asked = subprocess.run(
+            [*command, "status"], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
+        )
+        assert asked.returncode == 2
+        assert asked.stderr == (
+            f"tensorctl: 2 daemons of this user answer, at '{sockets[0]}', '{sockets[1]}': "
+            "name one with --socket or TENSORCTL_SOCKET\n"
+        )
+        for path in sockets:
+            assert tensorctl(path, "health").returncode == 0
+    finally:
+        assert [daemon.stop() for daemon in running] == [0] * len(running)
+    assert not list((tmp_path / "tensord").glob("control*"))
 
 
 def test_nobody_there(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import click
 import pytest
+from click.shell_completion import ShellComplete
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,9 @@ from tensord.daemon import flags
 
 
 def parsed(*arguments: str) -> Options:
-    return layers.load(flags=flags.parse(arguments))
+    command = flags.FlagCommand("tensord", add_help_option=False)
+    with command.make_context("tensord", list(arguments)) as context:
+        return layers.load(flags=flags.settings(context))
 
 
 def test_a_triton_command_line() -> None:
@@ -91,6 +95,7 @@ def test_switches_take_a_value_or_none() -> None:
         (["--http-port", "--id=x"], "--http-port: needs a value"),
         (["--http-port=x"], "--http-port: http.port: expected int, got str, given 'x'"),
         (["models"], "unexpected argument 'models'"),
+        (["-x"], "unexpected argument '-x'"),
         (["--load-model=x"], "needs repository.control_mode"),
     ],
 )
@@ -117,7 +122,29 @@ def test_the_rate_limiter() -> None:
 def test_every_flag_names_a_key_and_stands_in_the_help() -> None:
     keys = layers.known_keys()
     assert all(flag.key in keys for flag in flags.FLAGS)
-    assert len(flags.help_table()) == len(flags.FLAGS)
+    command = flags.FlagCommand("tensord")
+    text = command.get_help(click.Context(command, max_content_width=300, terminal_width=300))
+    for flag in flags.FLAGS:
+        assert f"--{flag.name}" in text
+        assert f"[{flag.key}:" in text
+    assert "[http.port: int from 0 to 65535; default 8000]" in text
+    assert "[http.response_compression: none, low, medium or high; default 'none']" in text
+
+
+def completed(*words: str) -> list[str]:
+    """What a shell is offered for the last of these words."""
+    command = flags.FlagCommand("tensord")
+    *before, last = words
+    return [item.value for item in ShellComplete(command, {}, "tensord", "X").get_completions(before, last)]
+
+
+def test_a_shell_completes_flags_and_their_values() -> None:
+    assert completed("--http-po") == ["--http-port"]
+    assert completed("--http-port", "1", "--model-rep") == ["--model-repository"]
+    assert completed("--log-format=I") == ["ISO8601"]
+    assert completed("--model-control-mode", "") == ["none", "explicit", "poll"]
+    assert completed("--allow-grpc=") == ["true", "false"]
+    assert completed("--trace-level", "T") == ["TIMESTAMPS", "TENSORS"]
 
 
 @given(st.lists(st.text(max_size=20) | st.sampled_from([f"--{flag.name}" for flag in flags.FLAGS]), max_size=5))

@@ -31,6 +31,7 @@ def test_the_users_own_is_made_once_and_searched_first(tmp_path: Path) -> None:
     assert (tmp_path / "tensord").stat().st_mode & 0o777 == 0o700
     found = runtime_directory.searched(environment)
     assert (found[0], found[-1]) == (tmp_path / "tensord", runtime_directory.SERVICE)
+    assert runtime_directory.searched(environment | {"RUNTIME_DIRECTORY": "/run/other"}) == [Path("/run/other"), *found]
 
 
 def test_one_that_others_can_write_into_is_not_used(tmp_path: Path, temporary: Path) -> None:
@@ -56,3 +57,10 @@ def test_without_the_variable_or_its_folder(temporary: Path) -> None:
     assert runtime_directory.own({}) == temporary
     assert runtime_directory.own({"XDG_RUNTIME_DIR": "/nowhere"}) == temporary
     assert runtime_directory.searched({}) == [temporary, runtime_directory.SERVICE]
+
+
+def test_sockets_of_further_daemons(tmp_path: Path) -> None:
+    for name in ("control-12.sock", "control-x.sock", "clients.sock", runtime_directory.further("control.sock", 3)):
+        (tmp_path / name).touch()
+    found = [path.name for path in runtime_directory.sockets(tmp_path, "control.sock")]
+    assert found == ["control.sock", "control-12.sock", "control-3.sock"]

@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tensord.config.layers import ConfigurationError
+from tensord.config.layers import ConfigurationError, Configured
 from tensord.config.options import Http, Log, Options, Repository
 from tensord.daemon.operator.configuration import Configuration
 
-OLD = Options(repository=Repository(paths=("old",)), http=Http(port=1))
+OLD = Configured(Options(repository=Repository(paths=("old",)), http=Http(port=1)), {"http.port": "old.toml"})
 
 
 async def test_the_repository_changes_and_what_needs_a_restart_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    new = Options(repository=Repository(paths=("new",)), http=Http(port=2))
+    options = Options(repository=Repository(paths=("new",), required=("m",)), http=Http(port=2))
+    new = Configured(options, {"http.port": "--http-port", "repository.paths": "new.toml"})
     configuration = Configuration(OLD, lambda: new)
     assert await configuration.read() == new
-    assert configuration.options == OLD
-    assert configuration.take(new) == 2
-    assert configuration.options.repository.paths == ("new",)
+    assert configuration.options == OLD.options
+    assert configuration.take(new) == 3
+    assert configuration.options.repository == options.repository
     assert configuration.options.http.port == 1
     assert "these keys need a restart" in caplog.text
     assert "http.port" in caplog.text
@@ -27,20 +28,51 @@ async def test_the_repository_changes_and_what_needs_a_restart_is_said(caplog: p
 
 
 async def test_what_cannot_be_used_changes_nothing(tmp_path: Path) -> None:
-    def wrong() -> Options:
+    def wrong() -> Configured:
         raise ConfigurationError("port: 70000")
 
     configuration = Configuration(OLD, wrong)
     with pytest.raises(ConfigurationError, match="70000"):
         await configuration.read()
-    nowhere = Options(log=Log(file=str(tmp_path / "missing" / "log")))
+    nowhere = Configured(Options(log=Log(file=str(tmp_path / "missing" / "log"))), {})
     with pytest.raises((OSError, ConfigurationError)):
         await Configuration(OLD, lambda: nowhere).read()
-    assert configuration.options == OLD
+    assert configuration.options == OLD.options
 
 
 def test_the_log_is_taken_by_itself() -> None:
     configuration = Configuration(OLD, lambda: OLD)
     configuration.take_log(Log(verbose=3))
     assert configuration.options.log.verbose == 3
-    assert configuration.options.http == OLD.http
+    assert configuration.options.http == OLD.options.http
+
+
+async def test_what_is_in_force_and_what_waits() -> None:
+    options = Options(repository=Repository(paths=("new",)), http=Http(port=2))
+    file = [OLD]
+    configuration = Configuration(OLD, lambda: file[0])
+
+    async def found() -> dict[str, dict[str, object]]:
+        return {row.pop("key"): row for row in (await configuration.described())["keys"]}
+
+    assert (await found())["http.port"] == {"value": 1, "source": "old.toml"}
+    assert (await found())["grpc.port"] == {"value": 8001, "source": "default"}
+    file[0] = Configured(options, {"http.port": "new.toml", "repository.paths": "new.toml"})
+    waiting = {key: row for key, row in (await found()).items() if "waits" in row}
+    assert waiting == {
+        "repository.paths": {"value": ("old",), "source": "default", "next": ("new",), "waits": "reload"},
+        "http.port": {"value": 1, "source": "old.toml", "next": 2, "waits": "restart"},
+    }
+    configuration.take(file[0])
+    waiting = {key: row for key, row in (await found()).items() if "waits" in row}
+    assert waiting == {"http.port": {"value": 1, "source": "old.toml", "next": 2, "waits": "restart"}}
+    assert (await found())["repository.paths"] == {"value": ("new",), "source": "new.toml"}
+    configuration.take_log(Log(verbose=1))
+    assert (await found())["log.verbose"]["source"] == "changed while running"
+
+
+async def test_a_file_that_a_reload_would_refuse_is_said() -> None:
+    def wrong() -> Configured:
+        raise ConfigurationError("tensord.toml: http.port: expected int")
+
+    assert (await Configuration(OLD, wrong).described())["error"] == "tensord.toml: http.port: expected int"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from tensord.shm.errors import InvalidArgument
 
 
 def opened(path: Path) -> ControlSocket:
-    operations: Any = None  # nothing is asked
-    return ControlSocket(SupervisorOptions(control_socket=str(path)), {}, operations, dict)
+    commands: Any = None  # nothing is asked
+    return ControlSocket(SupervisorOptions(control_socket=str(path)), {}, commands)
 
 
 async def test_a_killed_predecessors_socket_is_taken_over(tmp_path: Path) -> None:
@@ -33,17 +34,23 @@ async def test_a_killed_predecessors_socket_is_taken_over(tmp_path: Path) -> Non
     assert not path.exists()
 
 
-async def test_by_default_the_users_first_daemon_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A second one serves without; once the first has gone there is room again."""
-    operations: Any = None
+async def test_a_users_further_daemon_has_its_number_in_the_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once the first has gone there is room again."""
+    commands: Any = None
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
     path = tmp_path / "tensord" / "control.sock"
-    first, second, third = (ControlSocket(SupervisorOptions(), environment, operations, dict) for _ in range(3))
+    caplog.set_level("INFO")
+    first, second, third = (ControlSocket(SupervisorOptions(), environment, commands) for _ in range(3))
     await first.open()
     assert (first.path, path.stat().st_mode & 0o777) == (path, 0o600)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path.with_name("control-1.sock")))
     await second.open()
-    assert second.path is None
-    assert "tensorctl cannot reach this daemon: no control socket by default (another daemon has it)" in caplog.text
+    assert second.path == path.with_name(f"control-{os.getpid()}.sock")
+    assert sorted(path.parent.iterdir()) == sorted([path, second.path])
+    assert f"tensorctl finds this one with --socket {second.path}" in caplog.text
     second.close()
     assert path.exists()
     first.close()

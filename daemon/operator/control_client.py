@@ -1,0 +1,74 @@
+"""Asks a daemon over its control socket, as tensorctl does: one question and its answer on a connection.
+
+Without a path the socket is looked for where daemons have theirs by default (``tensord.daemon.control.runtime_directory``). Where
+several daemons of one user answer none is chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensord.daemon.control import runtime_directory
+from tensord.daemon.control.runtime_directory import CONTROL_SOCKET
+
+
+class Unreachable(Exception):
+    """No daemon answers, or several do and none is named; the message says where."""
+
+
+class Refused(Exception):
+    """The daemon answered with a sentence about why not."""
+
+
+def ask(path: Path | None, environment: Mapping[str, str], question: Mapping[str, Any]) -> Any:
+    """Returns a daemon's answer. ``path``: of its control socket; None: it is looked for. Raises Unreachable, Refused."""
+    sock = _connected(path) if path is not None else _found(environment)
+    try:
+        with sock:
+            sock.sendall(json.dumps(question).encode() + b"\n")
+            with sock.makefile("rb") as lines:
+                answer = lines.readline()
+    except OSError:
+        answer = b""
+    if not answer.endswith(b"\n"):
+        raise Unreachable("the daemon stopped before it answered")
+    fields = json.loads(answer)
+    if "error" in fields:
+        raise Refused(fields["error"].strip())
+    return fields["result"]
+
+
+def _connected(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(str(path))
+    except OSError as error:
+        sock.close()
+        raise Unreachable(f"no tensord answers at '{path}': {error.strerror or error}") from None
+    return sock
+
+
+def _found(environment: Mapping[str, str]) -> socket.socket:
+    """Connects to the one daemon in the first folder where any answers."""
+    reasons: list[str] = []
+    for folder in runtime_directory.searched(environment):
+        answering: dict[Path, socket.socket] = {}
+        for path in runtime_directory.sockets(folder, CONTROL_SOCKET):
+            try:
+                answering[path] = _connected(path)
+            except Unreachable as error:
+                reasons.append(str(error).removeprefix("no tensord answers at "))
+        if len(answering) == 1:
+            return answering.popitem()[1]
+        for sock in answering.values():
+            sock.close()
+        if answering:
+            named = ", ".join(f"'{path}'" for path in answering)
+            raise Unreachable(
+                f"{len(answering)} daemons of this user answer, at {named}: name one with --socket or TENSORCTL_SOCKET"
+            )
+    raise Unreachable(f"no tensord answers at {'; '.join(reasons)}")

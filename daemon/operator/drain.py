@@ -1,0 +1,130 @@
+"""Drains the daemon: it is not ready, goes on serving for a while, takes nothing new, and is done once nothing is in flight.
+
+    begin ─▶ not ready, requests are taken ─ supervisor.drain_time ─▶ new requests get 503 ─▶ nothing is in flight: drained
+    end   ─▶ everything as before
+
+The processes stay, and whoever dies is replaced. Models are loaded and settings changed as ever: only inference is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from typing import TYPE_CHECKING
+
+from tensord.daemon.processes.child import Child, FrontProcess
+from tensord.shm import descriptors
+from tensord.shm.errors import ServingError, Unavailable
+from tensord.shm.operations import AwaitIdle, EndIdleLanes
+
+if TYPE_CHECKING:
+    from tensord.daemon.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+#: Between two looks at lanes on which something is in flight.
+_LANES_POLL_SECONDS = 0.05
+
+
+class DrainPhase(enum.Enum):
+    """The phase of a drain."""
+
+    #: Nothing is drained.
+    NONE = "none"
+    #: The daemon is not ready, and requests are taken.
+    ANNOUNCED = "announced"
+    #: New requests are refused, and some may be in flight.
+    REFUSING = "refusing"
+    #: Nothing is in flight.
+    DRAINED = "drained"
+
+
+class Drain:
+    """Drains the daemon and ends that again. Belongs to the supervisor's loop."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self.phase = DrainPhase.NONE
+        self._draining: asyncio.Task[str] | None = None
+
+    @property
+    def refuses(self) -> bool:
+        """Returns whether new requests are refused."""
+        return self.phase in (DrainPhase.REFUSING, DrainPhase.DRAINED)
+
+    def begin(self) -> None:
+        """Begins to drain, if that has not begun."""
+        if self.phase is not DrainPhase.NONE:
+            return
+        seconds = self._supervisor.options.supervisor.drain_time
+        _log.info("draining: not ready from now on, and no new requests are taken in %g s", seconds)
+        self.announce()
+        self._draining = asyncio.get_running_loop().create_task(self._drain(seconds))
+
+    def announce(self) -> None:
+        """Says everywhere that the daemon is not ready; requests are taken as before."""
+        self.phase = DrainPhase.ANNOUNCED
+        self._supervisor.drain_models(True)
+
+    async def finished(self) -> None:
+        """Returns when nothing is in flight.
+
+        Raises Unavailable: something still is after ``supervisor.exit_timeout``, or the drain was ended.
+        """
+        draining = self._draining
+        if draining is None:
+            raise Unavailable("the server is not being drained")
+        await asyncio.wait((draining,))
+        if sentence := "the drain was ended" if draining.cancelled() else draining.result():
+            raise Unavailable(sentence)
+
+    def end(self) -> None:
+        """Takes requests again, and is ready as far as the models are."""
+        if self.phase is DrainPhase.NONE:
+            return
+        _log.info("draining: ended, requests are taken")
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
+        self.phase = DrainPhase.NONE
+        self._supervisor.refuse_requests(False)
+        self._supervisor.drain_models(False)
+
+    async def _drain(self, seconds: float) -> str:
+        """Returns "", or a sentence about what is still in flight after ``supervisor.exit_timeout``."""
+        await self._supervisor.fronts.settled()
+        await asyncio.sleep(seconds)
+        self.phase = DrainPhase.REFUSING
+        self._supervisor.refuse_requests(True)
+        await self._supervisor.fronts.settled()
+        timeout = self._supervisor.options.supervisor.exit_timeout
+        _log.info("draining: new requests are refused; finishing those in flight")
+        waiting = {child: self._waits(child) for child in (*self._supervisor.fronts, *self._supervisor.workers.ready())}
+        tasks = {asyncio.ensure_future(wait): child for child, wait in waiting.items()}
+        try:
+            _, late = await asyncio.wait(tasks, timeout=timeout) if tasks else ((), ())
+        finally:
+            for task in tasks:
+                task.cancel()
+        if late:
+            names = ", ".join(sorted(tasks[task].name for task in late))
+            sentence = f"requests are still in flight after {timeout:g} s: {names}"
+            _log.warning("draining: %s", sentence)
+            return sentence
+        self.phase = DrainPhase.DRAINED
+        _log.info("drained: nothing is in flight")
+        return ""
+
+    async def _waits(self, child: Child) -> None:
+        """Returns when nothing is in flight there, or the process has ended: nothing is in flight then either."""
+        try:
+            if isinstance(child, FrontProcess):
+                descriptors.close((await child.call(AwaitIdle()))[1])
+                return
+            while (await child.call(EndIdleLanes()))[0] != b"0":
+                await asyncio.sleep(_LANES_POLL_SECONDS)
+        except ServingError as error:
+            _log.debug("%s is not waited for: %s", child.name, error)
+
+    def __repr__(self) -> str:
+        return f"<Drain {self.phase.value}>"

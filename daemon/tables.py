@@ -1,0 +1,68 @@
+"""Prints what tensorctl is told as tables: a line a row, columns as wide as what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+
+def show(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints rows under the names of their columns; what a row lacks is left blank."""
+    cells = [[shown(row.get(column, "")) for column in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    for line in [list(columns), *cells]:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def shown(value: Any) -> str:
+    """Shows a value in a cell, on one line."""
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        # What a worker is at, and for how long.
+        value = f"{value['model']} {value['version']}, {value['seconds']:.1f} s"
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    return " ".join(str(value).split())
+
+
+def statistics(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Makes a row for each model version of a statistics answer: its counts, and means in microseconds."""
+    rows = []
+    for entry in answer["model_stats"]:
+        of = entry["inference_stats"]
+        rows.append(
+            {
+                "name": entry["name"],
+                "version": entry["version"],
+                "requests": _count(of, "success"),
+                "failed": _count(of, "fail"),
+                "inferences": entry["inference_count"],
+                "executions": entry["execution_count"],
+                "request_us": _mean(of, "success"),
+                "queue_us": _mean(of, "queue"),
+                "input_us": _mean(of, "compute_input"),
+                "infer_us": _mean(of, "compute_infer"),
+                "output_us": _mean(of, "compute_output"),
+                "cache_hits": _count(of, "cache_hit"),
+            }
+        )
+    return rows
+
+
+#: The columns of ``statistics``.
+STATISTICS = (
+    *("name", "version", "requests", "failed", "inferences", "executions"),
+    *("request_us", "queue_us", "input_us", "infer_us", "output_us", "cache_hits"),
+)
+
+
+def _count(durations: Mapping[str, Any], what: str) -> int:
+    return int(durations.get(what, {}).get("count", 0))
+
+
+def _mean(durations: Mapping[str, Any], what: str) -> str:
+    count = _count(durations, what)
+    return f"{durations[what]['ns'] / count / 1000:.0f}" if count else ""

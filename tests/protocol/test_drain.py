@@ -1,0 +1,163 @@
+"""A daemon that is drained: not ready at once, serving on for a while, then nothing new, and done when nothing is in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests import repositories, scrapes
+from tests.daemon.clients.lane_client import LaneClient
+from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, tensorctl_status, wait_until
+from tests.protocol.test_client_lane import Lane
+
+BODY = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
+REFUSED = "the server is draining: it takes no new requests"
+
+
+class Drained(DaemonProcess):
+    """A daemon with one model, and tensorctl for it."""
+
+    def __init__(self, folder: Path, drain_time: float) -> None:
+        self.control = folder / "control.sock"
+        supervisor = {"control_socket": str(self.control), "drain_time": drain_time}
+        clients = {"socket": str(folder / "clients.sock")}
+        super().__init__(folder, [folder / "models"], {"supervisor": supervisor, "clients": clients})
+
+    def tensorctl(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(self.control), *arguments]
+        return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def told(self, *arguments: str) -> tuple[int, str]:
+        """Exit status of tensorctl, and what it wrote to standard error."""
+        with self.tensorctl(*arguments) as process:
+            errors = process.communicate(timeout=PATIENCE)[1]
+        return process.returncode, errors
+
+    @property
+    def phase(self) -> str:
+        return str(tensorctl_status(self.control)["phase"])
+
+    @property
+    def ready(self) -> bool:
+        return self.get("/v2/health/ready")[0] == 200
+
+
+@pytest.fixture
+def serve(leaves_nothing: None, tmp_path: Path) -> Iterator[Any]:
+    repositories.scale_model(tmp_path / "models")
+    running: list[Drained] = []
+
+    def start(drain_time: float = 0.0) -> Drained:
+        daemon = Drained(tmp_path, drain_time)
+        daemon.start()
+        running.append(daemon)
+        daemon.wait_ready()
+        return daemon
+
+    yield start
+    for daemon in running:
+        with contextlib.suppress(ProcessLookupError):
+            daemon.signal(signal.SIGTERM)
+            # The second one does not wait for the time of a drain.
+            wait_until(lambda: "stopping: " in daemon.log, "the daemon to stop")  # noqa: B023
+        daemon.stop()
+
+
+def test_what_is_in_flight_is_finished_and_nothing_new_begun(serve: Any, tmp_path: Path) -> None:
+    repositories.sleepy_model(tmp_path / "models")
+    daemon: Drained = serve()
+    answers: list[tuple[int, Any]] = []
+
+    def ask() -> None:
+        delay = [{"name": "DELAY_MS", "shape": [1], "datatype": "INT32", "data": [0]}]
+        told = {"began": str(tmp_path / "began"), "until": str(tmp_path / "until")}
+        answers.append(daemon.infer("sleepy", delay, parameters=told))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until((tmp_path / "began").exists, "the request to run", daemon)
+    draining = daemon.tensorctl("drain", "--wait")
+    daemon.wait_log("new requests are refused")
+    status, answer = daemon.infer("scale", BODY)
+    assert (status, answer["error"]) == (503, REFUSED)
+    assert (daemon.ready, daemon.told("health")[0]) == (False, 1)
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        asked = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert asked.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        request = service_pb2.ModelInferRequest(model_name="scale")
+        request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+        request.raw_input_contents.append(np.ones(4, np.float32).tobytes())
+        with pytest.raises(grpc.RpcError) as refused:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+        assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.UNAVAILABLE, REFUSED)
+    # It waits for the request.
+    assert (draining.poll(), daemon.phase) == (None, "draining")
+    (tmp_path / "until").touch()
+    assert (draining.communicate(timeout=PATIENCE)[1], draining.returncode) == ("", 0)
+    asking.join(PATIENCE)
+    assert [status for status, _ in answers] == [200]
+    assert daemon.phase == "drained"
+    figures = scrapes.scrape(daemon.metrics_url)
+    counted = {"front": "http-0", "protocol": "http", "reason": "draining"}
+    assert figures.value("tensord_front_refused_total", **counted) == 1
+    assert figures.value("tensord_ready") == 0
+    assert daemon.told("drain", "--wait") == (0, "")
+    assert daemon.told("undrain") == (0, "")
+    assert (daemon.ready, daemon.phase, daemon.infer("scale", BODY)[0]) == (True, "serving", 200)
+    assert daemon.told("undrain") == (0, "")
+
+
+def test_a_front_that_is_replaced_refuses_as_well(serve: Any) -> None:
+    daemon: Drained = serve()
+    assert daemon.told("drain", "--wait") == (0, "")
+    (front,) = daemon.fronts
+    front.kill()
+    daemon.wait_log(r"http-0 \(process \d+\) is up", 2)
+    assert (daemon.infer("scale", BODY)[1]["error"], daemon.ready) == (REFUSED, False)
+
+
+def test_requests_are_taken_for_a_while(serve: Any) -> None:
+    daemon: Drained = serve(4 * PATIENCE)
+    with daemon.tensorctl("drain", "--wait") as draining:
+        wait_until(lambda: not daemon.ready, "the daemon to be not ready", daemon)
+        assert (daemon.infer("scale", BODY)[0], daemon.phase) == (200, "draining")
+        assert daemon.told("undrain") == (0, "")
+        assert draining.communicate(timeout=PATIENCE)[1] == "tensorctl: the drain was ended\n"
+    assert (daemon.ready, daemon.phase) == (True, "serving")
+
+
+def test_sigterm_announces_the_end_first(serve: Any) -> None:
+    """A second signal does not wait."""
+    daemon: Drained = serve(4 * PATIENCE)
+    daemon.signal(signal.SIGTERM)
+    wait_until(lambda: not daemon.ready, "the daemon to be not ready", daemon)
+    assert daemon.infer("scale", BODY)[0] == 200
+    assert daemon.stop() == 0
+    assert "not ready from now on, and serving on for 960 s" in daemon.log
+
+
+def test_lanes_end_once_nothing_is_in_flight_there(serve: Any, tmp_path: Path) -> None:
+    daemon: Drained = serve()
+    with LaneClient(tmp_path / "clients.sock") as client:
+        client.ask(hello={})
+        (entry,) = client.open("scale")["lanes"]
+        with contextlib.closing(Lane(client.lanes.pop(entry["lane"]))) as lane:
+            assert lane.infer("scale", np.zeros((1, 4), np.float32))[1] == [[1.0] * 4]
+            assert daemon.told("drain", "--wait") == (0, "")
+            assert lane.ended()
+        assert "the server is draining: it opens no lanes" in str(client.open("scale"))
+        assert daemon.told("undrain") == (0, "")
+        (entry,) = client.open("scale")["lanes"]
+        assert entry["new"]
