@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -254,7 +255,7 @@ class Supervisor:
         self._served_models.change()  # which that line says
         served = self._models.lifecycle.ready_models()
         url = next((url for url in self.fronts.urls("http") if url.startswith("http:")), None)
-        if url and served:
+        if url and served and not self.options.log.file and sys.stderr.isatty():
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     def _all_up(self) -> bool:

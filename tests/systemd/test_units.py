@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tensord.config.options import Grpc, Http
+from tests.daemon_process import DaemonProcess
 
 FOLDER = Path(__file__).parent.parent.parent / "systemd"
 
@@ -20,7 +23,12 @@ def test_systemd_analyze_verify(tmp_path: Path) -> None:
     """The programs and users of an installation are not here, so the copies name some that are; nothing else is changed."""
     names = ("tensord.service", "tensord.socket", "tensord-grpc.socket")
     for name in names:
-        text = (FOLDER / name).read_text().replace("/opt/tensord/venv/bin/tensord", shutil.which("true") or "/bin/true")
+        text = (
+            (FOLDER / name)
+            .read_text()
+            .replace("/opt/tensord/venv/bin/tensorctl", "/bin/true")
+            .replace("/opt/tensord/venv/bin/tensord", "/bin/true")
+        )
         (tmp_path / name).write_text(text)
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *(str(tmp_path / name) for name in names)],
@@ -53,6 +61,36 @@ def test_what_was_measured_stands() -> None:
     for directive in ("Type=notify", "KillMode=mixed", "WatchdogSec=20", "OOMPolicy=continue", "RemoveIPC=no"):
         assert directive in lines
     assert not [line for line in lines if line.startswith(("MemoryDenyWriteExecute", "DynamicUser", "PrivateDevices"))]
+
+
+def test_a_reload_can_fail(tmp_path: Path) -> None:
+    """The unit asks the daemon, which refuses a wrong file; the command is in this installation, too."""
+    unit = (FOLDER / "tensord.service").read_text()
+    (command,) = re.findall(r"^ExecReload=/opt/tensord/venv/bin/(.+)$", unit, re.MULTILINE)
+    environment = {**os.environ, "RUNTIME_DIRECTORY": str(tmp_path)}
+    program, *arguments = command.split()
+    installed = Path(sys.executable).with_name(program)
+
+    def reload() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([installed, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+    (tmp_path / "models").mkdir()
+    with DaemonProcess(tmp_path, [tmp_path / "models"], environment={"RUNTIME_DIRECTORY": str(tmp_path)}) as daemon:
+        daemon.wait_ready()
+        done = reload()
+        assert (done.returncode, done.stderr) == (0, "")
+        daemon.config.write_text("[http]\nprot = 1\n")
+        done = reload()
+        assert done.returncode == 1
+        assert f"{daemon.config}: unknown key http.prot; did you mean http.port?" in done.stderr
+        assert daemon.get("/v2/health/ready")[0] == 200
+
+
+def test_the_folder_of_the_configuration_is_made_alike() -> None:
+    """systemd warns at each start of one whose mode differs."""
+    mode = re.search(r"^ConfigurationDirectoryMode=(\d+)$", (FOLDER / "tensord.service").read_text(), re.MULTILINE)
+    assert mode is not None
+    assert f"d /etc/tensord {mode[1]} root tensord -" in (FOLDER / "tensord.tmpfiles").read_text().splitlines()
 
 
 def test_the_sockets_say_their_protocols() -> None:
