@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import itertools
 import json
 import os
 import re
@@ -274,6 +275,12 @@ def _check(options: Options) -> None:
 
     if options.metrics.address.startswith("unix:"):
         raise ConfigurationError(f"metrics.address: expected an address of TCP, given {shown(options.metrics.address)}")
+
+    buckets = options.metrics.buckets
+    if any(after <= before for before, after in itertools.pairwise(buckets)):
+        raise ConfigurationError(
+            f"metrics.buckets: expected each larger than the one before, given {shown(list(buckets))}"
+        )
 
     for entry in options.workers.cores:
         _explained("workers.cores", core_list.parse, entry)

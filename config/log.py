@@ -4,8 +4,9 @@
     ISO8601    2026-11-21T10:20:30.123Z INFO worker-0: text
     json       {"time": ..., "level": ..., "process": ..., "logger": ..., "message": ..., "traceback"?: ...}
 
-Under the journal, which has the time, both text formats are ``<6>worker-0: text``. Whatever a message contains, it is one line:
-control characters are escaped, so no client can write a line of its own.
+Under the journal, which has the time, both text formats are ``<6>worker-0: text``, and an object has its priority before it too.
+Lines of the access log (``tensord.daemon.front.answered``) have ``"request": {...}``. Whatever a message contains, it is one
+line: control characters are escaped, so no client can write a line of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
-from typing import TextIO
+from typing import Any, TextIO
 
 from tensord.config.options import Log
 
@@ -39,7 +40,9 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
     """Sets the process's log up; again after a change. ``name`` is the process: "supervisor", "http-0", "worker-1"."""
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
-    handler.setFormatter(JsonFormatter(name) if options.format == "json" else TextFormatter(name, options, journal))
+    handler.setFormatter(
+        JsonFormatter(name, journal) if options.format == "json" else TextFormatter(name, options, journal)
+    )
     handler.addFilter(_LevelFilter(options))
     root = logging.getLogger()
     for former in root.handlers:
@@ -157,21 +160,25 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """Formats a message as one JSON object a line."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()
         self._name = name
+        self._journal = journal
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        line: dict[str, Any] = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "process": self._name,
             "logger": record.name,
             "message": _escaped(record.getMessage(), keep_lines=False),
         }
+        if request := getattr(record, "request", None):
+            line |= {"message": "request", "request": request}
         if record.exc_info and record.exc_info[0] is not None:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        priority = f"<{_PRIORITIES.get(record.levelno, 6)}>" if self._journal else ""
+        return priority + json.dumps(line, ensure_ascii=False)
 
 
 def _message(formatter: logging.Formatter, record: logging.LogRecord) -> str:

@@ -31,6 +31,10 @@ Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 Seconds = Annotated[float, Meta(ge=0, le=1e8)]
 #: Bytes a second.
 Rate = Annotated[int, Meta(ge=0, le=1 << 40)]
+#: The most upper bounds of a histogram (``tensord.shm.durations``).
+MAX_BUCKETS = 32
+#: Of a bucket, in seconds.
+Bound = Annotated[float, Meta(gt=0, le=1e6)]
 #: A part of something; 1: all of it.
 Share = Annotated[float, Meta(gt=0, le=1)]
 Compression = Literal["none", "low", "medium", "high"]
@@ -156,6 +160,11 @@ class Metrics(Section, frozen=True):
     port: Port = 8002
     #: Whether GPUs are shown as well, where there are GPU workers; their errors are logged then.
     gpus: bool = True
+    #: Upper bounds of the histograms of durations, in seconds; they grow.
+    buckets: Annotated[tuple[Bound, ...], Meta(min_length=1, max_length=MAX_BUCKETS)] = (
+        *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
+        *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    )
 
 
 class Workers(Section, frozen=True):
@@ -360,6 +369,8 @@ class Log(Section, frozen=True):
     error: bool = True
     verbose: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 0
     format: Literal["default", "ISO8601", "json"] = "default"
+    #: The access log has one good answer in so many, and refusals; 0: there is none.
+    access: Annotated[int, Meta(ge=0, le=_LARGEST)] = 0
     #: "": standard error.
     file: str = ""
 

@@ -147,6 +147,7 @@ class Supervisor:
             self._models,
             self._gpus,
             self._lanes,
+            self.configuration,
         )
         self._metrics = Endpoint(options.metrics, collection.snapshot)
 
@@ -222,7 +223,7 @@ class Supervisor:
         with ours, theirs:
             pages = [page.fd for page in (worker.page, worker.sequences) if page is not None]
             front.send(LaneOpened(worker.incarnation, worker.device), ours.fileno(), *pages)
-            worker.send(LaneOpened(front.incarnation), theirs.fileno())
+            worker.send(LaneOpened(front.incarnation, protocol=front.protocol), theirs.fileno())
 
     async def _join(self, worker: WorkerProcess) -> None:
         """Connects a new worker: regions first, so that no request names one that it lacks; then lanes, then models."""
@@ -341,6 +342,7 @@ class Supervisor:
 
     def worker_died(self, worker: WorkerProcess, device: Device) -> None:
         """Handles a worker's death: fences it, and fills its slot again."""
+        self._slots.look(worker)
         self._regions.worker_left(worker.incarnation)
         self._lanes.worker_left(worker)
         # The fence comes first: what was in flight there may run elsewhere from now on.
@@ -362,6 +364,7 @@ class Supervisor:
 
     def front_died(self, front: FrontProcess) -> None:
         """Handles a front's death: fills its slot again."""
+        self._slots.look(front)
         self._slots.died(front, lambda: self.fronts.start(front.protocol, front.row))
         self._shutdown.child_died()
 
@@ -405,6 +408,7 @@ class Supervisor:
             found = await self._models.scan(new.options.repository)
         except (ConfigurationError, ServingError, OSError) as error:
             _log.error("reload refused, the former configuration stays in force: %s", error)
+            self.configuration.refused()
             self._notifier.ready(f"reload refused: {error}")
             raise InvalidArgument(f"reload refused, the former configuration stays in force: {error}") from None
         changed = self.configuration.take(new)

@@ -123,6 +123,8 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
     peer: int
     device: str = ""
+    #: To a worker, for a front's lane: "http" or "grpc".
+    protocol: str = ""
     #: To a worker, for a client's lane: nothing that comes on it is to be trusted. None: a front's.
     client: LaneClient | None = None
 

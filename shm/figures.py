@@ -78,6 +78,8 @@ class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     streams: bool = False
     #: The sequences with a slot, and those that wait for one; None for a model without sequences.
     sequences: tuple[int, int] | None = None
+    #: Histograms of its clients' requests that were answered well, as ``tensord.shm.durations`` has them.
+    durations: dict[str, tuple[int, ...]] = {}
 
 
 class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +105,16 @@ class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
     metrics: tuple[MetricFigures, ...]
 
 
+class Compiles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a worker has compiled since it began."""
+
+    #: Compilations, those that failed included, and the time of all of them in ns.
+    count: int = 0
+    ns: int = 0
+    #: Programs that the cache had.
+    cache_hits: int = 0
+
+
 class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The counters of one worker."""
 
@@ -115,3 +127,4 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     #: Requests that came on clients' lanes, ever; and bytes of the segments that such lanes have opened and not closed.
     lane_requests: int = 0
     lane_byte_size: int = 0
+    compiles: Compiles = Compiles()

@@ -51,18 +51,29 @@ class RefusalLog:
     It belongs to the process's loop, which calls ``settle`` when ``due_ns`` has come.
     """
 
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, Refusal]] = Counter()
+    def __init__(self, what: str = "refused with 503") -> None:
+        """Takes ``what``, which begins each line."""
+        self._what = what
+        self._counts: Counter[tuple[str, str]] = Counter()
+        #: The text that the first of them was answered with.
+        self._example = ""
         self._others = 0
         self._began_ns = 0
         self._last_ns = -_INTERVAL_NS
 
-    def note(self, model: str, refusal: Refusal, now_ns: int) -> None:
-        """Counts one refused request. ``model``: "" where it was not known yet."""
+    def note(self, model: str, why: str, now_ns: int, example: str = "") -> None:
+        """Counts one refused request.
+
+        Args:
+          model: "" where it was not known yet.
+          why: a reason, as ``Refusal`` has them, or a code.
+          example: what it was answered, which the line has of the first one.
+        """
         if not self._counts:
             self._began_ns = now_ns
-        if (model, refusal) in self._counts or len(self._counts) < _MAX_ENTRIES:
-            self._counts[model, refusal] += 1
+            self._example = example
+        if (model, why) in self._counts or len(self._counts) < _MAX_ENTRIES:
+            self._counts[model, why] += 1
         else:
             self._others += 1
 
@@ -77,14 +88,14 @@ class RefusalLog:
         if due_ns is None or now_ns < due_ns:
             return
         listed = [
-            f"{count} for model '{model}' ({why.value})" if model else f"{count} ({why.value})"
+            f"{count} for model '{model}' ({why})" if model else f"{count} ({why})"
             for (model, why), count in self._counts.most_common()
         ]
         if self._others:
             listed.append(f"{self._others} others")
-        _log.warning(
-            "refused with 503 in the last %.0f s: %s", max(1.0, (now_ns - self._began_ns) / 1e9), ", ".join(listed)
-        )
+        seconds = max(1.0, (now_ns - self._began_ns) / 1e9)
+        example = f"; the first: {self._example}" if self._example else ""
+        _log.warning("%s in the last %.0f s: %s%s", self._what, seconds, ", ".join(listed), example)
         self._counts.clear()
         self._others = 0
         self._last_ns = now_ns

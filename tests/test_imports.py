@@ -57,7 +57,7 @@ INSIDE = {
     "daemon.regions": ("control", "front"),
     "daemon.clients": ("control", "submit", "front", "processes", "regions"),
     "daemon.operator": ("control", "tracing", "models", "processes", "regions"),
-    "daemon.metrics": ("models", "front", "processes", "regions", "clients"),
+    "daemon.metrics": ("models", "front", "processes", "regions", "clients", "operator"),
     # The commands and the supervisor. Fronts are other processes: it starts them and imports nothing of theirs.
     "daemon": ("control", "tracing", "models", "processes", "regions", "clients", "operator", "metrics"),
     "workers.scheduling": (),

@@ -104,7 +104,7 @@ class Control:
         """Acts on a record, and closes descriptors that it does not keep. Raises InvalidArgument: the record is unexpected."""
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:
-                self._worker.open_lane(record.peer, socket.socket(fileno=fds.pop()), record.client)
+                self._worker.open_lane(record.peer, socket.socket(fileno=fds.pop()), record)
             elif isinstance(record, LaneClosed):
                 self._worker.end_lane(record.peer)
             elif isinstance(record, Load):
@@ -303,7 +303,8 @@ class Control:
         now_ns = time.monotonic_ns()
         versions = tuple(version.figures(now_ns) for version in self._models)
         lanes = self._worker.lane_requests, self._regions.private_byte_size
-        return msgspec.json.encode(Figures(versions, self._regions.leases(), self._loader.metrics.figures(), *lanes))
+        own, compiles = self._loader.metrics.figures(), self._loader.compiles.figures()
+        return msgspec.json.encode(Figures(versions, self._regions.leases(), own, *lanes, compiles))
 
 
 def _sentence(error: Exception) -> str:

@@ -31,6 +31,7 @@ class Engine:
           check: raises if the device is lost.
         """
         most = options.requests.max_sequences
+        self._buckets = options.metrics.buckets
         self.page = StatusPage.create()
         self.sequences = SequenceRegister(SequencePage.create(most), most)
         self.models = ModelTable()
@@ -41,7 +42,7 @@ class Engine:
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
         """Makes a version of a loaded model; its instances take part in the rate limiter while it lives."""
-        version = ModelVersion(loaded, self.sequences)
+        version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add(loaded.instances)
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.own_instances))
         return version

@@ -28,7 +28,7 @@ import jax
 from tensord.config.options import Options
 from tensord.shm import descriptors
 from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost, new_buffer
-from tensord.shm.control_records import ChildReady, LaneClient, LaneClosed
+from tensord.shm.control_records import ChildReady, LaneClosed, LaneOpened
 from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import CLIENT_BYTE_SIZE, Instruction, WorkerLane
@@ -359,10 +359,11 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------------------ lanes
 
-    def open_lane(self, peer: int, sock: socket.socket, client: LaneClient | None = None) -> None:
+    def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
         """Takes the requests of one more submitter: a front, or a client on a lane of its own."""
+        client = opened.client
         if client is None:
-            self._open(Submitter(peer, self._front_lane(sock), self._unflushed))
+            self._open(Submitter(peer, self._front_lane(sock), self._unflushed, protocol=opened.protocol or "http"))
             return
         try:
             with descriptors.needed("a client's lane"):

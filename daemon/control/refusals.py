@@ -1,4 +1,4 @@
-"""Counts what a front refuses for want of room, time or a worker, and logs it once a minute."""
+"""Counts what a front refuses for want of room, time or a worker, and logs that, and clients' mistakes, once a minute."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ OF_FRONTS = (
 
 OnRefusal = Callable[[Refusal], None]
 T = TypeVar("T")
+_NEVER_NS = 1 << 63
 
 
 def uncounted(refusal: Refusal) -> None:
@@ -35,13 +36,22 @@ class Refusals:
     def __init__(self, loop: asyncio.AbstractEventLoop, count: OnRefusal = uncounted) -> None:
         self._loop = loop
         self._count = count
-        self._log = RefusalLog()
+        self._log = RefusalLog("refused with 503")
+        #: Of requests that were refused as their clients' mistakes.
+        self._mistakes = RefusalLog("refused as mistakes of clients")
         self._timer: asyncio.TimerHandle | None = None
+        #: For when that is set.
+        self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
         """Notes one refused request. ``model``: "" where it is not known yet."""
         self._count(refusal)
-        self._log.note(model, refusal, time.monotonic_ns())
+        self._log.note(model, refusal.value, time.monotonic_ns())
+        self._settle_later()
+
+    def mistaken(self, model: str, code: str, message: str) -> None:
+        """Notes one request that was answered with the code and the text of a client's mistake."""
+        self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
@@ -55,18 +65,30 @@ class Refusals:
         return given_room
 
     def close(self) -> None:
-        """Writes the last line to the log."""
+        """Writes the last lines to the log."""
         if self._timer is not None:
             self._timer.cancel()
-        if (due_ns := self._log.due_ns) is not None:
-            self._log.settle(due_ns)
+        for log in (self._log, self._mistakes):
+            if (due_ns := log.due_ns) is not None:
+                log.settle(due_ns)
 
     def _settle_later(self) -> None:
-        due_ns = self._log.due_ns
-        if self._timer is None and due_ns is not None:
-            self._timer = self._loop.call_later(max(0, due_ns - time.monotonic_ns()) / 1e9, self._settle)
+        if self._timer is not None and self._timer_ns <= self._due_ns:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._due_ns < _NEVER_NS:
+            self._timer_ns = self._due_ns
+            self._timer = self._loop.call_later(max(0, self._due_ns - time.monotonic_ns()) / 1e9, self._settle)
+
+    @property
+    def _due_ns(self) -> int:
+        return min(_NEVER_NS if log.due_ns is None else log.due_ns for log in (self._log, self._mistakes))
 
     def _settle(self) -> None:
         self._timer = None
-        self._log.settle(time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        self._log.settle(now_ns)
+        self._mistakes.settle(now_ns)
         self._settle_later()

@@ -3,9 +3,10 @@
 A client's connection is accepted by whichever front is quickest, so they have to know of each other to share them out evenly
 and to keep one limit together, without asking anybody. Nameless and sealed against resizing. Layout, u64 each:
 
-    row k at word 16 * k:   serves (0 or 1), connections, forms, forms minted, forms evicted,
-                            refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``)
-                            a row is two cache lines; only its front writes it
+    row k at word 32 * k:   serves (0 or 1), connections, forms, forms minted, forms evicted,
+                            refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``),
+                            answers by code (``CODES`` of its protocol)
+                            a row is four cache lines; only its front writes it
 
 The supervisor clears what a front that is dead had, before its replacement starts; what only grows goes on being counted.
 """
@@ -21,9 +22,21 @@ from tensord.config.options import MAX_PROCESSES
 from tensord.daemon.control.refusals import OF_FRONTS
 from tensord.shm.refusals import Refusal
 
-_WORDS = 16
-#: The offsets in a row of the counts of prepared requests, and of those of refused requests.
-_FORMS, _REFUSED = 2, 5
+_WORDS = 32
+#: The offsets in a row of the counts of prepared requests, of refused requests, and of answers.
+_FORMS, _REFUSED, _CODES = 2, 5, 11
+#: The codes of each protocol that are counted, good answers first; the last one stands for all others.
+CODES = {
+    "http": (
+        *("200", "400", "403", "404", "405", "408", "409", "413", "431"),
+        *("500", "501", "503", "504", "505", "other"),
+    ),
+    "grpc": (
+        *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
+        *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE"),
+        *("UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED", "other"),
+    ),
+}
 _BYTE_SIZE = MAX_PROCESSES * _WORDS * 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -69,6 +82,11 @@ class SharedCounters:
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
+    def answers(self, row: int, protocol: str) -> dict[str, int]:
+        """Returns the answers that the fronts of that row have given, by code."""
+        at = row * _WORDS + _CODES
+        return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
+
     def clear(self, row: int) -> None:
         """Clears the row of a front that is gone, except what only grows."""
         at = row * _WORDS
@@ -113,6 +131,11 @@ class FrontCounters:
     def refuse(self, refusal: Refusal) -> None:
         """Counts a request that this front refuses."""
         self._words[self._at + _REFUSED + OF_FRONTS.index(refusal)] += 1
+
+    @property
+    def codes(self) -> tuple[memoryview, int]:
+        """The words of all rows, and where this front's counts of answers begin."""
+        return self._words, self._at + _CODES
 
     def own(self) -> int:
         """Returns the connections of this front."""

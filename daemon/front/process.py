@@ -26,6 +26,7 @@ from tensord.config.options import Log, Options
 from tensord.daemon.control.calls import ControlCalls
 from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.control.shared_counters import SharedCounters
+from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.submitter import Submitter
@@ -78,6 +79,8 @@ class Front(ABC):
 
     #: Exists from Start on.
     tracer: Tracer
+    #: Exists once it is open.
+    answered: Answered | None = None
     #: Modules written in C -> what the front does without them.
     parts: ClassVar[Mapping[str, str]] = {}
 
@@ -176,7 +179,10 @@ class Front(ABC):
             case TraceCleared():
                 self.tracer.cleared(record)
             case LogChanged(name, changed):
-                log.configure(msgspec.msgpack.decode(changed, type=Log), name)
+                settings = msgspec.msgpack.decode(changed, type=Log)
+                log.configure(settings, name)
+                if self.answered is not None:
+                    self.answered.log_every(settings.access)
 
     async def _answer(self, call: ControlCall) -> None:
         """Answers a call of the supervisor."""

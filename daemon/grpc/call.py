@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
+from tensord.daemon.submit.in_flight import InFlight
 from tensord.shm.messages import Buffer
 
 
@@ -39,6 +40,11 @@ class Call(ABC):
     def answers(self) -> bool:
         """Says whether the call is waiting for the server: nothing more is expected from the client."""
         return not self.idle
+
+    @property
+    def asked(self) -> InFlight | None:
+        """Returns the request that the call is, as far as it was understood. None: it is another kind of call."""
+        return None
 
     @abstractmethod
     def stop(self) -> None:

@@ -30,6 +30,8 @@ from tensord.shm.errors import ServingError
 _BY_NAME: dict[str, int] = {
     name: number for name, number in globals().items() if name.isupper() and type(number) is int
 }
+#: By number.
+NAMES = tuple(_BY_NAME)
 
 
 def number(error: str | ServingError) -> int:

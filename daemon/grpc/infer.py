@@ -88,6 +88,10 @@ class Asked(InFlight):
     def account(self) -> Account | None:
         return self.call.stream.connection.account
 
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.head.model, self.client_id
+
     def left_line(self) -> None:
         self.call.placed()
 

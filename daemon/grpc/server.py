@@ -16,6 +16,7 @@ from tensord.config import restrictions
 from tensord.config.options import Grpc, Options
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.access import grpc_access
+from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.process import Front
@@ -63,8 +64,10 @@ class GrpcFront(Front):
         }
         access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
+        counters = self.place.counters.front(self.place.row)
+        self.answered = Answered(counters, self.submitter.refusals, "grpc", options.log.access)
         serving = self._serving = Serving(
-            options.grpc, methods, self.place.counters.front(self.place.row), self.submitter.accounts, rules
+            options.grpc, methods, counters, self.submitter.accounts, self.answered, rules
         )
         opening = Opening(lambda owner: Connection(serving, owner), tls_context(options.grpc))
         self._acceptor = Acceptor(self.place.listeners, serving.counters, opening.open, opening.pending)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tensord.config.options import COMPRESSION_LEVELS, Grpc
 from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.access import Restricted, Rule
+from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
 from tensord.daemon.grpc.call import Call
@@ -32,6 +33,8 @@ class Serving:
     counters: FrontCounters
     #: What its clients hold.
     accounts: Accounts
+    #: Counts what is answered.
+    answered: Answered
     #: What a path needs to be let in; those that are not here need nothing.
     rules: dict[str, Rule] = field(default_factory=dict)
     connections: set[Connection] = field(default_factory=set)

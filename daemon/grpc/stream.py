@@ -25,7 +25,7 @@ from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import frames, header_blocks
 from tensord.daemon.grpc.arriving_message import PREFIX, ArrivingMessage, Refused, inflated, read_prefix
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, OK, RESOURCE_EXHAUSTED, UNAVAILABLE
+from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, NAMES, OK, RESOURCE_EXHAUSTED, UNAVAILABLE
 from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.shm.errors import DEFECT
 from tensord.shm.messages import Buffer
@@ -386,6 +386,10 @@ class Stream:
         if self._finished:
             return
         self._finished = True
+        if code:
+            call = self.call
+            asked = None if call is None else call.asked
+            self.http2.serving.answered.failed(NAMES[code], message, asked, self.connection.account)
         if self._arriving is not None or self.partial_since or self._kept:
             self._drop()
         self._trailers = header_blocks.trailers(code, message) if code or message else header_blocks.TRAILERS_OK
@@ -396,6 +400,7 @@ class Stream:
 
     def answer_http(self, status: int) -> None:
         """Answers what is no gRPC call with a status of HTTP."""
+        self.http2.serving.answered.managed("other")
         self._finished = self._head_sent = True
         self._trailers = header_blocks.http_error(status)
         self.pump()

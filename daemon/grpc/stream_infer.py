@@ -16,7 +16,7 @@ from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import kept
-from tensord.daemon.grpc.codes import INTERNAL, OK, number
+from tensord.daemon.grpc.codes import INTERNAL, NAMES, OK, number
 from tensord.daemon.grpc.infer import Asked, Infer, InferCall, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
@@ -164,6 +164,7 @@ class StreamInfer(InferCall):
                 asked.head.model if prepared.version else "",
                 (not asked.decoupled or prepared.final) if prepared.version else None,
                 sent,
+                asked,
             )
         else:
             assert lane is not None
@@ -179,7 +180,9 @@ class StreamInfer(InferCall):
         lane: SubmitterLane,
         sent: Callable[[], None] | None,
     ) -> None:
+        answered = self.stream.http2.serving.answered
         if asked.decoupled and is_mark(prepared, own):
+            answered.good(asked, prepared.version, b"")
             if asked.head.empty_final:
                 self._send([response_codec.empty_final(asked.head.model, asked.client_id)], sent)
             elif sent is not None:
@@ -189,8 +192,10 @@ class StreamInfer(InferCall):
             parts = self._infer.written(asked, prepared, own, lane, True)
         except Exception:
             _log.exception("an answer of model '%s' could not be written", asked.head.model)
-            self._refused(INTERNAL, DEFECT, asked.client_id, sent=sent)
+            self._refused(INTERNAL, DEFECT, asked.client_id, sent=sent, asked=asked)
             return
+        if prepared.final:
+            answered.good(asked, prepared.version, parts)
         self._send(response_codec.streamed(parts), sent)
 
     def _refused(
@@ -201,12 +206,16 @@ class StreamInfer(InferCall):
         model: str = "",
         final: bool | None = None,
         sent: Callable[[], None] | None = None,
+        asked: Asked | None = None,
     ) -> None:
         if self._grpc_errors:
             if sent is not None:
                 self.stream.send_later(sent)
             self.stream.refuse(code, message)
             return
+        if final is not False:
+            stream = self.stream
+            stream.http2.serving.answered.failed(NAMES[code], message, asked, stream.connection.account)
         self._send([response_codec.streamed_error(message, client_id, model, final)], sent)
 
     def _send(self, parts: list[Buffer], sent: Callable[[], None] | None = None) -> None:

@@ -72,6 +72,7 @@ class Unary(Call):
     async def _run(self, request: Message) -> None:
         try:
             answer = await self._answer(request)
+            self._stream.http2.serving.answered.managed("OK")
             self._stream.answer([answer.SerializeToString()])
         except ServingError as error:
             self._stream.finish(number(error), error.message)

@@ -134,6 +134,10 @@ class UnaryInfer(InferCall):
     def answers(self) -> bool:
         return self._asked is not None
 
+    @property
+    def asked(self) -> Asked | None:
+        return self._asked
+
     def stop(self) -> None:
         if self.stream.idle:
             self.stream.stopped()
@@ -168,6 +172,7 @@ class UnaryInfer(InferCall):
                 release()
             self.stream.finish(INTERNAL, DEFECT)
             return
+        self.stream.http2.serving.answered.good(asked, prepared.version, parts)
         self.stream.answer(parts, release)
 
     def _refuse(self, error: ServingError, trace: Trace | None = None) -> None:
@@ -175,8 +180,10 @@ class UnaryInfer(InferCall):
 
     def _end(self, code: int, message: str, trace: Trace | None) -> None:
         """Ends the call with a status that is no answer."""
-        self._asked = None
         if trace is not None:
             trace.error = message
             self.stream.send_later(Sent(trace, None))
-        self.stream.finish(code, message)
+        try:
+            self.stream.finish(code, message)
+        finally:
+            self._asked = None

@@ -241,6 +241,7 @@ class AnswerOrder:
     def refuse(self, status: int, message: str) -> None:
         """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
         self.closing = True
+        self._serving.answered.failed(str(status), message, account=self.account)
         self._refusal = error_response(status, message, CLOSE + self.origin_lines)
         if self.reader is not None:
             # Before the lease that it fills is given back.

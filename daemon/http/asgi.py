@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: The client is not read while so much of a body waits for the application.
 _MAX_WAITING = 64 << 10
+#: How the paths of readiness and liveness end.
+_PROBED = ("/ready", "/live")
 #: Statuses whose answers have no body.
 _BODILESS = (204, 304)
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
@@ -54,6 +56,7 @@ class AsgiRequest:
         #: The answer's head, from its start to the first bytes of its body.
         self._head = b""
         self._begun = self._answered = False
+        self._status = 0
         #: Bytes that the answer still owes; None: it is sent in chunks.
         self._owed: int | None = 0
 
@@ -100,6 +103,7 @@ class AsgiRequest:
         else:
             self.keep_alive = False
             self._order.transport.write(error_response(500, DEFECT, CLOSE))
+            self._status = 500
             self._finish()
 
     async def _receive(self) -> dict[str, Any]:
@@ -132,6 +136,7 @@ class AsgiRequest:
 
     def _start(self, status: int, fields: Iterable[tuple[bytes, bytes]]) -> None:
         """Keeps the answer's status and header fields, which leave with the first bytes of its body. Raises RuntimeError."""
+        self._status = status
         lines = [status_line(status)]
         if self.keep_alive and self._scope["http_version"] == "1.0":
             # Who speaks HTTP/1.0 must be told that the connection stays.
@@ -182,4 +187,11 @@ class AsgiRequest:
     def _finish(self) -> None:
         self._answered = True
         self._news.set()
+        # A probe that hears "not ready" has made no mistake.
+        if self._status < 400 or self._scope["path"].endswith(_PROBED):
+            self._serving.answered.managed(str(self._status))
+        else:
+            scope = self._scope
+            what = f"{scope['method']} {scope['path']}"
+            self._serving.answered.failed(str(self._status), what, account=self._order.account)
         self._order.answered()

@@ -83,6 +83,8 @@ class Exchange(InFlight):
     phase: ExchangePhase = ExchangePhase.RECEIVING
     #: The client's, or one that was made here.
     _client_id: str = ""
+    #: That has answered, once its answer is being written anew.
+    _version: int = 0
     #: The client is.
     _gone: bool = False
     _job: Job | None = None
@@ -104,6 +106,10 @@ class Exchange(InFlight):
     @property
     def account(self) -> Account | None:
         return self._order.account
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self._head.model, self._client_id
 
     # -------------------------------------------------------------------------------------------------- body
 
@@ -384,6 +390,7 @@ class Exchange(InFlight):
             answer = text.whole(self._client_id, own)
             if answer is not None:
                 if self.keep_alive:
+                    self._serving.answered.good(self, prepared.version, answer)
                     self._order.answer_whole(answer)
                     return
                 pieces = [answer]
@@ -402,6 +409,7 @@ class Exchange(InFlight):
             return
         if not self.keep_alive:
             pieces[0] = bytes(pieces[0]).replace(_LENGTH, b"\r\n" + response_codec.CLOSE + _LENGTH[2:], 1)
+        self._serving.answered.good(self, prepared.version, pieces)
         self.phase = ExchangePhase.ANSWERED
         if self._order.answer_pieces(pieces):
             self.written()
@@ -424,6 +432,7 @@ class Exchange(InFlight):
         assert lane is not None
         assert self._asked is not None
         asked = self._asked.asked
+        self._version = prepared.version
         if own.lease is not None and response_codec.is_large(prepared, own.contents, asked.binary, asked.all_binary):
             steps = response_codec.encode_in_steps(
                 prepared,
@@ -481,6 +490,7 @@ class Exchange(InFlight):
         pieces: list[response_codec.Buffer] = [line, *head, *parts]
         if self._unwritten is None:
             pieces = [b"".join(pieces)]
+        self._serving.answered.good(self, self._version, pieces)
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
@@ -503,6 +513,7 @@ class Exchange(InFlight):
         line = response_codec.compressed_head(
             json_size if binary else None, deflation.coding, len(body), self._connection_line()
         )
+        self._serving.answered.good(self, self._version, line + body)
         self._hand_over([line + body])
 
     def _answer_error(self, status: int, message: str) -> None:
@@ -511,6 +522,7 @@ class Exchange(InFlight):
         self._give_back()
         self.written()
         self.phase = ExchangePhase.ANSWERED
+        self._serving.answered.failed(str(status), message, self)
         self._hand_over([response_codec.error_response(status, message, self._connection_line())])
 
     def _connection_line(self) -> bytes:

@@ -46,6 +46,8 @@ _NOT_ONE = (
     "use generate stream for model that generates various number of responses"
 )
 _JSON, _EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
+#: Bytes of an error that are logged.
+_MAX_SAID = 1000
 _encode = msgspec.json.Encoder().encode
 
 
@@ -100,6 +102,10 @@ class Generation(InFlight):
     @property
     def account(self) -> Account | None:
         return self._order.account
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self._head.model, self._client_id
 
     # -------------------------------------------------------------------------------------------------- body
 
@@ -268,7 +274,7 @@ class Generation(InFlight):
     def _write_whole(self, status: int, body: bytes, media_type: bytes = _JSON) -> None:
         """Writes all of the answer."""
         self._write(self._response_head(status, b"content-length: %d\r\n" % len(body), media_type) + body)
-        self._finish()
+        self._finish(status, body)
 
     def _response_head(self, status: int, length: bytes, media_type: bytes, framing: bytes = b"") -> bytes:
         head = self._head
@@ -308,8 +314,12 @@ class Generation(InFlight):
             self._trace.stamp(trace_stamps.HTTP_SEND_END)
             self._trace.end()
 
-    def _finish(self) -> None:
-        """Ends the request, as its answer is written."""
+    def _finish(self, status: int, said: bytes = b"") -> None:
+        """Ends the request, as its answer is written. ``said``: its body, or the end of it."""
+        if status == 200:
+            self._serving.answered.good(self, 0 if self._state is None else self._state.version, said)
+        else:
+            self._serving.answered.failed(str(status), said[:_MAX_SAID].decode(errors="replace"), self)
         self._decided = self._answered = True
         self._let_go()
         self._order.answered()
@@ -413,5 +423,5 @@ class GenerateStream(Generation):
             self._write_whole(self._status, bytes(self._kept), self._media_type)
         else:
             self._write(head + b"0\r\n\r\n")
-            self._finish()
+            self._finish(self._status)
         self._sent()

@@ -44,6 +44,7 @@ class HttpFront(Front):
             cross_origin=cross_origin,
             tracer=self.tracer,
         )
+        self.answered = self._serving.answered
         application = Routes(endpoints, access).application()
         self._serving.application = application if cross_origin is None else cross_origin.around(application)
         self._connections: set[Connection] = set()

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from tensord.config.options import COMPRESSION_LEVELS, Options
 from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.access import Rule
+from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
@@ -31,6 +32,8 @@ class Serving:
     submitter: Submitter
     #: Where this front's connections are counted, and the others' stand.
     counters: FrontCounters
+    #: Counts what is answered.
+    answered: Answered = field(init=False)
     prepared: PreparedRequests = field(init=False)
     heads: Heads = field(init=False)
     #: What answers everything but inference requests; its front sets it before it serves.
@@ -68,6 +71,7 @@ class Serving:
         http = self.options.http
         requests = self.options.requests
         self.makes_ids = requests.make_ids
+        self.answered = Answered(self.counters, self.submitter.refusals, "http", self.options.log.access)
         self.prepared = PreparedRequests(requests.max_forms, self.submitter.inline_byte_size)
         self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]

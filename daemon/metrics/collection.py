@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import os
 from collections.abc import Iterable
 
@@ -19,6 +20,7 @@ from tensord.daemon.metrics.ledger import Ledger
 from tensord.daemon.metrics.own_metrics import OwnMetricsLedger
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
 from tensord.daemon.models.changes import Models
+from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
@@ -28,7 +30,7 @@ from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm import descriptors
 from tensord.shm.control_records import Footprint
 from tensord.shm.errors import ServingError
-from tensord.shm.figures import Figures
+from tensord.shm.figures import Compiles, Figures
 from tensord.shm.operations import WorkerFigures
 
 _log = logging.getLogger(__name__)
@@ -36,26 +38,38 @@ _log = logging.getLogger(__name__)
 _PATIENCE = 2.0
 
 
-class _OnLanes:
-    """Adds up what the workers of one slot have counted on clients' lanes, which each of them counts from zero."""
+class _OfSlot:
+    """Adds up what the workers of one slot have counted, each of them from zero."""
 
     def __init__(self) -> None:
         #: The worker that reported last.
         self.incarnation = 0
         #: Bytes of clients' segments that are open there.
         self.byte_size = 0
-        self._before = self._reported = 0
+        #: Requests on clients' lanes, and the fields of ``Compiles``.
+        self._before = self._reported = (0, 0, 0, 0)
 
     def update(self, incarnation: int, figures: Figures) -> None:
         """Notes a worker's report."""
         if incarnation != self.incarnation:
-            self._before += self._reported
-        self.incarnation, self.byte_size, self._reported = incarnation, figures.lane_byte_size, figures.lane_requests
+            self._before = self._sum
+        self.incarnation, self.byte_size = incarnation, figures.lane_byte_size
+        compiles = figures.compiles
+        self._reported = figures.lane_requests, compiles.count, compiles.ns, compiles.cache_hits
+
+    @property
+    def _sum(self) -> tuple[int, int, int, int]:
+        return tuple(map(operator.add, self._before, self._reported))
 
     @property
     def requests(self) -> int:
         """Counts the requests that came on clients' lanes, ever."""
-        return self._before + self._reported
+        return self._sum[0]
+
+    @property
+    def compiles(self) -> Compiles:
+        """Counts what was compiled, ever."""
+        return Compiles(*self._sum[1:])
 
 
 class Collection:
@@ -71,6 +85,7 @@ class Collection:
         models: Models,
         gpus: GpuWatcher,
         lanes: ClientLanes,
+        configuration: Configuration,
     ) -> None:
         self._workers = workers
         self._fronts = fronts
@@ -80,12 +95,13 @@ class Collection:
         self._models = models
         self._gpus = gpus
         self._lanes = lanes
+        self._configuration = configuration
         self._ledger = Ledger()
         self._own = OwnMetricsLedger()
         #: Incarnation -> its last report of the leases on regions.
         self._leases: dict[int, dict[str, int]] = {}
-        #: Name of a slot -> what its workers have said of clients' lanes.
-        self._on_lanes: dict[str, _OnLanes] = {}
+        #: Name of a slot -> what its workers have counted.
+        self._of_slots: dict[str, _OfSlot] = {}
 
     async def snapshot(self) -> MetricsSnapshot:
         """Returns a snapshot of the daemon now. Never fails because of a worker."""
@@ -115,6 +131,15 @@ class Collection:
             self._own.families(apart=len(self._workers.devices) > 1),
             self._lanes.connections,
             self._lanes.refused,
+            [
+                (name, number, version.state.value)
+                for name, model in self._models.lifecycle.models.items()
+                for number, version in model.versions.items()
+            ],
+            self._slots.deaths_by_cause(),
+            self._configuration.reloaded,
+            self._configuration.reloaded_at,
+            self._configuration.options.metrics.buckets,
         )
 
     def _footprints(self, served: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Footprint]:
@@ -138,13 +163,13 @@ class Collection:
         self._ledger.update(worker.incarnation, figures)
         self._own.update(worker.incarnation, worker.name, figures.own)
         self._leases[worker.incarnation] = figures.leases
-        self._on_lanes.setdefault(worker.name, _OnLanes()).update(worker.incarnation, figures)
+        self._of_slots.setdefault(worker.name, _OfSlot()).update(worker.incarnation, figures)
         return True
 
     def _worker_slots(self, answered: set[int]) -> list[WorkerSlot]:
         filled = {worker.name: worker for worker in self._workers}
         slots, lanes = self._workers.slots, self._lanes.open_by_worker()
-        self._on_lanes = {name: on_lanes for name, on_lanes in self._on_lanes.items() if name in slots}
+        self._of_slots = {name: of_slot for name, of_slot in self._of_slots.items() if name in slots}
         found = []
         for name, device in slots.items():
             worker = filled.get(name)
@@ -152,9 +177,9 @@ class Collection:
             answered_now = worker is not None and worker.incarnation in answered
             lost = self._workers.lost_sequences[name]
             loading = worker.loading if worker is not None else None
-            on_lanes = self._on_lanes.get(name, _OnLanes())
-            byte_size = on_lanes.byte_size if worker is not None and worker.incarnation == on_lanes.incarnation else 0
-            counts = lanes[name], on_lanes.requests, byte_size
+            of_slot = self._of_slots.get(name, _OfSlot())
+            byte_size = of_slot.byte_size if worker is not None and worker.incarnation == of_slot.incarnation else 0
+            counts = lanes[name], of_slot.requests, byte_size, of_slot.compiles
             found.append(WorkerSlot(name, device, up, answered_now, self._slots.restarts(name), lost, loading, *counts))
         return found
 
@@ -167,7 +192,18 @@ class Collection:
             up = front is not None and front.ready
             refused = self._fronts.refused(name)
             forms = self._fronts.forms(name)
-            found.append(FrontSlot(name, protocol, up, connections, self._slots.restarts(name), refused, *forms))
+            found.append(
+                FrontSlot(
+                    name,
+                    protocol,
+                    up,
+                    connections,
+                    self._slots.restarts(name),
+                    refused,
+                    *forms,
+                    self._fronts.answers(name),
+                )
+            )
         return found
 
     def _region_kinds(self) -> list[RegionTotals]:

@@ -6,6 +6,7 @@ The parser is the HTTP front's, so what is a request there is one here, trailers
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -37,6 +38,8 @@ class ScrapeRequest:
     path: bytes
     #: The Accept header; "": none.
     accept: str
+    #: Whether the answer may be compressed with gzip.
+    gzip: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,8 @@ class ScrapeExchange:
         if codings:
             self._chunks = ChunkSizes(_MAX_BODY, _MAX_HEAD)
         accept = b",".join(self._values(b"accept")).decode("latin-1")
-        self._asked = ScrapeRequest(self._parser.get_method(), self._target.partition(b"?")[0], accept)
+        path, gzip = self._target.partition(b"?")[0], _accepts_gzip(self._values(b"accept-encoding"))
+        self._asked = ScrapeRequest(self._parser.get_method(), path, accept, gzip)
 
     def on_message_complete(self) -> None:
         self._whole = True
@@ -169,3 +173,12 @@ class ScrapeExchange:
         lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", *map(": ".join, headers), "", ""]
         body = b"" if self._asked is not None and self._asked.method == b"HEAD" else answer.body
         return "\r\n".join(lines).encode("latin-1") + body
+
+
+def _accepts_gzip(values: Sequence[bytes]) -> bool:
+    """Returns whether Accept-Encoding names gzip, and not with a weight of 0."""
+    for coding in b",".join(values).decode("latin-1").lower().split(","):
+        name, _, weight = coding.replace(" ", "").partition(";q=")
+        if name in ("gzip", "x-gzip"):
+            return not weight or weight.strip("0.") != ""
+    return False

@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,12 +27,21 @@ from prometheus_client.registry import Collector
 
 from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.metrics.snapshot import MetricsSnapshot
+from tensord.daemon.models.versions import IndexState
 from tensord.daemon.processes.gpu_watch import Gpu
 from tensord.shm.control_records import Footprint
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
 from tensord.shm.refusals import Refusal
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_EOF = b"# EOF\n"
+#: Name and help of each histogram of durations, in the order of ``durations.KINDS``.
+_DURATIONS = (
+    ("tensord_request_duration_seconds", "Time from a request's arrival to its answer, of those answered well"),
+    ("tensord_queue_duration_seconds", "Of that, waiting to run"),
+    ("tensord_compute_duration_seconds", "Of that, running: gathering inputs, the model, placing outputs"),
+    ("tensord_first_response_duration_seconds", "Time to the first response, of models with several"),
+)
 _MODEL = ("model", "version")
 
 #: Triton's counters of a model: name, help, value. Durations are microseconds.
@@ -97,6 +107,7 @@ _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
 )
 
 
+_INDEX_STATES = [state.value for state in IndexState]
 #: The states of sequences, in the order of ``Total.sequences``.
 _STATES = ("slot", "backlog")
 _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
@@ -116,12 +127,45 @@ def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshots(snapshot))
     wanted = {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
+    durations = _durations(snapshot)
     if "application/openmetrics-text" in wanted:
-        return openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST
+        text = openmetrics.generate_latest(registry).removesuffix(_EOF) + durations + _EOF
+        return text, openmetrics.CONTENT_TYPE_LATEST
     # The library knows no counters but those that end in _total. Triton's do not; their lines are right but for the type. No
     # other line can end like this: samples end in a number, and a line break within a label is written \n.
     text = exposition.generate_latest(registry).replace(b" untyped\n", b" counter\n")
-    return text, exposition.CONTENT_TYPE_PLAIN_0_0_4
+    return text + durations, exposition.CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _durations(snapshot: MetricsSnapshot) -> bytes:
+    """Returns the histograms of durations, whose text both formats share.
+
+    They are most of what there is, with many models: the library would take five times as long for them.
+    """
+    lines: list[str] = []
+    buckets = [*map(str, snapshot.buckets), "+Inf"]
+    row = len(buckets) + 1
+    for kind, (name, text) in enumerate(_DURATIONS):
+        described = [f"# HELP {name} {text}", f"# TYPE {name} histogram"]
+        for total in snapshot.models:
+            for protocol, counts in total.durations.items():
+                *counted, sum_ns = counts[kind * row : (kind + 1) * row]
+                within = list(itertools.accumulate(counted))
+                if not within[-1]:
+                    continue
+                labels = f'model="{_escaped(total.name)}",protocol="{protocol}",version="{total.version}"'
+                lines += described
+                described = []
+                lines += [
+                    f'{name}_bucket{{{labels},le="{bound}"}} {count}'
+                    for bound, count in zip(buckets, within, strict=True)
+                ]
+                lines += [f"{name}_count{{{labels}}} {within[-1]}", f"{name}_sum{{{labels}}} {sum_ns / 1e9}"]
+    return "".join([line + "\n" for line in lines]).encode()
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 class _Snapshots(Collector):
@@ -136,6 +180,7 @@ class _Snapshots(Collector):
 
     def _families(self) -> Iterator[Metric]:
         yield from _readiness(self._snapshot)
+        yield from _configuration(self._snapshot)
         yield from _models(self._snapshot)
         yield from _footprints(self._snapshot)
         yield from _regions(self._snapshot)
@@ -156,6 +201,29 @@ def _readiness(snapshot: MetricsSnapshot) -> Iterator[Metric]:
         "tensord_model_served", "Whether a version is served of a model that should be", labels=["model"]
     )
     yield _filled(served, [((name,), served_now) for name, served_now in snapshot.wanted.items()])
+
+    state = GaugeMetricFamily(
+        "tensord_model_state",
+        "1 for the state that a version is in, of the repository index's",
+        labels=[*_MODEL, "state"],
+    )
+    rows = [
+        ((name, str(version), each), each == now) for name, version, now in snapshot.states for each in _INDEX_STATES
+    ]
+    yield _filled(state, rows)
+
+
+def _configuration(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "tensord_config_last_reload_successful",
+        "Whether the last reload of the configuration, or else the start, was successful",
+        snapshot.reloaded,
+    )
+    yield GaugeMetricFamily(
+        "tensord_config_last_reload_success_timestamp_seconds",
+        "When the configuration was last read with success",
+        snapshot.reloaded_at,
+    )
 
 
 def _models(snapshot: MetricsSnapshot) -> Iterator[Metric]:
@@ -272,6 +340,24 @@ def _workers(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     yield _filled(answered, [(of, slot.answered) for of, slot in workers])
     restarts = CounterMetricFamily("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)
     yield _filled(restarts, [(of, slot.restarts) for of, slot in workers])
+    deaths = CounterMetricFamily(
+        "tensord_process_deaths_total",
+        "Processes that died and were to be replaced, by cause: memory, hung, the signal, or exit",
+        labels=["process", "cause"],
+    )
+    yield _filled(deaths, list(snapshot.deaths.items()))
+    compiles = CounterMetricFamily(
+        "tensord_worker_compiles_total", "Programs that were compiled, or could not be", labels=labels
+    )
+    yield _filled(compiles, [(of, slot.compiles.count) for of, slot in workers])
+    seconds = CounterMetricFamily(
+        "tensord_worker_compile_seconds_total", "Time of all compilations together", labels=labels
+    )
+    yield _filled(seconds, [(of, slot.compiles.ns / 1e9) for of, slot in workers])
+    hits = CounterMetricFamily(
+        "tensord_worker_compile_cache_hits_total", "Programs that were found in the cache", labels=labels
+    )
+    yield _filled(hits, [(of, slot.compiles.cache_hits) for of, slot in workers])
     lost = CounterMetricFamily(
         "tensord_worker_sequences_lost_total", "Sequences that had begun on it when it died", labels=labels
     )
@@ -322,6 +408,17 @@ def _fronts(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     )
     rows = [((*of, why.value), count) for of, slot in fronts for why, count in slot.refused.items()]
     yield _filled(refused, rows)
+    answers: Counter[tuple[str, str]] = Counter()
+    for slot in snapshot.fronts:
+        for number, (code, count) in enumerate(slot.answers.items()):
+            if count or not number:
+                answers[slot.protocol, code] += count
+    requests = CounterMetricFamily(
+        "tensord_front_requests_total",
+        "Requests that fronts have answered, of any kind, by code of the protocol",
+        labels=["protocol", "code"],
+    )
+    yield _filled(requests, list(answers.items()))
     known = GaugeMetricFamily(
         "tensord_front_forms", "Prepared requests that have a number on the lanes now", labels=labels
     )

@@ -10,12 +10,14 @@ for new. What a worker counted after it was asked last dies with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tensord.shm.durations import Counted, total
 from tensord.shm.figures import Counts, Figures, VersionFigures
 
 #: Name and number of a model version.
 Key = tuple[str, int]
+_NOTHING: tuple[Counts, Counted] = Counts(), {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class Total:
     streams: bool = False
     #: For a model with sequences: those with a slot now, and those that wait for one.
     sequences: tuple[int, int] | None = None
+    #: Histograms, as of ``VersionFigures``.
+    durations: Counted = field(default_factory=dict)
 
 
 class Ledger:
@@ -40,7 +44,7 @@ class Ledger:
     def __init__(self) -> None:
         #: Incarnation -> its last report.
         self._workers: dict[int, dict[Key, VersionFigures]] = {}
-        self._ended: dict[Key, Counts] = {}
+        self._ended: dict[Key, tuple[Counts, Counted]] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
         """Notes a worker's report."""
@@ -58,22 +62,25 @@ class Ledger:
     def _end(self, versions: Iterable[VersionFigures]) -> None:
         for version in versions:
             key = (version.name, version.version)
-            self._ended[key] = self._ended.get(key, Counts()) + version.counts
+            counts, durations = self._ended.get(key, _NOTHING)
+            self._ended[key] = counts + version.counts, total(durations, version.durations)
 
     def totals(self, served: Iterable[Key]) -> list[Total]:
         """Returns the totals of each version that is served."""
         found = []
         for key in served:
-            counts, pending, cached, streams = self._ended.get(key, Counts()), 0, False, False
+            counts, durations = self._ended.get(key, _NOTHING)
+            pending, cached, streams = 0, False, False
             sequences: tuple[int, int] | None = None
             for versions in self._workers.values():
                 if (version := versions.get(key)) is not None:
                     counts += version.counts
+                    durations = total(durations, version.durations)
                     pending += version.pending
                     cached |= version.cached
                     streams |= version.streams
                     if version.sequences is not None:
                         seated, backlog = sequences or (0, 0)
                         sequences = seated + version.sequences[0], backlog + version.sequences[1]
-            found.append(Total(*key, counts, pending, cached, streams, sequences))
+            found.append(Total(*key, counts, pending, cached, streams, sequences, durations))
         return found

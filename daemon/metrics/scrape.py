@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
@@ -14,6 +15,8 @@ from tensord.shm.errors import DEFECT
 
 _log = logging.getLogger(__name__)
 _PATH = b"/metrics"
+#: Of gzip: the text is so repetitive that more only takes longer.
+_LEVEL = 1
 
 TakeSnapshot = Callable[[], Awaitable[MetricsSnapshot]]
 
@@ -44,13 +47,20 @@ async def serve(
 async def _answer(request: ScrapeRequest, snapshot: TakeSnapshot, thread: Executor) -> ScrapeAnswer:
     if request.path != _PATH:
         return refusal(404, "Not Found")
-    if request.method != b"GET":
-        return refusal(405, "Method Not Allowed", ("Allow", "GET"))
+    if request.method not in (b"GET", b"HEAD"):
+        return refusal(405, "Method Not Allowed", ("Allow", "GET, HEAD"))
     try:
         taken = await snapshot()
         loop = asyncio.get_running_loop()
-        text, content_type = await loop.run_in_executor(thread, exposition.render, taken, request.accept)
+        body, content_type = await loop.run_in_executor(thread, _rendered, taken, request)
     except Exception:
         _log.exception("a scrape of the metrics failed")
         return refusal(500, DEFECT)
-    return ScrapeAnswer(200, text, (("Content-Type", content_type),))
+    coding = (("Content-Encoding", "gzip"),) if request.gzip else ()
+    return ScrapeAnswer(200, body, (("Content-Type", content_type), *coding, ("Vary", "Accept, Accept-Encoding")))
+
+
+def _rendered(taken: MetricsSnapshot, request: ScrapeRequest) -> tuple[bytes, str]:
+    """Returns the body of an answer and its content type; runs in the thread."""
+    text, content_type = exposition.render(taken, request.accept)
+    return gzip.compress(text, _LEVEL, mtime=0) if request.gzip else text, content_type

@@ -12,6 +12,7 @@ from tensord.daemon.metrics.ledger import Total
 from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.processes.gpu_watch import Gpu
 from tensord.shm.control_records import Footprint
+from tensord.shm.figures import Compiles
 from tensord.shm.progress import Loading
 from tensord.shm.refusals import Refusal
 
@@ -36,6 +37,8 @@ class WorkerSlot:
     lanes: int = 0
     lane_requests: int = 0
     lane_byte_size: int = 0
+    #: What its processes have compiled, ever.
+    compiles: Compiles = field(default_factory=Compiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class FrontSlot:
     forms: int = 0
     forms_minted: int = 0
     forms_evicted: int = 0
+    #: Code -> answers that it has given, ever.
+    answers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +99,12 @@ class MetricsSnapshot:
     #: Clients that are connected to their socket, and lanes that they were refused, ever.
     clients: int = 0
     refused_lanes: int = 0
+    #: Name, number and state of every version that is known, as in the repository index.
+    states: Sequence[tuple[str, int, str]] = ()
+    #: Name of a process's slot and why processes died there -> how many.
+    deaths: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    #: Whether the last reload of the configuration was successful, and when the last successful one was (seconds since 1970).
+    reloaded: bool = True
+    reloaded_at: float = 0.0
+    #: Upper bounds of the histograms of durations, in seconds.
+    buckets: Sequence[float] = ()

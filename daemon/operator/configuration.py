@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,9 @@ class Configuration:
         #: Where the values in force came from.
         self._sources = dict(configured.sources)
         self._reread = reread
+        #: Whether the last reload, or the start, was successful; and when the last successful one was, in seconds since 1970.
+        self.reloaded = True
+        self.reloaded_at = time.time()
 
     async def read(self) -> Configured:
         """Reads the files, the environment and the flags again. Raises ConfigurationError, OSError: they cannot be used."""
@@ -54,7 +58,12 @@ class Configuration:
                 self._sources.pop(key, None)
                 if key in new.sources:
                     self._sources[key] = new.sources[key]
+        self.reloaded, self.reloaded_at = True, time.time()
         return len(changed)
+
+    def refused(self) -> None:
+        """Notes that a reload was refused."""
+        self.reloaded = False
 
     def take_log(self, new: Log) -> None:
         """Puts the log's options into force."""

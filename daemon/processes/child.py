@@ -84,6 +84,10 @@ class Child:
         #: Memory into which it writes its stack when it dies.
         self._stack_fd = -1
         self._killing = False
+        #: True once it was sent SIGKILL from here.
+        self._killed = False
+        #: True if the kernel killed it for want of memory.
+        self.out_of_memory = False
         self._connection: ControlChannel | None = None
         self._calls: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
         self._next_call = 1
@@ -141,6 +145,7 @@ class Child:
                 self._signal(stack_report.STACK_SIGNAL)
                 asyncio.get_running_loop().call_later(_STACK_SECONDS, self.kill)
                 return
+        self._killed = True
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -210,9 +215,24 @@ class Child:
             if not waiting.done():
                 waiting.set_exception(Unavailable(f"{self.name} stopped before it answered"))
 
+    @property
+    def killed_by_others(self) -> bool:
+        """Returns whether it died of a SIGKILL that did not come from here."""
+        return self.returncode == -signal.SIGKILL and not self._killed
+
+    @property
+    def cause(self) -> str:
+        """Names why it died, as metrics do: memory, hung, the signal, or exit."""
+        if self.out_of_memory:
+            return "memory"
+        if self._killing:
+            return "hung"
+        return "exit" if (self.returncode or 0) >= 0 else _signal_name(-(self.returncode or 0))
+
     def describe_exit(self) -> str:
         """Words how it ended."""
-        return describe_exit(self.returncode or 0)
+        for_memory = ", for want of memory (its control group's limit, or the host's)" if self.out_of_memory else ""
+        return describe_exit(self.returncode or 0) + for_memory
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} pid={self.pid} ready={self.ready} returncode={self.returncode}>"
@@ -358,10 +378,14 @@ def describe_exit(returncode: int) -> str:
     """Words an exit status as Popen has it: ``was killed by SIGSEGV``, ``exited with status 1``."""
     if returncode >= 0:
         return f"exited with status {returncode}"
+    return f"was killed by {_signal_name(-returncode)}"
+
+
+def _signal_name(number: int) -> str:
     try:
-        return f"was killed by {signal.Signals(-returncode).name}"
+        return signal.Signals(number).name
     except ValueError:
-        return f"was killed by signal {-returncode}"
+        return f"signal {number}"
 
 
 def front_name(protocol: str, row: int) -> str:

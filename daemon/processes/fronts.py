@@ -229,6 +229,11 @@ class Fronts:
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].refused(int(row))
 
+    def answers(self, name: str) -> dict[str, int]:
+        """Returns the answers that the fronts of that name have given, by code."""
+        protocol, _, row = name.rpartition("-")
+        return self._counters[protocol].answers(int(row), protocol)
+
     def forms(self, name: str) -> tuple[int, int, int]:
         """Counts prepared requests of the front of that name: those that have numbers, those made, those evicted."""
         protocol, _, row = name.rpartition("-")

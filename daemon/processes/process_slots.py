@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tensord.config.options import SupervisorOptions
 from tensord.daemon.processes.child import Child
+from tensord.daemon.processes.memory_kills import MemoryKills
 from tensord.shm import child_process
 
 #: A process that lived this long was healthy: its death starts a new series.
@@ -40,6 +41,9 @@ class ProcessSlots:
         self._chance = random.Random()
         self._histories: dict[str, Backoff] = {}
         self._restarts: Counter[str] = Counter()
+        #: Name of a slot and ``Child.cause`` -> processes that died there so and were to be replaced.
+        self._deaths: Counter[tuple[str, str]] = Counter()
+        self._memory = MemoryKills.own()
         #: The names of slots in which a process was ready.
         self._filled: set[str] = set()
 
@@ -52,8 +56,20 @@ class ProcessSlots:
         """Counts how often a dead process was replaced there, ever."""
         return self._restarts[name]
 
+    def deaths_by_cause(self) -> dict[tuple[str, str], int]:
+        """Returns how many processes have died, by the name of their slot and the cause (``Child.cause``)."""
+        return dict(self._deaths)
+
+    def look(self, dead: Child) -> None:
+        """Finds out why a process died, before anybody words its end, and counts it if that was an accident."""
+        dead.out_of_memory = self._memory.grew() and dead.killed_by_others
+        if self._supervisor.needs(dead):
+            self._deaths[dead.name, dead.cause] += 1
+
     def forget(self, name: str) -> None:
         """Forgets a slot that does not exist any more."""
+        for key in [key for key in self._deaths if key[0] == name]:
+            del self._deaths[key]
         self._histories.pop(name, None)
         self._restarts.pop(name, None)
         self._filled.discard(name)

@@ -108,6 +108,11 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         """Returns whether it was begun (``placement``) and there is no room for its tensors so far."""
         return not self.record.request_id
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """Returns the model that it asks for, and its client's id for it ("": none), as far as they are known."""
+        return "", ""
+
     def left_line(self) -> None:
         """Hears that it waits for room no longer: it was sent, or is answered. Not called for a cancelled one."""
 

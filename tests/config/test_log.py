@@ -76,6 +76,17 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "careful" in third["message"]
 
 
+def test_json_in_the_journal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each object stands behind its priority, which journald takes away; a request of the access log is an object in it."""
+    log.configure(Log(format="json"), "http-0", {"JOURNAL_STREAM": "1:2"})
+    logging.getLogger("a").error("it failed")
+    logging.getLogger("tensord.access").info("{}", extra={"request": {"code": "200"}})
+    first, second = capsys.readouterr().err.splitlines()
+    assert (first[:3], json.loads(first[3:])["message"]) == ("<3>", "it failed")
+    assert second[:3] == "<6>"
+    assert (json.loads(second[3:])["message"], json.loads(second[3:])["request"]) == ("request", {"code": "200"})
+
+
 def test_switches(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(Log(info=False, warning=False), "supervisor", {})
     logger = logging.getLogger("x")

@@ -223,6 +223,29 @@ def test_a_reload_and_an_unload(daemon: DaemonProcess, client: Any) -> None:
     assert settled(daemon, client)[0].model("nv_inference_request_success", "scale") == 1
 
 
+def test_what_is_compiled(daemon: DaemonProcess, client: Any) -> None:
+    """
+    1. A request of a shape that no program was made for, twice.
+    Result: one compilation more, and its time; what workers made at load is compiled or from the cache. All states are shown.
+    """
+    compiles, hits = "tensord_worker_compiles_total", "tensord_worker_compile_cache_hits_total"
+
+    def made(samples: Samples, *names: str) -> float:
+        return sum(value for name in names for value in samples.of(name, "worker").values())
+
+    before, _ = settled(daemon, client)
+    # "scale" and "lengths" have several programs each, on two workers that share a cache.
+    assert made(before, compiles, hits) >= 8
+    for _ in range(2):
+        client.infer("echo_fp32", [in_body(httpclient, np.zeros(37, np.float32))])
+    after, _ = settled(daemon, client)
+    assert 1 <= made(after, compiles) - made(before, compiles) <= 2
+    seconds = "tensord_worker_compile_seconds_total"
+    assert made(after, seconds) > made(before, seconds)
+    states = {state: after.model("tensord_model_state", "scale", state=state) for state in ("READY", "UNAVAILABLE")}
+    assert states == {"READY": 1, "UNAVAILABLE": 0}
+
+
 def test_a_killed_worker(daemon: DaemonProcess, client: Any) -> None:
     """
     1. Requests, and a scrape. 2. kill -9 of one worker, and as soon as the other, requests all the time.
@@ -274,7 +297,7 @@ def test_scrapers_that_hang_or_send_rubbish(daemon: DaemonProcess, client: Any) 
 
 
 def test_other_paths_and_methods(daemon: DaemonProcess) -> None:
-    for path, method, status in (("/metrics", "POST", 405), ("/metrics", "HEAD", 405), ("/v2", "GET", 404)):
+    for path, method, status in (("/metrics", "POST", 405), ("/v2", "GET", 404)):
         asked = urllib.request.Request(f"http://{daemon.metrics_url}{path}", method=method)
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(asked, timeout=PATIENCE)

@@ -26,9 +26,9 @@ def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     log.settle(5 * SECOND)
     assert lines(caplog) == []
     for _ in range(9):
-        log.note("slow", Refusal.QUEUE_FULL, 7 * SECOND)
-    log.note("other", Refusal.NO_WORKER, 7 * SECOND)
-    log.note("", Refusal.REQUEST_ROOM, 7 * SECOND)
+        log.note("slow", Refusal.QUEUE_FULL.value, 7 * SECOND)
+    log.note("other", Refusal.NO_WORKER.value, 7 * SECOND)
+    log.note("", Refusal.REQUEST_ROOM.value, 7 * SECOND)
     # What comes in the same moment is in the same line.
     log.settle(7 * SECOND + SECOND // 2)
     assert lines(caplog) == []
@@ -38,7 +38,7 @@ def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
         "refused with 503 in the last 1 s: 9 for model 'slow' (queue_full), 1 for model 'other' (no_worker), 1 (request_room)"
     ]
     assert log.due_ns is None
-    log.note("slow", Refusal.QUEUE_FULL, 9 * SECOND)
+    log.note("slow", Refusal.QUEUE_FULL.value, 9 * SECOND)
     log.settle(20 * SECOND)
     assert lines(caplog) == []
     assert log.due_ns == 68 * SECOND
@@ -55,7 +55,7 @@ def test_the_lines_add_up(refused: list[tuple[int, Refusal, int]]) -> None:
         for model, refusal, seconds in refused:
             now_ns += seconds * SECOND
             log.settle(now_ns)
-            log.note(f"m{model}", refusal, now_ns)
+            log.note(f"m{model}", refusal.value, now_ns)
         if log.due_ns is not None:
             now_ns = max(now_ns, log.due_ns)
             log.settle(now_ns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from tensord.daemon.front.answered import Answered
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.connection import Connection
@@ -55,7 +56,9 @@ class GrpcBench(LaneBench):
             INFER: functools.partial(UnaryInfer, infer),
             STREAM: functools.partial(StreamInfer, infer),
         }
-        self._serving = Serving(OPTIONS.grpc, methods, self.counters.front(0), self.submitter.accounts)
+        counters = self.counters.front(0)
+        answered = Answered(counters, self.submitter.refusals, "grpc")
+        self._serving = Serving(OPTIONS.grpc, methods, counters, self.submitter.accounts, answered)
 
     def connect(self) -> KeptTransport:
         connection = Connection(self._serving, "tcp 127.0.0.1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 from tensord.shm.arena import Arena, Lease
@@ -29,6 +30,10 @@ class ALane:
         return self.arena.loan(byte_size)
 
 
+#: Who stands for a submitter that nothing is sent to.
+NOBODY = SimpleNamespace(protocol=0)
+
+
 def request_of(
     arrays: dict[str, Array],
     rows: int = 1,
@@ -42,7 +47,7 @@ def request_of(
     own = WholeRequest(fields.pop("request_id", 1), "m", 0, (), **fields)
     return Request(
         cast(ModelVersion, version),
-        cast(Submitter, submitter),
+        cast(Submitter, submitter or NOBODY),
         own.prepared,
         own.record,
         key,

@@ -35,7 +35,7 @@ class Bench:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.loads: list[Callable[[Any], None]] = []
-        self.lanes: list[tuple[int, socket.socket, LaneClient | None]] = []
+        self.lanes: list[tuple[int, socket.socket, LaneOpened]] = []
         self.ended: list[int] = []
         self.stopped: list[int] = []
         self.models = ModelTable()
@@ -126,7 +126,7 @@ def test_lanes_and_stop() -> None:
         ours, theirs = pair()
         bench.control.handle(LaneOpened(number, client=whose), [theirs.detach()])
         (peer, sock, told) = bench.lanes.pop()
-        assert (peer, told) == (number, whose)
+        assert (peer, told.client) == (number, whose)
         sock.close()
         assert ours.recv(1) == b""
         ours.close()

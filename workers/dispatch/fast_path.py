@@ -93,6 +93,7 @@ class _Batch:
             tuple([self._callable(program) for program in made]),
             tuple(by_rows),
             sequences,
+            self.version.statistics.histograms,
         )
 
     def _callable(self, program: AnyProgram) -> _native.Program:
@@ -124,7 +125,8 @@ class _Alone:
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
         most = min(self._version.batcher.at_once(shapes), _native.MAX_ROWS)
         share = self.executable.share / self.executable.rows
-        return self, self._version.page_key, rules.max_size, share, False, (), (-1,) * max(1, most), None
+        histograms = self._version.statistics.histograms
+        return self, self._version.page_key, rules.max_size, share, False, (), (-1,) * max(1, most), None, histograms
 
     def count(self, done: NativeRuns) -> None:
         """Counts the requests that the C part has answered."""
@@ -169,7 +171,12 @@ class FastPath(Poller):
         self._submitters[fd] = submitter
         most = 0 if submitter.segments is None else submitter.segments.limits.in_flight
         self._native.open(
-            fd, submitter.peer, submitter.in_flight, lambda datagram: _take_back(submitter, datagram), most
+            fd,
+            submitter.peer,
+            submitter.in_flight,
+            lambda datagram: _take_back(submitter, datagram),
+            most,
+            submitter.protocol,
         )
 
     def close_lane(self, submitter: Submitter[Request]) -> None:

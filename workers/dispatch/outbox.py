@@ -102,7 +102,7 @@ class Outbox:
 
     def _note(self, request: Request, refusal: Refusal, now_ns: int) -> None:
         request.version.statistics.refused[refusal] += 1
-        self._refusals.note(request.version.name, refusal, now_ns)
+        self._refusals.note(request.version.name, refusal.value, now_ns)
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
     def _log_refusals(self, now_ns: int) -> None:

@@ -103,6 +103,7 @@ class Loader:
         self._server = server
         #: Metrics that models keep themselves.
         self.metrics = MetricRegistry()
+        self.compiles = target.cache.compiles
         self._devices = target.devices
         self._gpu = target.gpu
         #: The device for the loader's thread, where samples run while the loop gathers requests on its own.

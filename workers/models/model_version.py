@@ -6,9 +6,10 @@ SERVING ──unload──▶ DRAINING: takes no request, finishes those it has 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeAlias
 
+from tensord.config.options import Metrics
 from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import VersionFigures
@@ -50,8 +51,17 @@ class VersionState(enum.Enum):
 class ModelVersion:
     """A version's queue, planner, statistics, and requests that wait for a shape to be compiled."""
 
-    def __init__(self, loaded: LoadedModel, register: SequenceRegister | None = None) -> None:
-        """``register``: the worker's sequences, for a model that has such."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        register: SequenceRegister | None = None,
+        buckets: Sequence[float] = Metrics().buckets,
+    ) -> None:
+        """
+        Args:
+          register: the worker's sequences, for a model that has such.
+          buckets: upper bounds of its histograms, in seconds.
+        """
         self.loaded = loaded
         self.name = loaded.name
         self.version = loaded.version
@@ -104,7 +114,7 @@ class ModelVersion:
         self.take: Callable[[int, int], list[Request]] = self.planner.take
         if self.jitted is not None and self.jitted.ragged:
             self.take = self._take_fitting
-        self.statistics = VersionStatistics(loaded.name, loaded.version)
+        self.statistics = VersionStatistics(loaded.name, loaded.version, buckets)
         #: Of requests to it, and what stands for this load.
         self.checked = CheckedInputs()
         #: The worker's, where it is used for this model.
@@ -178,7 +188,15 @@ class ModelVersion:
         cached = self.cache is not None
         counts, streams = statistics.counts(), self.loaded.streams
         return VersionFigures(
-            self.name, self.version, statistics.began_ns, self.pending, counts, cached, streams, sequences
+            self.name,
+            self.version,
+            statistics.began_ns,
+            self.pending,
+            counts,
+            cached,
+            streams,
+            sequences,
+            dict(statistics.all_durations()),
         )
 
     @property

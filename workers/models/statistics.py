@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import enum
 import time
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tensord.config.options import Metrics
+from tensord.shm.durations import FIRST_RESPONSE, QUEUE, REQUEST, Counted, Durations, total
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
 from tensord.shm.refusals import Refusal
@@ -72,7 +75,7 @@ class BatchStatistics:
 class VersionStatistics:
     """Statistics of one model version on one worker; belongs to the loop."""
 
-    def __init__(self, name: str, version: int) -> None:
+    def __init__(self, name: str, version: int, buckets: Sequence[float] = Metrics().buckets) -> None:
         self._name = name
         self._version = version
         #: When what ``counts`` tells began.
@@ -80,6 +83,9 @@ class VersionStatistics:
         #: Of the load before this one, and what it came to once it was over.
         self._former: VersionStatistics | None = None
         self._inherited = Counts()
+        self._inherited_durations: Counted = {}
+        #: Of requests of clients; those that models make count above alone.
+        self.durations = Durations(buckets)
         #: Requests that were answered well, and what all of them took together.
         self.success_count = 0
         self.request_ns = 0
@@ -136,6 +142,8 @@ class VersionStatistics:
             rows, arrived_ns = request.rows, request.arrived_ns
             # One that arrived while this began has not waited.
             waited_ns = max(0, began - arrived_ns)
+            if request.sink is None:
+                self.durations.ran(request.submitter.protocol, now_ns - arrived_ns, waited_ns, now_ns - began)
         else:
             rows = sum([request.rows for request in answered])
             arrived = [request.arrived_ns for request in answered]
@@ -143,6 +151,11 @@ class VersionStatistics:
             waited_ns = good * began - (
                 arrived_ns if max(arrived) <= began else sum([min(ns, began) for ns in arrived])
             )
+            ran, took_ns = self.durations.ran, now_ns - began
+            for request in answered:
+                if request.sink is None:
+                    since_ns = request.arrived_ns
+                    ran(request.submitter.protocol, now_ns - since_ns, max(0, began - since_ns), took_ns)
         input_ns, infer_ns, output_ns, runs = gathered - began, computed - gathered, now_ns - computed, execution.runs
         self.success_count += good
         self.request_ns += good * now_ns - arrived_ns
@@ -184,6 +197,8 @@ class VersionStatistics:
                 sender.failed = isinstance(result, ServingError)
                 first_ns = now_ns - sender.request.arrived_ns
                 self._first.add(first_ns)
+                if sender.request.sink is None:
+                    self.durations.add(sender.request.submitter.protocol, FIRST_RESPONSE, first_ns)
                 for i, bound in enumerate(FIRST_RESPONSE_MS):
                     self._first_within[i] += first_ns <= bound * 1_000_000
         counted = self.responses.of(number)
@@ -210,6 +225,9 @@ class VersionStatistics:
         if failure is not None:
             self.failed(now_ns - request.arrived_ns, failure)
             return
+        if request.sink is None:
+            waited_ns, took_ns = max(0, sender.began_ns - request.arrived_ns), max(0, now_ns - sender.began_ns)
+            self.durations.ran(request.submitter.protocol, max(0, now_ns - request.arrived_ns), waited_ns, took_ns)
         self.success_count += 1
         self.request_ns += now_ns - request.arrived_ns
         self.queue_ns += max(0, sender.began_ns - request.arrived_ns)
@@ -248,7 +266,11 @@ class VersionStatistics:
         """Counts a request that the response cache answered; ``began_ns``: when it was looked up there."""
         self.success_count += 1
         self.request_ns += now_ns - request.arrived_ns
-        self.queue_ns += max(0, began_ns - request.arrived_ns)
+        waited_ns = max(0, began_ns - request.arrived_ns)
+        self.queue_ns += waited_ns
+        if request.sink is None:
+            self.durations.add(request.submitter.protocol, REQUEST, now_ns - request.arrived_ns)
+            self.durations.add(request.submitter.protocol, QUEUE, waited_ns)
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
@@ -258,7 +280,18 @@ class VersionStatistics:
     def inherit(self) -> None:
         """Keeps the counts of the former load, which has ended."""
         if self._former is not None:
+            self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None
+
+    @property
+    def histograms(self) -> tuple[array[int], array[int]]:
+        """The counts and the bounds of its durations, for the C part, which counts there what it answers."""
+        return self.durations.counts, self.durations.bounds
+
+    def all_durations(self) -> Counted:
+        """Returns the histograms since the first of the loads that replaced each other, as ``counts``."""
+        former = self._inherited_durations if self._former is None else self._former.all_durations()
+        return total(former, self.durations.counted())
 
     def counts(self) -> Counts:
         """Returns the counts for metrics, since the first of the loads that replaced each other."""

@@ -44,10 +44,10 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
 static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_number) {
     unsigned long long model, most_waiting;
     int grouped;
-    PyObject *owner, *programs, *by_rows, *sequences;
+    PyObject *owner, *programs, *by_rows, *sequences, *durations;
     double share;
-    if (!PyArg_ParseTuple(given, "OKKdpO!O!O", &owner, &model, &most_waiting, &share, &grouped, &PyTuple_Type, &programs, &PyTuple_Type,
-                          &by_rows, &sequences))
+    if (!PyArg_ParseTuple(given, "OKKdpO!O!OO!", &owner, &model, &most_waiting, &share, &grouped, &PyTuple_Type, &programs, &PyTuple_Type,
+                          &by_rows, &sequences, &PyTuple_Type, &durations))
         return NULL;
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
     if (plan == NULL)
@@ -56,7 +56,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     plan->number = answer_number;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, grouped, programs, by_rows, sequences);
+        plan->batch = make_batch(&self->batches, owner, model, most_waiting, share, grouped, programs, by_rows, sequences, durations);
     if (plan->batch != NULL)
         plan->batch->plans++;
     else
@@ -181,11 +181,14 @@ static int make_descriptor(fast_path_t *self, int fd) {
 }
 
 static PyObject *open_lane(fast_path_t *self, PyObject *arguments) {
-    int fd;
+    int fd, protocol;
     unsigned long long peer, most;
     PyObject *in_flight, *take_back;
-    if (!PyArg_ParseTuple(arguments, "iKO!OK", &fd, &peer, &PyDict_Type, &in_flight, &take_back, &most) || make_descriptor(self, fd))
+    if (!PyArg_ParseTuple(arguments, "iKO!OKi", &fd, &peer, &PyDict_Type, &in_flight, &take_back, &most, &protocol) ||
+        make_descriptor(self, fd))
         return NULL;
+    if (protocol < 0 || protocol >= PROTOCOLS)
+        return PyErr_Format(PyExc_ValueError, "protocol %d, there are %d", protocol, PROTOCOLS);
     if (self->by_descriptor[fd] != NULL)
         return PyErr_Format(PyExc_ValueError, "descriptor %d is a lane already", fd);
     lane_t *lane = PyMem_Calloc(1, sizeof(lane_t));
@@ -199,6 +202,7 @@ static PyObject *open_lane(fast_path_t *self, PyObject *arguments) {
     lane->fd = fd;
     lane->peer = peer;
     lane->most = most;
+    lane->protocol = protocol;
     lane->previous = &self->lanes;
     lane->next = self->lanes;
     if (lane->next != NULL)
@@ -430,7 +434,7 @@ static void destroy(fast_path_t *self) {
 
 static PyMethodDef methods[] = {
     {"open", (PyCFunction)open_lane, METH_VARARGS,
-     "(fd, peer, in_flight, take_back, most): adds a lane, whose descriptor is in the epoll."},
+     "(fd, peer, in_flight, take_back, most, protocol): adds a lane, whose descriptor is in the epoll."},
     {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): forgets a lane."},
     {"learn", (PyCFunction)learn, METH_VARARGS,
      "(fd, number, batch, rows, inputs, outputs, answer_number, intact): runs requests with that number from now on."},

@@ -20,6 +20,9 @@ static const struct {
     {"MAX_TENSORS", MAX_TENSORS},
     {"MAX_ROWS", MAX_ROWS},
     {"MAX_OFFERS", MAX_OFFERS},
+    {"PROTOCOLS", PROTOCOLS},
+    {"DURATION_KINDS", DURATION_KINDS},
+    {"MAX_BUCKETS", MAX_BUCKETS},
 };
 
 static struct PyModuleDef definition = {

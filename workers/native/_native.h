@@ -53,6 +53,10 @@
 #define MAX_ROWS 128
 /* Outputs of one run that can be offered memory. */
 #define MAX_OFFERS 16
+/* Of shm/durations.py: protocols, what is measured of a request, and the upper bounds of a histogram at most. */
+#define PROTOCOLS 3
+#define DURATION_KINDS 4
+#define MAX_BUCKETS 32
 
 /* Constants of C alone. */
 /* A datagram's kind, and the head of an array of up to 65535 records. */
@@ -161,6 +165,8 @@ typedef struct batch {
     /* See _sequences.c. NULL: the model has no sequences. */
     PyObject *choose, *fail;
     figures_t figures;
+    /* The histograms of the model version, which Python has as well (shm/durations.py): counts, and upper bounds in ns. */
+    Py_buffer durations, bounds;
 } batch_t;
 
 typedef struct {
@@ -198,7 +204,7 @@ typedef struct {
 
 int refuse(const char *reason);
 batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int grouped,
-                    PyObject *programs, PyObject *by_rows, PyObject *sequences);
+                    PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations);
 int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan);
 void drop_plan(plan_t **place);
 PyObject *take_figures(batch_t *batch);
@@ -222,6 +228,8 @@ typedef struct lane {
     /* Requests in flight on a client's lane at most; 0: it is a front's, which is believed. */
     uint64_t most;
     uint64_t peer;
+    /* The place in PROTOCOLS of shm/durations.py. */
+    int protocol;
     /* A dict whose keys are the ids of the requests that Python has; and what is called with a datagram of released leases. */
     PyObject *in_flight, *take_back;
     /* By number; there is room for ``numbers``. */

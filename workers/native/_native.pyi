@@ -1,3 +1,4 @@
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ DESK_SINCE: int
 MAX_TENSORS: int
 MAX_ROWS: int
 MAX_OFFERS: int
+PROTOCOLS: int
+DURATION_KINDS: int
+MAX_BUCKETS: int
 
 #: What runs it, its rows, whether those that nobody fills become zero, and of each argument the address and the step of a row.
 Program = tuple[Callable[[], Sequence[Array | bytes]], int, bool, tuple[tuple[int, int], ...]]
@@ -30,8 +34,18 @@ Described = list[tuple[int, int, int]]
 Sequences = tuple[Callable[[Asked], int], Callable[[Described, Exception | None], None]]
 #: Whose requests they are, how many of them may wait, what a program has to do for each of its rows (as a part of an iteration of
 #: the loop), whether a run applies the model to each by itself, all programs, which of them by the number of rows that wait: -1
-#: for none; and what is asked of sequences.
-Batch = tuple[object, int, int, float, bool, tuple[Program, ...], tuple[int, ...], Sequences | None]
+#: for none; what is asked of sequences; and the histograms of its model version, counts and bounds (``tensord.shm.durations``).
+Batch = tuple[
+    object,
+    int,
+    int,
+    float,
+    bool,
+    tuple[Program, ...],
+    tuple[int, ...],
+    Sequences | None,
+    tuple["array[int]", "array[int]"],
+]
 
 class FastPath:
     def __init__(
@@ -54,6 +68,8 @@ class FastPath:
         take_back: Callable[[bytes], object],
         #: Requests in flight on a client's lane at most; 0: a front's.
         most: int,
+        #: By which its clients ask: a place in ``durations.PROTOCOLS``.
+        protocol: int,
         /,
     ) -> None: ...
     def close(self, fd: int, /) -> None: ...

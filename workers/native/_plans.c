@@ -25,6 +25,8 @@ static void drop_batch(batch_t *batch) {
     Py_XDECREF(batch->owner);
     Py_XDECREF(batch->choose);
     Py_XDECREF(batch->fail);
+    PyBuffer_Release(&batch->durations);
+    PyBuffer_Release(&batch->bounds);
     PyMem_Free(batch->program);
     PyMem_Free(batch);
 }
@@ -108,9 +110,22 @@ static int read_sequences(PyObject *sequences, batch_t *batch) {
     return 0;
 }
 
+/* Reads (counts, bounds): arrays of 64 bits each. */
+static int read_durations(PyObject *durations, batch_t *batch) {
+    PyObject *counts, *bounds;
+    if (!PyArg_ParseTuple(durations, "OO", &counts, &bounds) || PyObject_GetBuffer(counts, &batch->durations, PyBUF_WRITABLE) ||
+        PyObject_GetBuffer(bounds, &batch->bounds, PyBUF_SIMPLE))
+        return -1;
+    Py_ssize_t count = batch->bounds.len / (Py_ssize_t)sizeof(uint64_t);
+    if (count < 1 || count > MAX_BUCKETS ||
+        batch->durations.len != PROTOCOLS * DURATION_KINDS * (count + 2) * (Py_ssize_t)sizeof(uint64_t))
+        return refuse("the histograms have other sizes");
+    return 0;
+}
+
 /* Returns a batch that no plan has yet, as the first of ``batches``, or NULL with an exception. */
 batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model, unsigned long long most_waiting, double share, int grouped,
-                    PyObject *programs, PyObject *by_rows, PyObject *sequences) {
+                    PyObject *programs, PyObject *by_rows, PyObject *sequences, PyObject *durations) {
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
         return (batch_t *)PyErr_NoMemory();
@@ -120,7 +135,7 @@ batch_t *make_batch(batch_t **batches, PyObject *owner, unsigned long long model
     batch->most_waiting = most_waiting;
     batch->share = share;
     batch->grouped = grouped;
-    if (read_batch(batch, programs, by_rows) || read_sequences(sequences, batch)) {
+    if (read_batch(batch, programs, by_rows) || read_sequences(sequences, batch) || read_durations(durations, batch)) {
         drop_batch(batch);
         return NULL;
     }

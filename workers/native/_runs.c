@@ -11,16 +11,32 @@
 #define MANY 4
 #define CALLS 32
 
+/* Counts a duration in a histogram: counts by bucket, the last beyond all bounds, and the sum. */
+static void observe(uint64_t *histogram, const uint64_t *bounds, size_t count, uint64_t ns) {
+    size_t bucket = 0;
+    while (bucket < count && bounds[bucket] < ns)
+        bucket++;
+    histogram[bucket]++;
+    histogram[count + 1] += ns;
+}
+
 /* Counts a run. */
 static void count_run(batch_t *batch, const request_t *requests, int count, int rows, const moments_t moments) {
     figures_t *figures = &batch->figures;
     uint64_t runs = batch->grouped ? (uint64_t)count : 1;
     size_figures_t *size = &figures->sizes[batch->grouped ? 1 : rows];
+    const uint64_t *bounds = batch->bounds.buf;
+    size_t buckets = (size_t)batch->bounds.len / sizeof(uint64_t);
     for (int n = 0; n < count; n++) {
-        uint64_t arrived = requests[n].arrived_ns;
-        figures->request_ns += moments[3] > arrived ? moments[3] - arrived : 0;
+        uint64_t arrived = requests[n].arrived_ns, took = moments[3] > arrived ? moments[3] - arrived : 0;
         /* A request that arrived after this run began has not waited. */
-        figures->queue_ns += moments[0] > arrived ? moments[0] - arrived : 0;
+        uint64_t waited = moments[0] > arrived ? moments[0] - arrived : 0;
+        uint64_t *histogram = (uint64_t *)batch->durations.buf + (size_t)requests[n].lane->protocol * DURATION_KINDS * (buckets + 2);
+        observe(histogram, bounds, buckets, took);
+        observe(histogram + buckets + 2, bounds, buckets, waited);
+        observe(histogram + 2 * (buckets + 2), bounds, buckets, moments[3] - moments[0]);
+        figures->request_ns += took;
+        figures->queue_ns += waited;
         figures->copied += requests[n].plan->copied;
         requests[n].lane->path->lane_requests += requests[n].lane->most > 0;
     }

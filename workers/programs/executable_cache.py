@@ -29,6 +29,7 @@ from jax.experimental import serialize_executable
 
 from tensord.workers.devices.device_cpu import thread_count
 from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.compile_counts import CompileCounts
 from tensord.workers.programs.gpu_versions import gpu_versions
 from tensord.workers.programs.jax_cache import JaxCache
 from tensord.workers.programs.placement import CompiledProgram, Placement
@@ -93,7 +94,9 @@ class ExecutableCache:
         self._outside = outside
         #: How many programs are made at a time: one is prepared here while others are compiled outside.
         self.threads = 1 if outside is None else outside.count + 1
-        #: For tests and operators.
+        #: What was compiled here, and by whoever has this cache without asking it.
+        self.compiles = CompileCounts()
+        #: For tests.
         self.hits = 0
         self.misses = 0
 
@@ -119,6 +122,7 @@ class ExecutableCache:
             return self.make(key, what, make, cancellation), True
         with self._directory.sole(_name(key), cancellation.check):
             if (found := self._found(key, usual, small)) is not None:
+                self.compiles.found()
                 return found, False
             return self.make(key, what, make, cancellation), True
 
@@ -136,6 +140,7 @@ class ExecutableCache:
             if self._programs is not None:
                 stack.enter_context(self._programs.passed_over())
             known = [] if self._outside is None else stack.enter_context(self._outside.compiling(what, cancellation))
+            stack.enter_context(self.compiles.compiling())
             program = make()
         return self.store(key, program, known, what)
 
@@ -156,6 +161,7 @@ class ExecutableCache:
             self.misses += 1
         else:
             self.hits += 1
+            self.compiles.found()
         return found
 
     def _found(self, key: str, usual: Placement, small: SmallPrograms | None) -> CompiledProgram | None:

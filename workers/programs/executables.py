@@ -198,7 +198,9 @@ class Executables:
 
     def compile(self, wanted: Wanted) -> Executable:
         """Makes an executable that was not planned. Raises Internal: wrong outputs; or whatever tracing raises."""
-        return self.device.executable(wanted, self._signature, self._compile(wanted, None))
+        with self._cache.compiles.compiling():
+            compiled = self._compile(wanted, None)
+        return self.device.executable(wanted, self._signature, compiled)
 
     def find(self, wanted: Wanted) -> Executable | None:
         """Returns a ready executable, or None."""

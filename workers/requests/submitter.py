@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tensord.shm.arrays import Array
+from tensord.shm.durations import PROTOCOLS
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import AnswerRecord, Prepare, PreparedAnswer, PreparedTensor
@@ -60,6 +61,7 @@ class Submitter(Generic[R]):
         "lane",
         "peer",
         "preparations",
+        "protocol",
         "renumbered",
         "returned",
         "segments",
@@ -67,17 +69,25 @@ class Submitter(Generic[R]):
     )
 
     def __init__(
-        self, peer: int, lane: WorkerLane, due: list[Submitter[R]] | None = None, segments: LaneSegments | None = None
+        self,
+        peer: int,
+        lane: WorkerLane,
+        due: list[Submitter[R]] | None = None,
+        segments: LaneSegments | None = None,
+        protocol: str = "http",
     ) -> None:
         """Begins without requests.
 
         Args:
           due: submitters that have something to be flushed; the loop's list.
           segments: of a client's own lane; None: it is a front, which is believed.
+          protocol: by which its clients ask, one of ``durations.PROTOCOLS``; a client's own lane is "lane".
         """
         self.peer = peer
         self.lane = lane
         self.segments = segments
+        #: The place in PROTOCOLS.
+        self.protocol = PROTOCOLS.index(protocol if segments is None else "lane")
         self._due: list[Submitter[R]] = [] if due is None else due
         #: Request id -> request, from its validation to its final answer.
         self.in_flight: dict[int, R] = {}

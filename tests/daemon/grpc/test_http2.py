@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.config.options import Arenas, Grpc
+from tensord.daemon.control.refusals import Refusals
 from tensord.daemon.control.shared_counters import FrontCounters
+from tensord.daemon.front.answered import Answered
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.floods import FRAMES_A_TURN
@@ -55,6 +57,7 @@ class Owner:
     """A connection that sends nothing by itself."""
 
     is_plain = True
+    account = None
 
     def __init__(self) -> None:
         self.loop = Mock(time=lambda: 1.0)
@@ -71,7 +74,8 @@ def made(owner: Owner | None = None, **options: Any) -> Http2:
     """Makes one, whose streams echo."""
     words = memoryview(bytearray(4096)).cast("Q")
     counters = FrontCounters(words, words[:1], words[1:2], 0)
-    serving = Serving(Grpc(**options), {STREAM: Echo}, counters, Accounts(Arenas(), 0, 0))
+    answered = Answered(counters, Refusals(Mock()), "grpc")
+    serving = Serving(Grpc(**options), {STREAM: Echo}, counters, Accounts(Arenas(), 0, 0), answered)
     return Http2(serving, owner or Owner())  # type: ignore[arg-type]
 
 

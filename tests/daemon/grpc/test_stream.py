@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import hpack
 import pytest
@@ -16,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.config.options import Arenas, Grpc
+from tensord.daemon.control.refusals import Refusals
 from tensord.daemon.control.shared_counters import FrontCounters
+from tensord.daemon.front.answered import Answered
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.codes import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED
@@ -36,7 +39,10 @@ class Wire:
 
     def __init__(self, window: int, room: int, frame_size: int, options: Grpc) -> None:
         words = memoryview(bytearray(4096)).cast("Q")
-        self.serving = Serving(options, {}, FrontCounters(words, words[:1], words[1:2], 0), Accounts(Arenas(), 0, 0))
+        counters = FrontCounters(words, words[:1], words[1:2], 0)
+        answered = Answered(counters, Refusals(Mock()), "grpc")
+        self.serving = Serving(options, {}, counters, Accounts(Arenas(), 0, 0), answered)
+        self.account = None
         self.connection = self
         self.loop = asyncio.new_event_loop()
         self.max_frame_size = frame_size

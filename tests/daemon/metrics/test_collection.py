@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,6 +111,48 @@ def test_a_worker_that_dies(start: Callable[..., Watched]) -> None:
         pids |= {worker.pid for worker in daemon.workers}
         assert samples.model(COPIED, "good") == sum(pids)
         assert samples.model("nv_inference_pending_request_count", "good") == 4
+
+
+def test_why_processes_died(start: Callable[..., Watched]) -> None:
+    """
+    1. A worker is killed, a front by another signal, and the last worker hangs until it is killed.
+    Result: each is counted under its cause, and nothing else is.
+    """
+    daemon = start(workers={"idle_timeout": 2.0})
+    first, second = daemon.workers
+    first.kill()
+    daemon.fronts[0].send_signal(signal.SIGABRT)
+    daemon.until(
+        lambda samples: samples.of("tensord_process_deaths_total", "cause") == {"SIGKILL": 1, "SIGABRT": 1},
+        "two deaths",
+    )
+    Path(os.environ["XDG_RUNTIME_DIR"], f"hang-{second.pid}").touch()
+
+    def counted(samples: Samples) -> bool:
+        causes = samples.of("tensord_process_deaths_total", "cause")
+        return causes == {"SIGKILL": 1, "SIGABRT": 1, "hung": 1}
+
+    daemon.until(counted, "three deaths")
+    assert daemon.scrape().of("tensord_process_deaths_total", "process").keys() == {"worker-0", "worker-1", "http-0"}
+
+
+def test_the_last_reload(start: Callable[..., Watched]) -> None:
+    """
+    1. The daemon starts. 2. A reload of a file that cannot be read. 3. A reload of one that can.
+    Result: the last one's outcome, and when the last good one was.
+    """
+    good, when = "tensord_config_last_reload_successful", "tensord_config_last_reload_success_timestamp_seconds"
+    daemon = start()
+    samples = daemon.scrape()
+    began = samples.value(when)
+    assert samples.value(good) == 1
+    text = daemon.file.read_text()
+    daemon.file.write_text("[http]\nport = nonsense\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    assert daemon.until(lambda samples: samples.value(good) == 0, "refused reload").value(when) == began
+    daemon.file.write_text(text)
+    daemon.process.send_signal(signal.SIGHUP)
+    assert daemon.until(lambda samples: samples.value(good) == 1, "reload").value(when) > began
 
 
 def test_a_worker_that_is_silent(start: Callable[..., Watched]) -> None:

@@ -14,7 +14,7 @@ from tensord.daemon.metrics.ledger import Total
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
 from tensord.daemon.processes.gpu_watch import Gpu
 from tensord.shm.control_records import Footprint
-from tensord.shm.figures import Counts
+from tensord.shm.figures import Compiles, Counts
 from tensord.shm.progress import Loading
 from tensord.shm.refusals import Refusal
 
@@ -27,7 +27,11 @@ SNAPSHOT = MetricsSnapshot(
     False,
     {"m": True, "broken": False},
     [Total("m", 3, COUNTS, 7, True, sequences=(5, 4)), Total('a "b"\n\\', 1, Counts(), 0)],
-    [WorkerSlot("worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16), 8, 9, 4096)],
+    [
+        WorkerSlot(
+            "worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16), 8, 9, 4096, Compiles(3, 2_500_000_000, 11)
+        )
+    ],
     [FrontSlot("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5)],
     [RegionTotals("system", 2, 8192, 3), RegionTotals("cuda", 0, 0, 0)],
     4096,
@@ -38,6 +42,10 @@ SNAPSHOT = MetricsSnapshot(
     {("GPU-2", "xid"): 3},
     clients=5,
     refused_lanes=2,
+    states=[("m", 3, "READY"), ("broken", 1, "UNAVAILABLE")],
+    deaths={("worker-0", "memory"): 2, ("http-0", "SIGSEGV"): 1},
+    reloaded=False,
+    reloaded_at=1_800_000_000.5,
 )
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 
@@ -110,6 +118,16 @@ def test_ours() -> None:
         'tensord_model_refused_total{model="m",reason="answer_room",version="3"} 7.0',
         'tensord_front_refused_total{front="http-0",protocol="http",reason="in_flight"} 9.0',
         'tensord_model_served{model="m"} 1.0',
+        'tensord_model_state{model="m",state="READY",version="3"} 1.0',
+        'tensord_model_state{model="m",state="LOADING",version="3"} 0.0',
+        'tensord_model_state{model="broken",state="UNAVAILABLE",version="1"} 1.0',
+        'tensord_process_deaths_total{cause="memory",process="worker-0"} 2.0',
+        'tensord_process_deaths_total{cause="SIGSEGV",process="http-0"} 1.0',
+        "tensord_config_last_reload_successful 0.0",
+        "tensord_config_last_reload_success_timestamp_seconds 1.8000000005e+09",
+        'tensord_worker_compiles_total{device="cpu:0",worker="worker-0"} 3.0',
+        'tensord_worker_compile_seconds_total{device="cpu:0",worker="worker-0"} 2.5',
+        'tensord_worker_compile_cache_hits_total{device="cpu:0",worker="worker-0"} 11.0',
         'tensord_model_served{model="broken"} 0.0',
         'tensord_worker_up{device="cpu:0",worker="worker-0"} 1.0',
         'tensord_worker_answered{device="cpu:0",worker="worker-0"} 0.0',

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import gzip
 import random
+import re
 from typing import Any
 
 import pytest
@@ -24,11 +26,41 @@ async def test_a_scrape(served: Served) -> None:
     assert old.endswith(b"# EOF\n")
 
 
+async def test_head_says_what_get_would(served: Served) -> None:
+    get = (await served.send(GET)).partition(b"\r\n\r\n")
+    head = (await served.send(GET.replace(b"GET", b"HEAD"))).partition(b"\r\n\r\n")
+    # Memory may have moved by a digit.
+    assert re.sub(rb"Length: \d+", b"", head[0]) == re.sub(rb"Length: \d+", b"", get[0])
+    assert (head[2], get[2] != b"") == (b"", True)
+
+
+@pytest.mark.parametrize(
+    ("accepts", "compressed"),
+    [
+        (b"gzip", True),
+        (b"br, GZIP;q=0.5", True),
+        (b"gzip; q=1.0", True),
+        (b"gzip;q=0", False),
+        (b"gzip;q=0.000", False),
+        (b"deflate", False),
+        (b"identity", False),
+    ],
+)
+async def test_compressed_for_those_who_ask(served: Served, accepts: bytes, compressed: bool) -> None:
+    answer = await served.send(GET.replace(b"Host: x", b"Host: x\r\nAccept-Encoding: " + accepts))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert (b"Content-Encoding: gzip\r\n" in head) is compressed
+    assert b"Vary: Accept, Accept-Encoding\r\n" in head
+    assert f"Content-Length: {len(body)}\r\n".encode() in head
+    text = gzip.decompress(body) if compressed else body
+    assert b'nv_inference_request_success{model="m",version="3"} 10.0\n' in text
+    assert not compressed or len(body) < len(text) / 3
+
+
 @pytest.mark.parametrize(
     ("request_", "expected", "words"),
     [
         (b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc", 405, b'{"error":"Method Not Allowed"}'),
-        (b"HEAD /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 405, b""),
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", 404, b'{"error":"Not Found"}'),
         (b"GET /metrics/ HTTP/1.1\r\nHost: x\r\n\r\n", 404, b'{"error":"Not Found"}'),
         (b"GET /metrics HTTP/1.1\r\n\r\n", 400, b'{"error":"Bad Request"}'),
@@ -49,7 +81,7 @@ async def test_what_is_no_scrape(served: Served, request_: bytes, expected: int,
     assert status(answer) == expected
     assert words in body
     assert b"Connection: close" in head
-    assert (b"Allow: GET\r\n" in head) is (expected == 405)
+    assert (b"Allow: GET, HEAD\r\n" in head) is (expected == 405)
     assert served.asked == 0
 
 

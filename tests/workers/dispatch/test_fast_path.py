@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from tensord.shm.channel import Channel, ChannelClosed, pair
 from tensord.shm.control_records import ControlCall, Reply
+from tensord.shm.durations import Durations
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import (
     AnswerRecord,
@@ -60,7 +61,9 @@ ROWS = 4
 class Native:
     """The C part over one lane, with a program of four rows of eight bytes that turns every bit."""
 
-    def __init__(self, spin: Spin | None = None) -> None:
+    def __init__(self, spin: Spin | None = None, protocol: int = 0) -> None:
+        self.durations = Durations((0.001, 1e6))
+        self.histograms = self.durations.counts, self.durations.bounds
         self.page = np.zeros(2 * WORDS, np.uint64)
         self.epoll = select.epoll()
         self.front, self.lane = pair()
@@ -79,7 +82,7 @@ class Native:
         #: What came of leases that are given back, and what is wrong with them.
         self.returned: list[bytes] = []
         self.wrong: Exception | None = None
-        self.fast.open(self.lane.fileno(), 7, self.in_flight, self.take_back, 0)
+        self.fast.open(self.lane.fileno(), 7, self.in_flight, self.take_back, 0, protocol)
 
     def run(self) -> list[Any]:
         self.runs.append(self.memory.tobytes())
@@ -108,6 +111,7 @@ class Native:
         }
         programs = ((self.run, ROWS, clears, ((address, 8),)),)
         batch = (self, 7, most_waiting, share, False, programs, said["by_rows"], said["sequences"])
+        batch = *batch, self.histograms
         self.fast.learn(self.lane.fileno(), form, batch, 1, said["inputs"], said["outputs"], 9, said["intact"])
 
     def send(self, *records: Any) -> bytes:
@@ -195,6 +199,11 @@ def test_figures(native: Native) -> None:
     native.fast.wait(0, True)
     ((owner, answered, rows, runs, request_ns, queue_ns, copied, compute_ns, sizes),) = native.fast.figures()
     assert (owner, answered, rows, runs, copied) == (native, 5, 5, 2, 5 * 16)
+    # Everything that this host has done since its start was their wait; only the last bucket has room for that.
+    ((protocol, counts),) = native.durations.counted().items()
+    assert (protocol, counts[:4], counts[4:8]) == ("http", (0, 5, 0, request_ns), (0, 5, 0, queue_ns))
+    assert (sum(counts[8:11]), counts[11]) == (5, sum(compute_ns))
+    assert counts[12:] == (0, 0, 0, 0)
     assert [size[:2] for size in sizes] == [(1, 1), (4, 1)]
     # Of a run of four and one of one: each part counts for each request.
     for part in range(3):
@@ -599,7 +608,7 @@ def learn_places(native: Native) -> None:
     def run(places: Any) -> Any:
         return -1, 0, 0, [repr(places).encode().ljust(40)]
 
-    batch = (learn_places, 7, 1000, 0.0, False, (), (-1,), None)
+    batch = (learn_places, 7, 1000, 0.0, False, (), (-1,), None, native.histograms)
     native.fast.learn_alone(native.lane.fileno(), 4, batch, 1, (8,), ((0, 0, 40),), 9, run)
 
 

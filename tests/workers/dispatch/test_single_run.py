@@ -53,7 +53,7 @@ class Alone:
         native.fast.learn_alone(
             native.lane.fileno(),
             4,
-            (self, 7, 1000, said["share"], False, (), (-1,) * said["most"], None),
+            (self, 7, 1000, said["share"], False, (), (-1,) * said["most"], None, native.histograms),
             said["rows"],
             said["inputs"],
             said["outputs"],

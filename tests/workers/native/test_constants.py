@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.shm import channel, messages, prepared, status_page
+from tensord.config.options import MAX_BUCKETS
+from tensord.shm import channel, durations, messages, prepared, status_page
 from tensord.workers.native.extensions import available
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
@@ -19,6 +20,12 @@ def test_constants_of_records() -> None:
     assert bytes([_native.INLINE_KIND]) == channel._WHOLE
     assert _native.MAX_NUMBERS == prepared.MAX_NUMBERS
     assert _native.MAX_SEQUENCE_ID == messages.MAX_SEQUENCE_ID
+
+
+def test_sizes_of_the_histograms_of_durations() -> None:
+    assert (len(durations.PROTOCOLS), len(durations.KINDS)) == (_native.PROTOCOLS, _native.DURATION_KINDS)
+    assert durations.KINDS[:3] == ("request", "queue", "compute")
+    assert _native.MAX_BUCKETS == MAX_BUCKETS
 
 
 def test_words_of_the_status_page() -> None:

@@ -1,0 +1,133 @@
+"""Counts what a front has answered, by code, and writes its access log: one good answer in so many, and refusals up to a rate.
+
+    good answer ─▶ counted ─▶ every ``log.access``-th: a line
+    error       ─▶ counted ─▶ with ``log.access``: a line, ten a second at most
+                          ╰─▶ the client's mistake: one line a minute for all
+
+A line is a JSON object: as a message in the text formats of the log, as its ``request`` in ``json``. Belongs to the front's loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tensord.daemon.control.refusals import Refusals
+from tensord.daemon.control.shared_counters import CODES, FrontCounters
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.in_flight import InFlight
+from tensord.shm.messages import Buffer, Content
+
+_log = logging.getLogger("tensord.access")
+#: Counts never get there.
+_NEVER = 1 << 64
+#: Refusals that one front logs in a second at most.
+_MAX_REFUSALS = 10
+_SECOND_NS = 10**9
+#: Characters of an error's text, and of names that a client has chosen, in a line.
+_MAX_TEXT = 300
+#: Codes that say that the client was wrong, and that nobody counts or logs elsewhere.
+_CLIENTS = frozenset(
+    [
+        *("400", "403", "404", "405", "408", "409", "413", "431"),
+        *("INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"),
+        *("FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED", "UNAUTHENTICATED", "UNKNOWN"),
+    ]
+)
+
+
+class Answered:
+    """Counts the answers of one front. ``protocol``: "http" or "grpc"."""
+
+    def __init__(self, counters: FrontCounters, refusals: Refusals, protocol: str, access: int = 0) -> None:
+        """``access``: as ``log.access``."""
+        self._words, self._good = counters.codes
+        self._protocol = protocol
+        self._places = {code: self._good + number for number, code in enumerate(CODES[protocol])}
+        self._other = self._good + len(CODES[protocol]) - 1
+        self._refusals = refusals
+        self._every = 0
+        #: The count of good answers at which the next one is logged.
+        self._next = _NEVER
+        #: Since when refusals are counted for their rate, how many were logged, and how many were not.
+        self._window_ns = self._logged = self._left_out = 0
+        self.log_every(access)
+
+    def log_every(self, access: int) -> None:
+        """Logs one good answer in so many from now on; 0: none, and no refusals."""
+        if access != self._every:
+            self._every = access
+            self._next = self._words[self._good] + access if access else _NEVER
+
+    def good(self, request: InFlight, version: int, answer: Buffer | Sequence[Buffer]) -> None:
+        """Counts a good answer to an inference request. ``version``: which has answered; ``answer``: what leaves."""
+        words, at = self._words, self._good
+        words[at] = count = words[at] + 1
+        if count >= self._next:
+            self._next = count + self._every
+            size = len(answer) if isinstance(answer, bytes | memoryview) else sum(map(len, answer))
+            self._write(CODES[self._protocol][0], request, version, size)
+
+    def managed(self, code: str) -> None:
+        """Counts an answer to something else than an inference request, which is logged nowhere if it is good."""
+        self._words[self._places.get(code, self._other)] += 1
+
+    def failed(self, code: str, message: str, request: InFlight | None = None, account: Account | None = None) -> None:
+        """Counts an answer that is an error.
+
+        Args:
+          request: None: it is no inference request, or none was understood.
+          account: of its client, where the request does not tell.
+        """
+        self._words[self._places.get(code, self._other)] += 1
+        if code in _CLIENTS:
+            model = "" if request is None else request.names[0]
+            self._refusals.mistaken(model[:_MAX_TEXT], code, message[:_MAX_TEXT])
+        if self._every:
+            now_ns = time.monotonic_ns()
+            if now_ns - self._window_ns >= _SECOND_NS:
+                self._window_ns, self._logged = now_ns, 0
+            if self._logged < _MAX_REFUSALS:
+                self._logged += 1
+                self._write(code, request, error=message[:_MAX_TEXT], account=account)
+            else:
+                self._left_out += 1
+
+    def _write(
+        self,
+        code: str,
+        request: InFlight | None,
+        version: int = 0,
+        size: int = 0,
+        error: str = "",
+        account: Account | None = None,
+    ) -> None:
+        line: dict[str, object] = {"protocol": self._protocol, "code": code}
+        if request is not None:
+            model, client_id = request.names
+            account = account or request.account
+            line |= {"model": model[:_MAX_TEXT], "version": version, "id": client_id[:_MAX_TEXT]}
+            if request.record.request_id:
+                line["input_bytes"] = _size(request.record.contents)
+                line["duration_us"] = (time.monotonic_ns() - request.record.received_ns) // 1000
+        if account is not None:
+            line["client"] = account.client.owner
+        if size:
+            line["answer_bytes"] = size
+        if error:
+            line["error"] = error
+        if self._left_out:
+            line["left_out"] = self._left_out
+            self._left_out = 0
+        _log.info("%s", msgspec.json.encode(line).decode(), extra={"request": line})
+
+    def __repr__(self) -> str:
+        return f"<Answered {self._words[self._good]} well over {self._protocol}>"
+
+
+def _size(contents: Iterable[Content]) -> int:
+    """Returns the bytes of input tensors, without those in regions."""
+    return sum(len(content) if isinstance(content, bytes) else content.byte_size for content in contents)

@@ -1,0 +1,79 @@
+"""Histograms of the durations of requests: by protocol and by what took the time. One flat array for each model version.
+
+    for each of PROTOCOLS, for each of KINDS: a count for each bucket, the last beyond all bounds, and the sum in ns
+
+A worker's C part counts in the same array (``workers/native/_runs.c``).
+"""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+#: How requests reach a worker; the order is that of the array, and of the numbers in ``workers/native/_native.h``.
+PROTOCOLS = ("http", "grpc", "lane")
+#: What is measured: from a request's arrival to its answer; its wait in queues; its run, from the inputs to the placed outputs;
+#: and, of models with several responses, from its arrival to the first of them.
+KINDS = ("request", "queue", "compute", "first_response")
+REQUEST, QUEUE, COMPUTE, FIRST_RESPONSE = range(len(KINDS))
+#: Protocol -> counts and sums of each kind, one behind the other as in the array. Protocols without requests are not in it.
+Counted = Mapping[str, tuple[int, ...]]
+
+
+class Durations:
+    """The histograms of one model version on one worker; belongs to the loop.
+
+    Args:
+      buckets: upper bounds in seconds, which grow.
+    """
+
+    __slots__ = ("_row", "bounds", "counts")
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        #: Upper bounds in ns.
+        self.bounds = array("Q", [round(bound * 1e9) for bound in buckets])
+        self._row = len(self.bounds) + 2
+        self.counts = array("Q", bytes(8 * len(PROTOCOLS) * len(KINDS) * self._row))
+
+    def add(self, protocol: int, kind: int, ns: int) -> None:
+        """Counts one duration. ``protocol``: its place in PROTOCOLS."""
+        ns = max(0, ns)
+        counts, at = self.counts, (protocol * len(KINDS) + kind) * self._row
+        counts[at + bisect_left(self.bounds, ns)] += 1
+        counts[at + self._row - 1] += ns
+
+    def ran(self, protocol: int, request_ns: int, queue_ns: int, compute_ns: int) -> None:
+        """Counts a request that was answered, all of it at once because it is on the way of every request. None is below 0."""
+        counts, bounds, row, at = self.counts, self.bounds, self._row, protocol * len(KINDS) * self._row
+        counts[at + bisect_left(bounds, request_ns)] += 1
+        counts[at + row - 1] += request_ns
+        at += row
+        counts[at + bisect_left(bounds, queue_ns)] += 1
+        counts[at + row - 1] += queue_ns
+        at += row
+        counts[at + bisect_left(bounds, compute_ns)] += 1
+        counts[at + row - 1] += compute_ns
+
+    def counted(self) -> Counted:
+        """Returns what was counted so far."""
+        size = len(KINDS) * self._row
+        found: dict[str, tuple[int, ...]] = {}
+        for number, protocol in enumerate(PROTOCOLS):
+            counts = tuple(self.counts[number * size : (number + 1) * size])
+            if any(counts):
+                found[protocol] = counts
+        return found
+
+    def __repr__(self) -> str:
+        return f"<Durations of {len(self.bounds)} buckets>"
+
+
+def total(one: Counted, other: Counted) -> Counted:
+    """Adds up two counts with the same buckets."""
+    found = dict(one)
+    for protocol, counts in other.items():
+        before = found.get(protocol)
+        found[protocol] = counts if before is None else tuple(map(operator.add, before, counts))
+    return found

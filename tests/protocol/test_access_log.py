@@ -1,0 +1,141 @@
+"""What a real daemon answered, counted by code over all fronts, and in its log: good and refused requests of both protocols."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from tests import repositories
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.protocol.streaming_models import CONFIG, TALKS, Stream
+from tests.scrapes import scrape
+
+BODY = [{"name": "x", "datatype": "FP32", "shape": [2, 4], "data": [1.0] * 8}]
+
+
+@pytest.fixture
+def serve(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> Callable[..., DaemonProcess]:
+    repositories.scale_model(tmp_path / "models")
+    repositories.write_model(tmp_path / "models", "talks", TALKS, CONFIG)
+
+    def start(**log: Any) -> DaemonProcess:
+        daemon = start_daemon(tmp_path / "models", log={"format": "json", **log}, http={"processes": 2})
+        daemon.wait_ready()
+        return daemon
+
+    return start
+
+
+def lines(daemon: DaemonProcess) -> list[dict[str, Any]]:
+    """The access log so far."""
+    found = [json.loads(line) for line in daemon.log.splitlines() if '"request":' in line]
+    assert all((line["logger"], line["message"]) == ("tensord.access", "request") for line in found)
+    return [line["request"] for line in found]
+
+
+def answers(daemon: DaemonProcess, protocol: str) -> dict[str, float]:
+    samples = scrape(daemon.metrics_url)
+    codes = samples.of("tensord_front_requests_total", "code")
+    found = {}
+    for code in codes:
+        try:
+            found[code] = samples.value("tensord_front_requests_total", protocol=protocol, code=code)
+        except KeyError:
+            continue
+    return found
+
+
+def raw(daemon: DaemonProcess, content: bytes) -> bytes:
+    """What comes back until the connection ends."""
+    host, port = daemon.url.split(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as connection:
+        connection.sendall(content)
+        found = b""
+        while piece := connection.recv(1 << 16):
+            found += piece
+        return found
+
+
+def test_all_answers_are_counted(serve: Callable[..., DaemonProcess]) -> None:
+    daemon = serve()
+    before = answers(daemon, "http")
+    for _ in range(20):
+        assert daemon.infer("scale", BODY)[0] == 200
+    assert daemon.infer("scale", [{**BODY[0], "shape": [2, 5]}])[0] == 400
+    assert daemon.infer("nobody", BODY)[0] == 404
+    assert daemon.request("GET", "/nothing")[0] == 404
+    assert daemon.request("GET", "/v2/models/scale")[0] == 200
+    assert daemon.request("POST", "/v2/models/talks/generate", b'{"n": [2]}')[0] == 400
+    assert daemon.request("POST", "/v2/models/talks/generate_stream", b'{"n": [2]}')[0] == 200
+    assert b" 400 " in raw(daemon, b"nonsense\r\n\r\n")
+    after = answers(daemon, "http")
+    grown = {code: after[code] - before.get(code, 0) for code in after if after[code] != before.get(code, 0)}
+    assert grown == {"200": 22, "400": 3, "404": 2}
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
+        given = grpcclient.InferInput("x", [2, 4], "FP32")
+        given.set_data_from_numpy(np.ones((2, 4), np.float32))
+        for _ in range(20):
+            client.infer("scale", [given])
+        for _ in range(2):
+            with pytest.raises(InferenceServerException):
+                client.infer("nobody", [given])
+        client.get_server_metadata()
+        with pytest.raises(InferenceServerException):
+            client.get_model_config("nobody")
+    with Stream(daemon.grpc_url) as stream:
+        for n in (2, 0, 1):
+            stream.answers("talks", n)
+        stream.ask("nobody", 1)
+        assert "unknown model" in stream.take()[1]
+    assert answers(daemon, "grpc") == {"OK": 24, "NOT_FOUND": 4}
+    # One line each, of every front that has seen some; a moment gathers what comes together.
+    wait_until(lambda: "refused as mistakes of clients" in daemon.log, "line", daemon)
+    assert lines(daemon) == []
+
+
+def test_the_access_log(serve: Callable[..., DaemonProcess]) -> None:
+    """
+    1. Twenty requests on one connection with access = 5, and one that is refused. 2. A reload turns it off.
+    Result: one line in five, with what is known of the request; refusals; nothing afterwards.
+    """
+    daemon = serve(access=5)
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
+        given = grpcclient.InferInput("x", [2, 4], "FP32")
+        given.set_data_from_numpy(np.ones((2, 4), np.float32))
+        for number in range(20):
+            client.infer("scale", [given], request_id=f"r{number}")
+        with pytest.raises(InferenceServerException):
+            client.infer("nobody", [given], request_id="bad")
+        wait_until(lambda: len(lines(daemon)) >= 5, "five lines", daemon)
+        *good, bad = lines(daemon)
+        assert [line["id"] for line in good] == ["r4", "r9", "r14", "r19"]
+        for line in good:
+            assert line.pop("duration_us") > 0
+            assert line.pop("answer_bytes") >= 32
+            line.pop("id")
+            assert line == {
+                "protocol": "grpc",
+                "code": "OK",
+                "model": "scale",
+                "version": 1,
+                "input_bytes": 32,
+                "client": "tcp 127.0.0.1",
+            }
+        assert (bad["code"], bad["client"]) == ("NOT_FOUND", "tcp 127.0.0.1")
+        assert "nobody" in bad["error"]
+        daemon.config.write_text(daemon.config.read_text().replace("access = 5", "access = 0"))
+        daemon.signal(signal.SIGHUP)
+        wait_until(lambda: "reload: done" in daemon.log, "reload", daemon)
+        for _ in range(20):
+            client.infer("scale", [given])
+        assert daemon.request("GET", "/v2/health/live")[0] == 200
+        assert len(lines(daemon)) == 5

@@ -1,0 +1,42 @@
+"""Counts what a worker compiles, whatever thread does it, for metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from tensord.shm.figures import Compiles
+
+
+class CompileCounts:
+    """Counts programs that were compiled and those that were found in the cache."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = self._ns = self._cache_hits = 0
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Counts one compilation, and the time spent within. One that fails is counted, too."""
+        began_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count += 1
+                self._ns += time.monotonic_ns() - began_ns
+
+    def found(self) -> None:
+        """Counts a program that the cache had."""
+        with self._lock:
+            self._cache_hits += 1
+
+    def figures(self) -> Compiles:
+        """Returns the counts so far."""
+        with self._lock:
+            return Compiles(self._count, self._ns, self._cache_hits)
+
+    def __repr__(self) -> str:
+        return f"<CompileCounts {self.figures()}>"
