@@ -47,12 +47,7 @@ class Announcer:
         return self.closures != self._arena.closures
 
     def withdraw_closed(self) -> None:
-        """Tells the peer which segments were closed. One comparison when none was.
-
-        A mapping at the peer would keep the pages of a closed segment.
-        """
-        if self.closures == self._arena.closures:
-            return
+        """Tells the peer which segments were closed, because a mapping there would keep their pages."""
         self.closures = self._arena.closures
         for gone in self.announced - self._arena.segments.keys():
             self._channel.put(SegmentClosed(gone))

@@ -27,6 +27,7 @@ from tensord.shm.segment import Segment
 ALIGNMENT = 64
 #: The page size: every lease starts on a page.
 BLOCK = 4096
+_BLOCK_BITS = 12
 _LARGE_STEP = 1 << 20
 #: A small lease takes at most this part of segment 0; the reserve is this part of it.
 _SMALL_PART, _RESERVE_PART = 64, 8
@@ -38,18 +39,19 @@ OnSegment = Callable[[Segment], None]
 class Lease:
     """A lease is the right to use one block: write, send, and release it exactly once, when no reader can still look at it."""
 
-    __slots__ = ("_arena", "arriving", "counted", "generation", "holder", "place", "view")
+    __slots__ = ("_arena", "arriving", "block_size", "generation", "holder", "place", "view")
 
-    def __init__(self, arena: Arena, place: Slice, generation: int, view: memoryview) -> None:
+    def __init__(self, arena: Arena, place: Slice, generation: int, view: memoryview, block_size: int) -> None:
         self._arena: Arena | None = arena
         self.place = place
         self.generation = generation
         #: The writable memory of exactly ``place.byte_size`` bytes.
         self.view = view
-        #: These belong to whoever lends the lease on: whom it counts for, with how many bytes, and whether its content is
-        #: still to come.
+        #: How many bytes of the arena it occupies.
+        self.block_size = block_size
+        #: These belong to whoever lends the lease on: whom it counts for, and whether its content is still to come.
         self.holder: Any = None
-        self.counted, self.arriving = 0, False
+        self.arriving = False
 
     @property
     def key(self) -> LeaseKey:
@@ -69,7 +71,7 @@ class Lease:
 def taken_by(segment: int, byte_size: int) -> int:
     """Returns how many bytes of a segment such a lease occupies: a block of the first segment, or all of a large one."""
     if segment == 0:
-        return BLOCK << max(0, (byte_size - 1).bit_length() - 12)
+        return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
     return -(-byte_size // _LARGE_STEP) * _LARGE_STEP
 
 
@@ -124,11 +126,12 @@ class Arena:
         if byte_size <= self._buddies.largest:
             if 0 not in self._segments:
                 self._segments[0] = self._create(self._first)
-            offset = self._buddies.take(byte_size)
+            order = max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
+            offset = self._buddies.take(order)
             if offset is not None:
-                return self._lease(0, offset, byte_size)
+                return self._lease(0, offset, byte_size, BLOCK << order)
             if byte_size <= self.small_byte_size:
-                lease = self._loan_reserved(byte_size)
+                lease = self._loan_reserved(byte_size, order)
                 if lease is not None:
                     return lease
         return self._loan_large(byte_size)
@@ -191,19 +194,12 @@ class Arena:
 
     def _leased_byte_size(self) -> int:
         """Returns the bytes of all blocks that are on loan."""
-        return sum(self.block_size(lease.place) for lease in self._leases.values())
+        return sum(lease.block_size for lease in self._leases.values())
 
-    def block_size(self, place: Slice) -> int:
-        """Returns how many bytes of the arena a lease at that place occupies."""
-        for number, buddies in ((0, self._buddies), self._reserve or (0, self._buddies)):
-            if place.segment == number:
-                return buddies.block_size(place.byte_size)
-        return self._segments[place.segment].byte_size
-
-    def _lease(self, segment: int, offset: int, byte_size: int) -> Lease:
+    def _lease(self, segment: int, offset: int, byte_size: int, block_size: int) -> Lease:
         self._generation += 1
         view = self._segments[segment].view[offset : offset + byte_size]
-        lease = Lease(self, Slice(segment, offset, byte_size), self._generation, view)
+        lease = Lease(self, Slice(segment, offset, byte_size), self._generation, view, block_size)
         self._leases[segment, offset] = lease
         return lease
 
@@ -217,7 +213,7 @@ class Arena:
         if fitting:
             number = min(fitting, key=lambda n: self._segments[n].byte_size)
             self._free_large.remove(number)
-            return self._lease(number, 0, byte_size)
+            return self._lease(number, 0, byte_size, self._segments[number].byte_size)
         while self._byte_size + size > self._max_byte_size and self._free_large:
             self._close_segment(self._free_large.pop(0))
         if self._byte_size + size > self._max_byte_size:
@@ -225,16 +221,16 @@ class Arena:
         number, self._next_segment = self._next_segment, self._next_segment + 1
         self._segments[number] = self._create(size)
         self._byte_size += size
-        return self._lease(number, 0, byte_size)
+        return self._lease(number, 0, byte_size, size)
 
-    def _loan_reserved(self, byte_size: int) -> Lease | None:
+    def _loan_reserved(self, byte_size: int, order: int) -> Lease | None:
         if self._reserve is None:
             number, self._next_segment = self._next_segment, self._next_segment + 1
             self._segments[number] = self._create(self._reserve_byte_size)
             self._reserve = number, Buddies(self._reserve_byte_size)
         number, buddies = self._reserve
-        offset = buddies.take(byte_size)
-        return None if offset is None else self._lease(number, offset, byte_size)
+        offset = buddies.take(order)
+        return None if offset is None else self._lease(number, offset, byte_size, BLOCK << order)
 
     def _create(self, byte_size: int) -> Segment:
         segment = Segment.create(byte_size)
@@ -249,10 +245,10 @@ class Arena:
         lease.view = memoryview(b"")
         self.returned += 1
         if place.segment == 0:
-            self._buddies.give(place.offset, place.byte_size)
+            self._buddies.give(place.offset, lease.block_size)
             return
         if self._reserve is not None and place.segment == self._reserve[0]:
-            self._reserve[1].give(place.offset, place.byte_size)
+            self._reserve[1].give(place.offset, lease.block_size)
             return
         self._free_large.append(place.segment)
         while sum(self._segments[n].byte_size for n in self._free_large) > self._keep_byte_size:
@@ -285,17 +281,8 @@ class Buddies:
         #: Larger requests get a segment of their own: one of them must not be able to empty the shared segment.
         self.largest = byte_size // 4
 
-    @staticmethod
-    def _order(byte_size: int) -> int:
-        return (byte_size - 1).bit_length() - 12 if byte_size > BLOCK else 0
-
-    def block_size(self, byte_size: int) -> int:
-        """Returns how many bytes a lease of that size occupies."""
-        return BLOCK << self._order(byte_size)
-
-    def take(self, byte_size: int) -> int | None:
-        """Allocates a block and returns its offset, or None when there is none."""
-        order = self._order(byte_size)
+    def take(self, order: int) -> int | None:
+        """Allocates a block of ``BLOCK`` x 2^order bytes and returns its offset, or None when there is none."""
         given = self._given[order]
         if given:
             # The block freed last is taken first: its pages are in the cache and in both page tables.
@@ -306,9 +293,9 @@ class Buddies:
             offset = self._split(order)
         return offset
 
-    def give(self, offset: int, byte_size: int) -> None:
-        """Frees a block that was taken with the same size."""
-        self._given[self._order(byte_size)].append(offset)
+    def give(self, offset: int, block_size: int) -> None:
+        """Frees a block of that many bytes."""
+        self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
         """Splits the smallest block that is large enough; returns the offset of a block of that order, or None."""
@@ -352,7 +339,7 @@ class ArenaMap:
         """Takes ``on_segment``, called with every segment once it is mapped, and ``writable``, for ``Segment.attach``."""
         self._segments: dict[int, Segment] = {}
         #: Announced segments that could not be mapped; they will be announced again.
-        self._refused: set[int] = set()
+        self.refused: set[int] = set()
         self._writable = writable
         self._on_segment = on_segment
 
@@ -366,7 +353,7 @@ class ArenaMap:
             attached.close()
             raise InvalidArgument(f"segment {segment} is announced twice or is one of more than {self.MAX_SEGMENTS}")
         self._segments[segment] = attached
-        self._refused.discard(segment)
+        self.refused.discard(segment)
         if self._on_segment is not None:
             self._on_segment(attached)
 
@@ -375,17 +362,13 @@ class ArenaMap:
 
         Raises: InvalidArgument: too many of them.
         """
-        self._refused.add(segment)
-        if len(self._refused) > self.MAX_SEGMENTS:
+        self.refused.add(segment)
+        if len(self.refused) > self.MAX_SEGMENTS:
             raise InvalidArgument(f"more than {self.MAX_SEGMENTS} segments could not be mapped")
-
-    def is_refused(self, segment: int) -> bool:
-        """Returns whether that segment was announced but could not be mapped."""
-        return segment in self._refused
 
     def close_segment(self, segment: int) -> None:
         """Unmaps a segment; unknown numbers are ignored."""
-        self._refused.discard(segment)
+        self.refused.discard(segment)
         gone = self._segments.pop(segment, None)
         if gone is not None:
             gone.close()
@@ -397,7 +380,7 @@ class ArenaMap:
         """
         segment = self._segments.get(place.segment)
         if segment is None:
-            if place.segment in self._refused:
+            if place.segment in self.refused:
                 raise Unavailable(
                     f"{place.byte_size} bytes of a tensor cannot be reached: a process of the server had as many files open as "
                     f"it may, {descriptors.limit()}"

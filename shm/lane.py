@@ -82,8 +82,11 @@ class SubmitterLane:
         look.register(sock, select.POLLIN)
         #: Polls for something to receive, for so many milliseconds: receiving in vain costs ten times as much.
         self.ready = look.poll
+        self._arena = arena
         self._announcer = Announcer(self._channel, arena, writable)
-        self._responses = ArenaMap()
+        responses = self._responses = ArenaMap()
+        #: Returns bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it.
+        self.view = responses.view
         self._releases: list[LeaseKey] = []
         self._published: PublishedNumbers[PreparedRequest] = PublishedNumbers(self._channel, Prepare)
         #: Prepared answers by number, each with the number of tensors that its answers carry in their own records.
@@ -131,14 +134,15 @@ class SubmitterLane:
     def flush(self) -> bool:
         """Sends what is queued. Returns True if nothing is left; False: call again when the lane is writable."""
         self.unsaid = False
-        self._announcer.withdraw_closed()
+        if self._announcer.closures != self._arena.closures:
+            self._announcer.withdraw_closed()
         if self._releases:
             while len(self._releases) > _MAX_RELEASES:
                 self._channel.put(Release(tuple(self._releases[:_MAX_RELEASES])))
                 del self._releases[:_MAX_RELEASES]
             releases = Release(tuple(self._releases))
             self._releases.clear()
-            return self._channel.send(releases)
+            return self._channel.send_alone(releases) or self._channel.flush()
         return self._channel.flush()
 
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
@@ -171,7 +175,7 @@ class SubmitterLane:
                     raise InvalidArgument(
                         f"{len(record.contents)} tensors came in an answer that was prepared for {own}"
                     )
-                if record.lease is not None and self._responses.is_refused(record.lease[0]):
+                if record.lease is not None and record.lease[0] in self._responses.refused:
                     prepared, record = LAST, self._unreachable(record.request_id, record.lease)
                 answers.append((prepared, record))  # type: ignore[arg-type]
             elif type(record) is PrepareAnswer:
@@ -213,10 +217,6 @@ class SubmitterLane:
         except Unavailable as error:
             return AnswerRecord(request_id, LAST, code=error.code, message=error.message)
         raise AssertionError("an answer that can be reached")
-
-    def view(self, place: Slice) -> memoryview:
-        """Returns bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it."""
-        return self._responses.view(place)
 
     def close(self) -> None:
         """Closes the socket and unmaps the response arena; the request arena stays."""

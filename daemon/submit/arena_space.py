@@ -74,14 +74,14 @@ class ArenaSpace:
         if self._count and self._others_first(byte_size, account):
             return None
         arena = self._arena
-        taken = self._taken_by(byte_size)
+        taken = taken_by(0 if byte_size <= arena.shared_byte_size else 1, byte_size)
         if account is not None and not account.admits(taken):
             return None
         if arriving and self._arriving_byte_size + taken > self._arriving_limit and self._too_much_arrives(taken):
             return None
         lease = arena.loan(byte_size)
         if lease is not None:
-            taken = lease.counted = arena.block_size(lease.place)
+            taken = lease.block_size
             if account is not None:
                 lease.holder = account
                 account.requests += taken
@@ -107,7 +107,7 @@ class ArenaSpace:
         """Notes that all bytes of one that was arriving are there."""
         if lease.arriving:
             lease.arriving = False
-            self._arriving_byte_size -= lease.counted
+            self._arriving_byte_size -= lease.block_size
             if self._count:
                 self._serve()
 
@@ -116,11 +116,11 @@ class ArenaSpace:
         account = lease.holder
         if account is not None:
             lease.holder = None
-            account.requests -= lease.counted
-            account.client.requests -= lease.counted
+            account.requests -= lease.block_size
+            account.client.requests -= lease.block_size
         if lease.arriving:
             lease.arriving = False
-            self._arriving_byte_size -= lease.counted
+            self._arriving_byte_size -= lease.block_size
         lease.release()
         if self._count:
             self._serve()
