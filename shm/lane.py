@@ -84,9 +84,7 @@ class SubmitterLane:
         self.ready = look.poll
         self._arena = arena
         self._announcer = Announcer(self._channel, arena, writable)
-        responses = self._responses = ArenaMap()
-        #: Returns bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it.
-        self.view = responses.view
+        self._responses = ArenaMap()
         self._releases: list[LeaseKey] = []
         self._published: PublishedNumbers[PreparedRequest] = PublishedNumbers(self._channel, Prepare)
         #: Prepared answers by number, each with the number of tensors that its answers carry in their own records.
@@ -217,6 +215,10 @@ class SubmitterLane:
         except Unavailable as error:
             return AnswerRecord(request_id, LAST, code=error.code, message=error.message)
         raise AssertionError("an answer that can be reached")
+
+    def view(self, place: Slice) -> memoryview:
+        """Returns bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it."""
+        return self._responses.view(place)
 
     def close(self) -> None:
         """Closes the socket and unmaps the response arena; the request arena stays."""

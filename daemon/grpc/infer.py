@@ -17,13 +17,13 @@ from functools import partial
 from time import monotonic_ns
 
 from tensord.daemon.front.forwarding import Forwarding
-from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.grpc.prepared import PreparedMessage, PreparedMessages, Understood
 from tensord.daemon.grpc.request_codec import DecodedHead
 from tensord.daemon.grpc.request_fields import RefusedRequest
+from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import Walked, walk
 from tensord.daemon.submit.accounts import Account
@@ -155,18 +155,18 @@ class Infer:
                 message.drop()
                 raise
         walked = walk(message, start, end, self._inline)
-        if walked is not None and by_number:
-            asked = self._ask_known(call, walked, streamed)
+        known = None if walked is None else self._prepared[walked[0]]
+        if known is not None and walked is not None and by_number:
+            asked = self._ask_known(call, walked, known, streamed)
             if asked is not None:
                 return asked
-        understood = self._prepared.read(message, start, end, walked)
+        understood = self._prepared.read(message, start, end, walked, known)
         return self._ask_read(call, understood, streamed, waited_ns, read_ns)
 
-    def _ask_known(self, call: InferCall, walked: Walked, streamed: bool) -> Asked | None:
-        """Sends a message that came whole, if it is known. None: it is to be read."""
-        rest, client_id, parameters, raws, room = walked
-        known = self._prepared.find(rest, len(raws))
-        if known is None or (known.decoupled and not streamed):
+    def _ask_known(self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool) -> Asked | None:
+        """Sends a message that came whole and is known. None: it is to be read."""
+        _, client_id, parameters, raws, room = walked
+        if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not streamed):
             return None
         scheduling = self._prepared.scheduling(parameters) if parameters else UNSCHEDULED
         if scheduling is None:
@@ -195,17 +195,17 @@ class Infer:
         """Sends a message that was placed while it arrived. Its lease is the request's then."""
         head, client_id, contents = message.fields()
         walked = walk(head, 0, len(head), 0)
-        if walked is not None and by_number:
-            rest, _, parameters, _, _ = walked
-            known, scheduling = self._prepared.find(rest, len(contents)), self._prepared.scheduling(parameters)
-            if known is not None and scheduling is not None and (streamed or not known.decoupled):
+        known = None if walked is None else self._prepared[walked[0]]
+        if known is not None and walked is not None and by_number and self._prepared.is_usable(known, len(contents)):
+            scheduling = self._prepared.scheduling(walked[2])
+            if scheduling is not None and (streamed or not known.decoupled):
                 with contextlib.suppress(UnicodeDecodeError):  # whoever reads it says what is wrong
                     text = client_id.decode()
                     lease = message.take_lease()
                     assert lease is not None
                     self.submitter.arrived(lease)
                     return self._send(call, known, client_id, text, scheduling, contents, (lease,))
-        understood = self._prepared.understand(head, client_id, contents, walked)
+        understood = self._prepared.understand(head, client_id, contents, walked, known)
         understood[1].lease = message.take_lease()
         return self._ask_read(call, understood, streamed, waited_ns, read_ns)
 
@@ -302,8 +302,8 @@ class Infer:
         if asked.message is not None and type(own.prepared) is int:
             layout = asked.message.answer_layout(prepared, streamed)
             return layout.pieces(asked.id, own.contents, lane.view)
-        final = prepared.final if streamed else None
-        return response_codec.encode(prepared, own.contents, asked.head.model, asked.client_id, lane.view, final)
+        layout = AnswerLayout(prepared, asked.head.model, prepared.final if streamed else None)
+        return layout.pieces(asked.client_id.encode(), own.contents, lane.view)
 
     def releaser(
         self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None, trace: Trace | None

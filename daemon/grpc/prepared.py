@@ -13,12 +13,12 @@ or unusual, and what carries its values beside its raw tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tensord.daemon.front.bounded_cache import BoundedCache
-from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.request_codec import DecodedHead, decode_head, decode_scheduling
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
+from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.walk import Walked
 from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.placement import InferenceRequest, InputContent
@@ -26,7 +26,7 @@ from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument, NotFound, ServingError
-from tensord.shm.messages import Buffer, Content, PreparedAnswer, PreparedRequest, Slice
+from tensord.shm.messages import Buffer, PreparedAnswer, PreparedRequest
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
 #: What a request's head says, the request, and what its model is.
@@ -68,52 +68,6 @@ class PreparedMessage:
         return f"<PreparedMessage of model '{self.decoded.model}'>"
 
 
-class AnswerLayout:
-    """Writes answers of one kind to messages of one kind: what they have in common once, their own between it."""
-
-    __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
-
-    def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None) -> None:
-        """
-        Args:
-          prepared: what the answers have in common; it is kept.
-          final: what ``triton_final_response`` says; None: not there, as in unary answers.
-        """
-        self._prepared = prepared
-        self._begin = response_codec.names(model, prepared.version)
-        self._rest = response_codec.description(prepared, final)
-        #: Without an id.
-        self._whole = self._begin + self._rest
-        #: Which outputs are in the answer; those that are not went to regions. None: all of them.
-        owns = [tensor.region is None for tensor in prepared.outputs]
-        self._owns = None if all(owns) else owns
-
-    def pieces(
-        self, client_id: bytes, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
-    ) -> list[Buffer]:
-        """Returns a ModelInferResponse.
-
-        Args:
-          contents: the outputs that went to no region.
-          view: the bytes of a slice of the response arena.
-        """
-        pieces: list[Buffer]
-        if client_id:
-            pieces = [self._begin, response_codec.field_start(0x1A, len(client_id)), client_id, self._rest]
-        else:
-            pieces = [self._whole]
-        for content in contents if self._owns is None else self._with_regions(self._owns, contents):
-            tensor: Buffer = view(content) if type(content) is Slice else content  # type: ignore[assignment]
-            pieces += (response_codec.field_start(0x32, len(tensor)), tensor)
-        return pieces
-
-    @staticmethod
-    def _with_regions(owns: list[bool], contents: tuple[Content, ...]) -> list[Content]:
-        """Returns all outputs; one in a region has an empty entry, so that the indices agree."""
-        own = iter(contents)
-        return [next(own) if each else b"" for each in owns]
-
-
 class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     """Remembers those of a front, by their rest: of all that came, the last ones and those that came again since."""
 
@@ -127,12 +81,9 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         #: What parameters say that schedule, by their bytes.
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
-    def find(self, rest: bytes, raws: int) -> PreparedMessage | None:
-        """Returns what messages with that rest and so many raw tensors mean, whose model serves. None: read the message."""
-        known = self[rest]
-        if known is None or known.decoded.raw_count != raws:
-            return None
-        return known if known.edition == self._table.edition or self._serves(known) else None
+    def is_usable(self, known: PreparedMessage, raws: int) -> bool:
+        """Returns whether a message with so many raw tensors means that, and its model serves. False: read the message."""
+        return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
         """Returns what parameters say that a message had of its own. None: read the message."""
@@ -160,30 +111,41 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
 
     # ---------------------------------------------------------------------------------------------------- read exactly
 
-    def read(self, content: Buffer, start: int, end: int, walked: Walked | None) -> Understood:
-        """Reads a whole message, those bytes of ``content``. ``walked``: what was found in it. Raises RefusedRequest."""
+    def read(
+        self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
+    ) -> Understood:
+        """Reads a whole message, those bytes of ``content``. Raises RefusedRequest.
+
+        ``walked``: what was found in it; ``known``: what is remembered of its rest.
+        """
         if walked is None or walked[2]:
             message = content[start:end]
             head, client_id, places = split(message)
-            return self.understand(head, client_id, [message[begin:stop] for begin, stop in places], walked)
+            return self.understand(head, client_id, [message[begin:stop] for begin, stop in places], walked, known)
         rest, client_id, _, raws, _ = walked
         if end - start < len(content):
             # Views would keep everything that came with the message.
             raws = tuple(map(bytes, raws))
-        return self.understand(rest, client_id, raws, walked)
+        return self.understand(rest, client_id, raws, walked, known)
 
     def understand(
-        self, head: bytes, client_id: bytes, raws: Sequence[InputContent], walked: Walked | None
+        self,
+        head: bytes,
+        client_id: bytes,
+        raws: Sequence[InputContent],
+        walked: Walked | None,
+        known: PreparedMessage | None,
     ) -> Understood:
         """Reads a message in parts: all but its id and raw tensors, the id, the tensors. Raises RefusedRequest.
 
-        ``walked``: what was found in the head, or in all of it; None: it is unusual.
+        Args:
+          walked: what was found in the head, or in all of it; None: it is unusual.
+          known: what is remembered of the rest; None: nothing.
         """
         try:
             text = client_id.decode()
         except UnicodeDecodeError:
             raise RefusedRequest(InvalidArgument("the request id is not UTF-8 text")) from None
-        known = None if walked is None else self[walked[0]]
         decoded = scheduling = None
         if known is not None and known.decoded.raw_count == len(raws):
             # Its model does not serve, or it is traced, or given to others with headers.

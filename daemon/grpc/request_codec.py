@@ -109,7 +109,9 @@ def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> tuple[DecodedH
         elif type(source) is not RegionSlice:
             decoded.is_raw = False
         decoded.inputs.append((name, datatype, shape, source))
-    decoded.outputs = tuple([_requested(entry) for entry in request.outputs])
+    decoded.outputs = tuple(
+        [_requested(entry) if entry.parameters else RequestedOutput(entry.name) for entry in request.outputs]
+    )
     return decoded, state
 
 
@@ -214,7 +216,7 @@ def _region(name: str, parameters: Any) -> RegionSlice:
 
 
 def _requested(entry: Any) -> RequestedOutput:
-    """Reads an entry of ``outputs``. Raises InvalidArgument."""
+    """Reads an entry of ``outputs`` that has parameters. Raises InvalidArgument."""
     parameters = entry.parameters
     classification = 0
     if "classification" in parameters:

@@ -1,7 +1,7 @@
 """An inference answer as protobuf bytes: ModelInferResponse and ModelStreamInferResponse. Sans-I/O.
 
     1 model_name | 2 model_version | 3 id | 4 parameters, 5 outputs | 6 raw_output_contents | raw_output_contents | ...
-                names                        description                   as they lie
+             written once               written once                       as they lie
 
 An answer is written in parts, so that the tensors' bytes are copied into no message object first, and what answers have in common
 is written once. Every output has an entry in raw_output_contents, also one that went to a region: an empty one, so that the
@@ -15,50 +15,62 @@ import functools
 from collections.abc import Callable, Mapping
 
 from tensord.protocol.grpc_service_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
-from tensord.shm.messages import Buffer, Content, Parameter, PreparedAnswer, Slice, placed
+from tensord.shm.messages import Buffer, Content, Parameter, PreparedAnswer, Slice
 
 _FINAL = "triton_final_response"
 _ID, _RAW, _INFER_RESPONSE = 0x1A, 0x32, 0x12
 _INT64 = 1 << 63
 
 
-def encode(
-    prepared: PreparedAnswer,
-    contents: tuple[Content, ...],
-    model: str,
-    client_id: str,
-    view: Callable[[Slice], memoryview],
-    final: bool | None = None,
-) -> list[Buffer]:
-    """Writes a good answer as the pieces of a ModelInferResponse; slices of the response arena as they lie.
+class AnswerLayout:
+    """Writes the answers of one kind: what they have in common once, each one's own between it."""
 
-    Args:
-      view: the bytes of a slice of the response arena.
-      final: what ``triton_final_response`` says; None: not there, as in unary answers.
-    """
-    pieces: list[Buffer] = [names(model, prepared.version)]
-    if client_id:
-        own = client_id.encode()
-        pieces += (field_start(_ID, len(own)), own)
-    pieces.append(description(prepared, final))
-    for _, place in placed(prepared.outputs, contents):
-        content: Buffer = b""
-        if type(place) is bytes:
-            content = place
-        elif type(place) is Slice:
-            content = view(place)
-        pieces += (field_start(_RAW, len(content)), content)
-    return pieces
+    __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
+
+    def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None = None) -> None:
+        """
+        Args:
+          prepared: what the answers have in common; it is kept.
+          final: what ``triton_final_response`` says; None: not there, as in unary answers.
+        """
+        self._prepared = prepared
+        self._begin = _names(model, prepared.version)
+        self._rest = _description(prepared, final)
+        #: Without an id.
+        self._whole = self._begin + self._rest
+        #: Which outputs are in the answer; those that are not went to regions. None: all of them.
+        owns = [tensor.region is None for tensor in prepared.outputs]
+        self._owns = None if all(owns) else owns
+
+    def pieces(
+        self, client_id: bytes, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
+    ) -> list[Buffer]:
+        """Returns a ModelInferResponse in pieces; slices of the response arena as they lie.
+
+        Args:
+          contents: the outputs that went to no region.
+          view: the bytes of a slice of the response arena.
+        """
+        pieces: list[Buffer] = [self._whole]
+        if client_id:
+            pieces = [self._begin, field_start(_ID, len(client_id)), client_id, self._rest]
+        if self._owns is not None:
+            own = iter(contents)
+            contents = tuple([next(own) if owned else b"" for owned in self._owns])
+        for content in contents:
+            tensor: Buffer = view(content) if type(content) is Slice else content  # type: ignore[assignment]
+            pieces += (field_start(_RAW, len(tensor)), tensor)
+        return pieces
 
 
 @functools.lru_cache(1024)
-def names(model: str, version: int) -> bytes:
+def _names(model: str, version: int) -> bytes:
     """Writes the beginning of an answer."""
     return ModelInferResponse(model_name=model, model_version=str(version)).SerializeToString()
 
 
-def description(prepared: PreparedAnswer, final: bool | None) -> bytes:
-    """Writes the parameters and outputs of an answer. ``final``: as of ``encode``."""
+def _description(prepared: PreparedAnswer, final: bool | None) -> bytes:
+    """Writes the parameters and outputs of an answer. ``final``: as of ``AnswerLayout``."""
     outputs = b"".join([_output(tensor.name, tensor.datatype, tensor.shape) for tensor in prepared.outputs])
     if prepared.parameters:
         parameters = prepared.parameters if final is None else {**prepared.parameters, _FINAL: final}

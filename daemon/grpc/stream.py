@@ -291,31 +291,40 @@ class Stream:
         http2 = self.http2
         framed = size + PREFIX.size
         if (
-            framed > _SMALL
-            or framed > http2.max_frame_size
+            framed > http2.max_frame_size
             or framed > http2.send_window
             or framed > self.send_window
             or (http2.serving.compression and self._compresses(size))
             or self._head_sent
+            # TLS copies what is large, and says nothing of when that was.
+            or (framed > _SMALL and (framed > http2.room or not self.connection.is_plain))
         ):
             self.send(parts, on_sent)
             self.finish(OK)
             return
         http2.send_window -= framed
         head, number = frames.write_head, self.id
-        pieces = (
+        begin = (
             head(0, len(header_blocks.RESPONSE), frames.HEADERS, frames.END_HEADERS, number),
             header_blocks.RESPONSE,
-            head(0, framed, frames.DATA, 0, number),
+            head(framed >> 16, framed & 0xFFFF, frames.DATA, 0, number),
             PREFIX.pack(0, size),
-            *parts,
+        )
+        end = (
             head(0, len(header_blocks.TRAILERS_OK), frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number),
             header_blocks.TRAILERS_OK,
         )
-        http2.write(b"".join(pieces))
         self._finished = True
-        if on_sent is not None:
-            on_sent()
+        if framed <= _SMALL:
+            http2.write(b"".join((*begin, *parts, *end)))
+            if on_sent is not None:
+                on_sent()
+        else:
+            http2.answered += 1
+            http2.sent += framed
+            http2.write_pieces([b"".join(begin), *parts, b"".join(end)])
+            if on_sent is not None:
+                self.connection.when_written(on_sent)
         self._close()
 
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:

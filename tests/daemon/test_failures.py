@@ -19,9 +19,9 @@ from tritonclient.grpc import service_pb2
 
 from tensord.config.options import Arenas, Requests
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc import response_codec as grpc_codec
 from tensord.daemon.grpc.infer import Infer
-from tensord.daemon.grpc.prepared import AnswerLayout, PreparedMessages
+from tensord.daemon.grpc.prepared import PreparedMessages
+from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.http import placement
 from tensord.daemon.http import response_codec as http_codec
@@ -403,7 +403,7 @@ def test_http(inject: Callable[..., Fault], owner: Any, name: str, row: HttpRow,
 GRPC_FAULTS = [
     (PreparedMessages, "understand"),
     (PreparedMessages, "read"),
-    (PreparedMessages, "find"),
+    (PreparedMessages, "is_usable"),
     (AnswerLayout, "pieces"),
     (Infer, "_ask_known"),
     (Infer, "_ask_read"),
@@ -413,7 +413,7 @@ GRPC_FAULTS = [
     (Submitter, "_put"),
     (SubmitterLane, "submit"),
     (SubmitterLane, "submit_at_once"),
-    (grpc_codec, "encode"),
+    (AnswerLayout, "__init__"),
     (SubmitterLane, "view"),
     (Stream, "answer"),
     (Stream, "send"),

@@ -35,8 +35,10 @@ class Front:
         if walked is None:
             return None
         rest, client_id, parameters, raws, _ = walked
-        form, scheduling = self.messages.find(rest, len(raws)), self.messages.scheduling(parameters)
-        return None if form is None or scheduling is None else (form, client_id, raws, scheduling)
+        form, scheduling = self.messages[rest], self.messages.scheduling(parameters)
+        if form is None or scheduling is None or not self.messages.is_usable(form, len(raws)):
+            return None
+        return form, client_id, raws, scheduling
 
 
 def meaning(reader: PreparedMessages, content: bytes | memoryview) -> Any:

@@ -71,7 +71,8 @@ def forms_of(models: ModelTable) -> PreparedMessages:
 
 def read(messages: PreparedMessages, content: bytes | memoryview) -> Understood:
     """Reads a message as a front does."""
-    return messages.read(content, 0, len(content), walk(content, 0, len(content), 0))
+    walked = walk(content, 0, len(content), 0)
+    return messages.read(content, 0, len(content), walked, None if walked is None else messages[walked[0]])
 
 
 def decoded(content: bytes) -> InferenceRequest:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc import response_codec
+from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.shm.datatypes import ELEMENT_SIZES
 from tensord.shm.messages import Parameter, PreparedAnswer, RegionSlice, Slice
 from tests.records import Tensor, WholeAnswer, own_contents
@@ -61,7 +62,10 @@ def test_protobuf_reads_what_was_written(
     final: bool | None,
 ) -> None:
     completion = WholeAnswer(1, version=version, outputs=tuple(outputs), parameters=parameters)
-    parts = response_codec.encode(completion.prepared, completion.contents, model, client_id, view, final)
+    layout = AnswerLayout(completion.prepared, model, final)
+    if client_id:
+        layout.pieces(b"another id", completion.contents, view)
+    parts = layout.pieces(client_id.encode(), completion.contents, view)
     answer = service_pb2.ModelInferResponse.FromString(b"".join(parts))
     assert (answer.model_name, answer.model_version, answer.id) == (model, str(version), client_id)
     assert [(o.name, o.datatype, tuple(o.shape)) for o in answer.outputs] == [
@@ -76,16 +80,15 @@ def test_protobuf_reads_what_was_written(
 
 def test_a_slice_is_not_copied() -> None:
     outputs = (Tensor("y", "UINT8", (70_000,), Slice(0, 3, 70_000)),)
-    parts = response_codec.encode(
-        WholeAnswer(1, version=1, outputs=outputs).prepared, own_contents(outputs), "m", "", view
-    )
+    prepared = WholeAnswer(1, version=1, outputs=outputs).prepared
+    parts = AnswerLayout(prepared, "m").pieces(b"", own_contents(outputs), view)
     (slice_,) = (part for part in parts if isinstance(part, memoryview))
     assert slice_.obj is ARENA
 
 
 @pytest.mark.parametrize(("value", "choice"), [(True, "bool"), (-1, "int64"), (0.5, "double"), ("a", "string")])
 def test_a_parameter_keeps_its_type(value: Parameter, choice: str) -> None:
-    parts = response_codec.encode(PreparedAnswer(1, parameters={"p": value}), (), "m", "", view)
+    parts = AnswerLayout(PreparedAnswer(1, parameters={"p": value}), "m").pieces(b"", (), view)
     found = service_pb2.ModelInferResponse.FromString(b"".join(parts)).parameters["p"]
     assert found.WhichOneof("parameter_choice") == f"{choice}_param"
 
