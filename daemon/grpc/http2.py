@@ -197,7 +197,9 @@ class Http2:
             if self._continued is not None and kind != frames.CONTINUATION:
                 raise Violation(frames.PROTOCOL_ERROR, "a header block was interrupted")
             if kind == DATA and at > end and not flags & frames.PADDED:
-                self._data_begins(number & STREAM_ID, flags, size)
+                # Its payload arrives in any number of reads.
+                self.data_stream = self._data_target(number & STREAM_ID, size)
+                self.data_left, self._data_flags, self._data_since = size, flags, now
                 at = self._data_arrives(data, start)
                 continue
             if at > end:
@@ -291,12 +293,6 @@ class Http2:
             stream.receive(payload, 0, len(payload))
         self._data_taken(stream, flags)
 
-    def _data_begins(self, number: int, flags: int, size: int) -> None:
-        """Begins a DATA frame whose payload arrives in any number of reads."""
-        self.data_stream = self._data_target(number, size)
-        self.data_left, self._data_flags = size, flags
-        self._data_since = self.heard_at
-
     def _data_arrives(self, data: bytes, at: int) -> int:
         """Takes what is here of the payload. Returns where the next frame begins."""
         end = min(len(data), at + self.data_left)
@@ -305,7 +301,9 @@ class Http2:
         if stream is not None and not stream.ended and end > at:
             stream.receive(data, at, end)
         if not self.data_left:
-            self._data_ends()
+            self.data_stream = None
+            if stream is not None and not stream.ended:
+                self._data_taken(stream, self._data_flags)
         return end
 
     def data_room(self) -> memoryview:
@@ -314,22 +312,20 @@ class Http2:
         ``data_was_read`` takes note of it once that is full, ``data_read`` of what was written there so far.
         """
         stream = self.data_stream
-        return memoryview(b"") if stream is None or stream.ended else stream.room()[: self.data_left]
+        arriving = None if stream is None else stream.arriving
+        return memoryview(b"") if arriving is None else arriving.rest()[: self.data_left]
 
     def data_was_read(self, byte_size: int) -> None:
         """Takes note that so many bytes were written to where they belong: what comes next is for ``receive`` again."""
         self.data_read = 0
         self.data_left -= byte_size
-        if self.data_stream is not None:
-            self.data_stream.advance(byte_size)
+        stream = self.data_stream
+        if stream is not None:
+            stream.advance(byte_size)
         if not self.data_left:
-            self._data_ends()
-
-    def _data_ends(self) -> None:
-        """Ends the DATA frame: its payload is whole."""
-        stream, self.data_stream = self.data_stream, None
-        if stream is not None and not stream.ended:
-            self._data_taken(stream, self._data_flags)
+            self.data_stream = None
+            if stream is not None and not stream.ended:
+                self._data_taken(stream, self._data_flags)
 
     def _data_taken(self, stream: Stream, flags: int) -> None:
         if flags & END_STREAM:

@@ -63,7 +63,7 @@ class Stream:
     partial_since = 0.0
     #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
     _begun = b""
-    _arriving: ArrivingMessage | None = None
+    arriving: ArrivingMessage | None = None
     #: What of ``Serving.collected`` is this stream's.
     _kept = 0
     #: Bytes that its client still has to send, where it has said how many; gRPC's clients do not.
@@ -132,7 +132,7 @@ class Stream:
         """Takes messages that come in several pieces, or several in one."""
         at, end = 0, len(piece)
         while at < end and not self._finished:
-            arriving = self._arriving
+            arriving = self.arriving
             if arriving is None:
                 known = len(self._begun)
                 self._begun += piece[at : at + PREFIX.size - known]
@@ -146,7 +146,11 @@ class Stream:
                     return
                 self.partial_since = 0.0
                 if length > end - at:
-                    self._begin(flag, length, piece[at:])
+                    arriving = None
+                    if not flag and length > _RECEIVED_BYTE_SIZE:
+                        arriving = self.call.arriving(length, self._room_came)  # type: ignore[union-attr]
+                    self.arriving = arriving or ArrivingMessage(flag, length)
+                    self.arriving.feed(piece[at:])
                     return
                 content = at
                 at += length
@@ -158,38 +162,23 @@ class Stream:
             if not arriving.left:
                 self._arrived(arriving)
 
-    def _begin(self, flag: int, byte_size: int, piece: memoryview) -> None:
-        """Begins a message of which a part is there."""
-        arriving: ArrivingMessage | None = None
-        if not flag and byte_size > _RECEIVED_BYTE_SIZE:
-            assert self.call is not None
-            arriving = self.call.arriving(byte_size, self._room_came)
-        self._arriving = arriving or ArrivingMessage(flag, byte_size)
-        self._arriving.feed(piece)
-
-    def room(self) -> memoryview:
-        """Returns where the next bytes of its DATA may be written; empty: ``receive`` takes them."""
-        return memoryview(b"") if self._arriving is None else self._arriving.rest()
-
     def advance(self, byte_size: int) -> None:
-        """Takes note that so many bytes were written into ``room``, and nothing more is for now."""
+        """Takes note that so many bytes of the message under way were written to their place (``ArrivingMessage.rest``)."""
         if self._promised is not None and not self._counts(byte_size):
             return
-        arriving = self._arriving
+        arriving = self.arriving
         assert arriving is not None
         arriving.advance(byte_size)
         if not arriving.left:
             try:
                 self._arrived(arriving)
-                if self._kept:
-                    self._note()
             except Exception:
                 self._defect()
 
     @property
     def waits_for_room(self) -> bool:
         """Says whether a message under way has no place to go yet."""
-        return self._arriving is not None and self._arriving.waits_for_room
+        return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
         """Goes on with a message that waited for room and is placed, or refused: the client's time runs again."""
@@ -201,7 +190,7 @@ class Stream:
         """Notes what is kept here of messages under way, and since when, and grants more of one that has its place."""
         if self._finished:
             return
-        arriving, serving = self._arriving, self.http2.serving
+        arriving, serving = self.arriving, self.http2.serving
         kept = len(self._begun)
         if arriving is not None:
             kept += arriving.kept_byte_size
@@ -220,18 +209,20 @@ class Stream:
 
     def _drop(self) -> None:
         self._begun = b""
-        if self._arriving is not None:
+        if self.arriving is not None:
             self.connection.stop_direct(self)
-            self._arriving.drop()
-            self._arriving = None
+            self.arriving.drop()
+            self.arriving = None
         self.http2.serving.collected -= self._kept
         self._kept = 0
         self.partial_since = 0.0
 
     def _arrived(self, arriving: ArrivingMessage) -> None:
         """Gives the call the message under way, which is whole."""
-        self._arriving = None
+        self.arriving = None
         self.partial_since = 0.0
+        self.http2.serving.collected -= self._kept
+        self._kept = 0
         if not arriving.is_placed:
             content = arriving.take_content()
             arriving.drop()
@@ -270,7 +261,7 @@ class Stream:
         self.half_closed = True
         if self._finished:
             return
-        if self._arriving is not None or self._begun:
+        if self.arriving is not None or self._begun:
             self.refuse(INTERNAL, "the stream ended in the middle of a message")
             return
         assert self.call is not None
@@ -399,7 +390,7 @@ class Stream:
             call = self.call
             asked = None if call is None else call.asked
             self.http2.serving.answered.failed(NAMES[code], message, asked, self.connection.account)
-        if self._arriving is not None or self.partial_since or self._kept:
+        if self.arriving is not None or self.partial_since or self._kept:
             self._drop()
         self._trailers = header_blocks.trailers(code, message) if code or message else header_blocks.TRAILERS_OK
         if not self._head_sent:
@@ -534,7 +525,7 @@ class Stream:
 
     def _received_byte_size(self) -> int:
         """Returns how many bytes of the message under way have come."""
-        arriving = self._arriving
+        arriving = self.arriving
         return len(self._begun) + (0 if arriving is None else arriving.byte_size - arriving.left)
 
     def stopped(self) -> None:

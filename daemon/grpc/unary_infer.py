@@ -62,10 +62,8 @@ class UnaryInfer(InferCall):
             self.stream.finish(INTERNAL, "a unary call has one request message")
             return
         steps = self.stream.connection.steps
-        if not steps.unsent:
+        if not (steps.unsent and steps.waits(self)):
             self._begin()
-        elif not steps.waits(self):
-            self._begin_in_turn()
 
     @property
     def sequence(self) -> Sequence | None:
@@ -81,7 +79,7 @@ class UnaryInfer(InferCall):
     def resume(self) -> None:
         """Goes on: no step is before it any more."""
         try:
-            self._begin_in_turn()
+            self._begin()
         except Exception:
             _log.exception("a step that had waited met a defect of the server")
             self.stream.refuse(INTERNAL, DEFECT)
@@ -93,22 +91,11 @@ class UnaryInfer(InferCall):
         self._message = None
         self.stream.finish(CANCELLED, f"a request of sequence {sequence[1]} before this one did not run")
 
-    def _begin_in_turn(self) -> None:
-        """Begins where others may wait for it, while it is not sent."""
-        try:
-            self._begin()
-        finally:
-            asked = self._asked
-            if asked is None or not asked.waits_for_room:
-                self._left()
-
     def placed(self) -> None:
-        self._left()
-
-    def _left(self) -> None:
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
+        """Sends its request, or answers why not. Those that wait for it go on, unless it waits for room itself."""
         message, self._message = self._message, None
         assert message is not None
         size = 0 if isinstance(message, ArrivingMessage) else len(message)
@@ -121,10 +108,14 @@ class UnaryInfer(InferCall):
         except ServingError as error:
             self._refuse(error)
             return
+        finally:
+            steps, sent = self.stream.connection.steps, self._asked
+            if steps.unsent and (sent is None or not sent.waits_for_room):
+                steps.leave(self, sent is not None)
         sequence_id = asked.scheduling.sequence_id
         if sequence_id and asked.waits_for_room:
             self._sequence = 0, (asked.head.model, sequence_id)
-            self.stream.connection.steps.enter(self)
+            steps.enter(self)
 
     @property
     def idle(self) -> bool:

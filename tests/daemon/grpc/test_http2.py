@@ -15,6 +15,7 @@ from tensord.daemon.control.refusals import Refusals
 from tensord.daemon.control.shared_counters import FrontCounters
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.floods import FRAMES_A_TURN
 from tensord.daemon.grpc.frames import END_HEADERS, END_STREAM, Violation, frame
@@ -209,7 +210,9 @@ def test_our_windows() -> None:
 def test_what_is_read_to_its_place(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The frame's part of a tensor and no more; the stream is told once, and the next frame is parsed again."""
     tensor, advanced = memoryview(bytearray(100)), []
-    monkeypatch.setattr(Stream, "room", lambda stream: tensor)
+    arriving = ArrivingMessage(0, 100)
+    monkeypatch.setattr(ArrivingMessage, "rest", lambda message: tensor)
+    monkeypatch.setattr(Stream, "arriving", arriving)
     monkeypatch.setattr(Stream, "advance", lambda stream, byte_size: advanced.append(byte_size))
     http2 = opened()
     http2.receive(frame(frames.DATA, 0, 1, bytes(60))[: frames.HEAD_SIZE], 1.0)
