@@ -267,11 +267,15 @@ def own_count(tensors: tuple[PreparedTensor, ...]) -> int:
 
 def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> list[tuple[PreparedTensor, Place]]:
     """Puts each tensor beside where its bytes are. Raises InvalidArgument: the record has too many contents, or too few."""
-    own = own_count(tensors)
-    if own != len(contents):
-        raise InvalidArgument(f"{len(contents)} tensors came in a record that was prepared for {own}")
     rest = iter(contents)
-    return [(tensor, next(rest) if tensor.region is None else tensor.region) for tensor in tensors]
+    found: list[tuple[PreparedTensor, Place]] = []
+    for tensor in tensors:
+        place = next(rest, None) if tensor.region is None else tensor.region
+        if place is not None:
+            found.append((tensor, place))
+    if len(found) < len(tensors) or next(rest, None) is not None:
+        raise InvalidArgument(f"{len(contents)} tensors came in a record that was prepared for {own_count(tensors)}")
+    return found
 
 
 #: What a response counts beside its tensors where those that nobody has taken are bounded.

@@ -97,7 +97,9 @@ class Submitter:
         self._loading: set[asyncio.Future[None]] = set()
         loop = self._loop = asyncio.get_running_loop()
         self.refusals = Refusals(loop, counted)
-        self._busy_poll = BusyPoll(loop, Spin(options.lanes.spin_us * 1000), self._in_flight)
+        spin_ns = options.lanes.spin_us * 1000
+        #: Keeps this front awake while answers are about to come; None: the operator does not want that.
+        self._busy_poll = BusyPoll(loop, Spin(spin_ns), self._in_flight) if spin_ns else None
         self._routing = Routing(table, row, self._in_flight, options.requests.max_sequences)
         self._throttle = Throttle(self._in_flight, arenas.wait)
         # Workers that still map a segment that was closed keep its pages: the closure is announced to them.
@@ -284,15 +286,17 @@ class Submitter:
                 worker.dirty = False
                 if not worker.closed:
                     self._flush(worker)
-        in_flight = len(self._in_flight)
+        busy_poll, in_flight = self._busy_poll, len(self._in_flight)
+        if busy_poll is None:
+            return
         if in_flight == 1:
             for request in self._in_flight.values():
                 # A large one takes the worker longer than waking up, and it wants the processor.
                 if request.worker is not None and not request.leases:
-                    self._busy_poll.look(request.worker.lane.ready, self._look, request.worker)
+                    busy_poll.look(request.worker.lane.ready, self._look, request.worker)
                 break
         elif in_flight:
-            self._busy_poll.flushed()
+            busy_poll.flushed()
 
     def _look(self, worker: Worker) -> bool:
         """Takes what came for the only request in flight. False: no answer to it can come, now."""
@@ -342,7 +346,8 @@ class Submitter:
             self._flush_later(worker)
         if not answers:
             return answers is not None
-        self._busy_poll.answered()
+        if self._busy_poll is not None:
+            self._busy_poll.answered()
         in_flight = worker.in_flight
         for prepared, own in answers:
             if own.code or not prepared.final:
