@@ -79,7 +79,8 @@ class ArrivingMessage(Receiver):
         #: Nothing of it will be placed.
         self.is_declined = submitter is None
         self._content: memoryview | None = None
-        self._fields = ArrivingFields(byte_size)
+        #: There once something of it came that may be placed.
+        self._fields: ArrivingFields | None = None
         self._on_room = on_room
         #: Bytes of the message before the first raw tensor's.
         self._taken = 0
@@ -92,13 +93,13 @@ class ArrivingMessage(Receiver):
     @property
     def kept_byte_size(self) -> int:
         """Returns how many bytes it has in ordinary memory."""
-        kept = 0 if self._content is None else self.byte_size - self.left
-        return kept if self.is_declined else kept + len(self._fields.head) + len(self._fields.client_id)
+        kept, fields = 0 if self._content is None else self.byte_size - self.left, self._fields
+        return kept if fields is None or self.is_declined else kept + len(fields.head) + len(fields.client_id)
 
     @property
-    def head(self) -> bytearray:
+    def head(self) -> Buffer | bytearray:
         """Returns what came of the message beside its id and its raw tensors."""
-        return self._fields.head
+        return b"" if self._fields is None else self._fields.head
 
     # -------------------------------------------------------------------------------------------------------- receive
 
@@ -118,27 +119,28 @@ class ArrivingMessage(Receiver):
 
     def rest(self) -> memoryview:
         """Returns where the next bytes of the raw tensor under way may be written. Empty: they have to be fed."""
-        if self._lease is None:
-            return _NOWHERE
-        return self._lease.view[self._at : self._at + self._fields.raw_left]
+        lease, fields = self._lease, self._fields
+        return _NOWHERE if lease is None or fields is None else lease.view[self._at : self._at + fields.raw_left]
 
     def advance(self, byte_size: int) -> None:
         """Notes that so many bytes were written into ``rest``."""
+        fields = self._fields
+        assert fields is not None
         self._at += byte_size
-        self._fields.raw_left -= byte_size
-        self._fields.unread -= byte_size
+        fields.raw_left -= byte_size
+        fields.unread -= byte_size
         self.left -= byte_size
 
     def _read_head(self, piece: memoryview) -> None:
         """Looks for the first raw tensor, and asks for room once it begins."""
         fields = self._fields
-        begun = None if self._taken else walk_beginning(piece, 0, len(piece))
         try:
-            if begun is None:
+            if fields is not None:
                 at, begins = fields.take(piece, 0)
             else:
-                fields.begin(*begun)
-                at, begins = begun[2], True
+                begun = walk_beginning(piece, 0, len(piece))
+                fields = self._fields = ArrivingFields(self.byte_size, begun)
+                at, begins = fields.take(piece, 0) if begun is None else (begun[2], True)
         except RefusedRequest:
             # Nothing is gained from refusing it early, and whoever reads it whole says why.
             self.is_declined = True
@@ -160,19 +162,14 @@ class ArrivingMessage(Receiver):
             self._fill(piece, at)
 
     def _place(self, lease: Lease) -> None:
+        assert self._fields is not None
         self.is_placed = True
-        self._begin_tensor()
-
-    def _begin_tensor(self) -> None:
-        pad = min(-self._at % ALIGNMENT, self._padding)
-        self._padding -= pad
-        self._at += pad
-        self._raws.append((self._at, self._fields.raw_left))
+        self._raws.append((0, self._fields.raw_left))
 
     def _fill(self, piece: memoryview, at: int) -> None:
         """Puts a piece into the lease, from ``at`` on; of a refused message nothing."""
         fields, lease, end = self._fields, self._lease, len(piece)
-        while at < end and lease is not None:
+        while at < end and lease is not None and fields is not None:
             if size := min(fields.raw_left, end - at):
                 lease.view[self._at : self._at + size] = piece[at : at + size]
                 self._at += size
@@ -186,7 +183,10 @@ class ArrivingMessage(Receiver):
                 self._end(refused)
                 return
             if begins:
-                self._begin_tensor()
+                pad = min(-self._at % ALIGNMENT, self._padding)
+                self._padding -= pad
+                self._at += pad
+                self._raws.append((self._at, fields.raw_left))
 
     def _progressed(self) -> None:
         content, self._content = self._content, None
@@ -207,7 +207,7 @@ class ArrivingMessage(Receiver):
     @property
     def client_id(self) -> str:
         """Returns the id as far as it came, for whoever refuses it."""
-        return self._fields.client_id.decode("utf-8", "replace")
+        return "" if self._fields is None else self._fields.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
@@ -223,8 +223,9 @@ class ArrivingMessage(Receiver):
         """
         if self._error is not None:
             raise self._error
-        lease = self._lease
+        lease, fields = self._lease, self._fields
         assert lease is not None
+        assert fields is not None
         segment, offset, inline = lease.place.segment, lease.place.offset, self._submitter.inline_byte_size
         raws = tuple(
             [
@@ -232,7 +233,7 @@ class ArrivingMessage(Receiver):
                 for begin, size in self._raws
             ]
         )
-        return bytes(self._fields.head), bytes(self._fields.client_id), raws
+        return bytes(fields.head), bytes(fields.client_id), raws
 
     def drop(self) -> None:
         self._content = self._on_room = None

@@ -10,6 +10,7 @@ Source: grpc_service.proto; protobuf's encoding specification.
 from __future__ import annotations
 
 from tensord.daemon.front.entries import MAX_ENTRIES
+from tensord.daemon.grpc.walk import Begun
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import Buffer
@@ -23,6 +24,7 @@ _ID, _RAW = 0x1A, 0x3A
 _TAGS = frozenset((0x0A, 0x12, _ID, 0x22, 0x2A, 0x32, _RAW))
 #: A tag and a number, or a tag and a length: two varints.
 _MAX_START = 20
+_NOTHING: Begun = (b"", b"", 0, 0)
 _CUT_SHORT = "failed to parse the request message: it is cut short"
 
 
@@ -99,14 +101,18 @@ class ArrivingFields:
 
     __slots__ = ("_count", "_field", "_left", "_start", "client_id", "head", "raw_count", "raw_left", "unread")
 
-    def __init__(self, byte_size: int) -> None:
+    def __init__(self, byte_size: int, begun: Begun | None = None) -> None:
+        """Begins with nothing of so many bytes, or with all before the first raw tensor. Raises as ``take``."""
+        head, client_id, at, size = begun or _NOTHING
+        if size > byte_size - at:
+            raise _cut_short()
         #: Bytes of the message that were taken neither here nor by the owner.
-        self.unread = byte_size
-        self.head = bytearray()
-        self.client_id = bytearray()
+        self.unread = byte_size - at
+        self.head = bytearray(head)
+        self.client_id = bytearray(client_id)
         #: Bytes to come of a raw tensor that has begun. The owner counts these and ``unread`` down.
-        self.raw_left = 0
-        self.raw_count = 0
+        self.raw_left = size
+        self.raw_count = 0 if begun is None else 1
         #: The first bytes of a field whose size is not known yet.
         self._start = bytearray()
         #: Where the rest of the field under way goes, and how much it is.
@@ -114,15 +120,6 @@ class ArrivingFields:
         self._left = 0
         #: Fields that have begun.
         self._count = 0
-
-    def begin(self, head: bytes, client_id: bytes, at: int, size: int) -> None:
-        """Takes all before the first raw tensor, which begins at ``at`` and has that size. Raises as ``take``."""
-        if size > self.unread - at:
-            raise _cut_short()
-        self.head += head
-        self.client_id += client_id
-        self.unread -= at
-        self.raw_count, self.raw_left = 1, size
 
     def take(self, piece: memoryview, at: int) -> tuple[int, bool]:
         """Takes what is no raw tensor. Returns how far, and whether a raw tensor of ``raw_left`` bytes begins there.
