@@ -20,7 +20,7 @@ SocketMode = Annotated[str, Meta(pattern="^0[0-7]{3}$", description="octal permi
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
 #: The most prepared requests of a front; a lane has so many numbers for them (``tensord.shm.prepared``).
-Forms = Annotated[int, Meta(ge=0, le=1024)]
+PreparedCount = Annotated[int, Meta(ge=0, le=1024)]
 CountOrNone = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ByteSize = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
@@ -250,7 +250,7 @@ class Requests(Section, frozen=True):
     #: Whether a request without an id gets one.
     make_ids: bool = False
     #: Prepared requests that each front keeps, so that requests like them are parsed once; 0: none.
-    max_forms: Forms = 1024
+    max_prepared: PreparedCount = 1024
 
 
 class ResponsesOptions(Section, frozen=True):

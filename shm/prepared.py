@@ -58,13 +58,13 @@ class Numbers(Generic[T]):
         self._once: set[bytes] = set()
         self._next = 0
         #: How many got a number, and how many have lost theirs since.
-        self.minted = 0
+        self.assigned = 0
         self.evicted = 0
 
     def number(self, prepared: T) -> Numbered[T]:
         """Returns it with its number."""
         key = encoder.encode(prepared)
-        return self._known.get(key) or self._mint(key, prepared)
+        return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
         """Returns it with its number. None: it came for the first time, and many never come again."""
@@ -79,9 +79,9 @@ class Numbers(Generic[T]):
                 self._once.add(key)
             return None
         self._once.discard(key)
-        return self._mint(key, prepared)
+        return self._assign(key, prepared)
 
-    def _mint(self, key: bytes, prepared: T) -> Numbered[T]:
+    def _assign(self, key: bytes, prepared: T) -> Numbered[T]:
         evicted = 0
         if len(self._known) >= max(1, self._count):
             evicted = len(self._known)
@@ -89,13 +89,13 @@ class Numbers(Generic[T]):
             self._known.clear()
         made = self._known[key] = Numbered(self._next, prepared)
         self._next = (self._next + 1) % MAX_NUMBERS
-        self.minted += 1
+        self.assigned += 1
         if self._on_number is not None:
             self._on_number(len(self._known), evicted)
         return made
 
     def __repr__(self) -> str:
-        return f"<Numbers {len(self._known)}, {self.minted} minted, {self.evicted} evicted>"
+        return f"<Numbers {len(self._known)}, {self.assigned} assigned, {self.evicted} evicted>"
 
 
 class PublishedNumbers(set[Numbered[T]]):

@@ -3,7 +3,7 @@
 A client's connection is accepted by whichever front is quickest, so they have to know of each other to share them out evenly
 and to keep one limit together, without asking anybody. Nameless and sealed against resizing. Layout, u64 each:
 
-    row k at word 32 * k:   serves (0 or 1), connections, forms, forms minted, forms evicted,
+    row k at word 32 * k:   serves (0 or 1), connections, prepared requests: numbered now, numbered ever, evicted ever,
                             refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``),
                             answers by code (``CODES`` of its protocol)
                             a row is four cache lines; only its front writes it
@@ -24,7 +24,7 @@ from tensord.shm.refusals import Refusal
 
 _WORDS = 32
 #: The offsets in a row of the counts of prepared requests, of refused requests, and of answers.
-_FORMS, _REFUSED, _CODES = 2, 5, 11
+_PREPARED, _REFUSED, _CODES = 2, 5, 11
 #: The codes of each protocol that are counted, good answers first; the last one stands for all others.
 CODES = {
     "http": (
@@ -72,9 +72,9 @@ class SharedCounters:
         """Returns the connections of one front."""
         return self._words[row * _WORDS + 1]
 
-    def forms(self, row: int) -> tuple[int, int, int]:
+    def prepared_requests(self, row: int) -> tuple[int, int, int]:
         """Counts a row's prepared requests: those that have a number now, those that were given one, and those evicted, ever."""
-        at = row * _WORDS + _FORMS
+        at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
@@ -90,7 +90,7 @@ class SharedCounters:
     def clear(self, row: int) -> None:
         """Clears the row of a front that is gone, except what only grows."""
         at = row * _WORDS
-        self._words[at] = self._words[at + 1] = self._words[at + _FORMS] = 0
+        self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = 0
 
     def close(self) -> None:
         """Unmaps the page; call it once, and use no row afterwards."""
@@ -118,13 +118,13 @@ class FrontCounters:
         """Sets the number of this front's connections."""
         self._connections[self._row] = connections
 
-    def mint(self, forms: int, evicted: int) -> None:
+    def note_number(self, numbered: int, evicted: int) -> None:
         """Counts a prepared request that was given a number.
 
-        So many others were ``evicted`` for it; ``forms`` is the number of prepared requests now.
+        So many others were ``evicted`` for it; ``numbered`` have a number now.
         """
-        at = self._at + _FORMS
-        self._words[at] = forms
+        at = self._at + _PREPARED
+        self._words[at] = numbered
         self._words[at + 1] += 1
         self._words[at + 2] += evicted
 

@@ -148,7 +148,7 @@ class Front(ABC):
                 row = self.place.row
                 counters = self.place.counters.front(row)
                 self._submitter = Submitter(
-                    record.incarnation, options, self.table, row, counters.refuse, counters.mint
+                    record.incarnation, options, self.table, row, counters.refuse, counters.note_number
                 )
                 self._started.set_result(record)
             case Serve():

@@ -54,7 +54,7 @@ class GrpcFront(Front):
             Forwarding(pattern) if pattern else None,
             self.tracer,
             options.requests.make_ids,
-            options.requests.max_forms,
+            options.requests.max_prepared,
         )
         methods: dict[str, Callable[[Stream], Call]] = {
             **dict(Management(endpoints).methods()),

@@ -191,7 +191,7 @@ class Collection:
             connections = self._fronts.connections(front) if front is not None else 0
             up = front is not None and front.ready
             refused = self._fronts.refused(name)
-            forms = self._fronts.forms(name)
+            prepared = self._fronts.prepared_requests(name)
             found.append(
                 FrontSlot(
                     name,
@@ -200,7 +200,7 @@ class Collection:
                     connections,
                     self._slots.restarts(name),
                     refused,
-                    *forms,
+                    *prepared,
                     self._fronts.answers(name),
                 )
             )

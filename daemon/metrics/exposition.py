@@ -420,19 +420,19 @@ def _fronts(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     )
     yield _filled(requests, list(answers.items()))
     known = GaugeMetricFamily(
-        "tensord_front_forms", "Prepared requests that have a number on the lanes now", labels=labels
+        "tensord_front_prepared_requests", "Prepared requests that have a number on the lanes now", labels=labels
     )
-    yield _filled(known, [(of, slot.forms) for of, slot in fronts])
-    minted = CounterMetricFamily(
-        "tensord_front_forms_minted_total", "Prepared requests that were given a number", labels=labels
+    yield _filled(known, [(of, slot.prepared_requests) for of, slot in fronts])
+    numbered = CounterMetricFamily(
+        "tensord_front_prepared_requests_numbered_total", "Prepared requests that were given a number", labels=labels
     )
-    yield _filled(minted, [(of, slot.forms_minted) for of, slot in fronts])
+    yield _filled(numbered, [(of, slot.prepared_numbered) for of, slot in fronts])
     evicted = CounterMetricFamily(
-        "tensord_front_forms_evicted_total",
+        "tensord_front_prepared_requests_evicted_total",
         "Prepared requests that were forgotten because others took their numbers",
         labels=labels,
     )
-    yield _filled(evicted, [(of, slot.forms_evicted) for of, slot in fronts])
+    yield _filled(evicted, [(of, slot.prepared_evicted) for of, slot in fronts])
     restarts = CounterMetricFamily("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
     yield _filled(restarts, [(of, slot.restarts) for of, slot in fronts])
 

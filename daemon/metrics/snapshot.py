@@ -53,9 +53,9 @@ class FrontSlot:
     #: Requests that it has refused, by reason.
     refused: Mapping[Refusal, int]
     #: Prepared requests that have a number now; that were given one, and that were evicted for others, ever.
-    forms: int = 0
-    forms_minted: int = 0
-    forms_evicted: int = 0
+    prepared_requests: int = 0
+    prepared_numbered: int = 0
+    prepared_evicted: int = 0
     #: Code -> answers that it has given, ever.
     answers: Mapping[str, int] = field(default_factory=dict)
 

@@ -234,10 +234,10 @@ class Fronts:
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].answers(int(row), protocol)
 
-    def forms(self, name: str) -> tuple[int, int, int]:
-        """Counts prepared requests of the front of that name: those that have numbers, those made, those evicted."""
+    def prepared_requests(self, name: str) -> tuple[int, int, int]:
+        """Counts prepared requests of that front: those numbered now, those numbered ever, and those evicted ever."""
         protocol, _, row = name.rpartition("-")
-        return self._counters[protocol].forms(int(row))
+        return self._counters[protocol].prepared_requests(int(row))
 
     def connections(self, front: FrontProcess) -> int:
         """Counts the clients that a front has now."""

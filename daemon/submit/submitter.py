@@ -67,13 +67,13 @@ class Submitter:
         table: ModelTable,
         row: int = 0,
         counted: OnRefusal = uncounted,
-        minted: OnNumber | None = None,
+        on_number: OnNumber | None = None,
     ) -> None:
         """
         Args:
           row: this front's place among those of its protocol.
           counted: hears of every request that is refused.
-          minted: hears of every kind of requests that gets a number.
+          on_number: hears of every kind of requests that gets a number.
         """
         self._incarnation = incarnation
         self._max_in_flight = self._most_in_flight = options.requests.max_in_flight
@@ -84,7 +84,7 @@ class Submitter:
         #: Tensors up to this size travel inside their record.
         self.inline_byte_size = arenas.inline_byte_size
         #: Those of the kinds of requests that its clients repeat.
-        self.numbers: Numbers[PreparedRequest] = Numbers(minted, options.requests.max_forms)
+        self.numbers: Numbers[PreparedRequest] = Numbers(on_number, options.requests.max_prepared)
         #: An id for the next request; never used again.
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
@@ -655,9 +655,9 @@ class Submitter:
     def statistics(self) -> dict[str, int]:
         """Returns counts for operators."""
         waiting = {"waiting_for_worker": len(self._waiting), "throttled": len(self._throttle)}
-        forms = {"forms_minted": self.numbers.minted, "forms_evicted": self.numbers.evicted}
+        prepared = {"prepared_numbered": self.numbers.assigned, "prepared_evicted": self.numbers.evicted}
         held = {"answers_held": len(self._outstanding), **self._arena.statistics()}
-        return {"in_flight": len(self._in_flight), **waiting, **forms, **held}
+        return {"in_flight": len(self._in_flight), **waiting, **prepared, **held}
 
     def close(self) -> None:
         """Closes lanes and arena; what is in flight gets no answer."""

@@ -1,6 +1,6 @@
 """A daemon that remembers kinds of requests gives byte for byte the answers of one that reads each as if it were the first.
 
-1. Two daemons serve the same models; one of them has ``requests.max_forms = 0``.
+1. Two daemons serve the same models; one of them has ``requests.max_prepared = 0``.
 2. Requests are generated, valid ones and others, and each goes to both: over HTTP, unary gRPC and a gRPC stream, on several
    connections; many are like earlier ones but for what is their own.
 3. In between models are loaded anew with other parameters, one is taken away and comes back, regions are registered anew.
@@ -124,8 +124,8 @@ class Side:
             return answer, bytes(shm.get_contents_as_numpy(self._mapped(), np.uint8, [_REGION]))[OUTPUTS_AT:]
         return answer
 
-    def minted(self) -> dict[str, float]:
-        return scrape(self.daemon.metrics_url).of("tensord_front_forms_minted_total", "front")
+    def numbered(self) -> dict[str, float]:
+        return scrape(self.daemon.metrics_url).of("tensord_front_prepared_requests_numbered_total", "front")
 
     def close(self) -> None:
         self._sent.put(None)
@@ -149,7 +149,7 @@ def sides(leaves_nothing: None, tmp_path: Path, repository: Path) -> Iterator[tu
     (tmp_path / "two").mkdir()
     options: dict[str, dict[str, Any]] = {"repository": explicit}
     second = DaemonProcess(
-        tmp_path / "two", [repository], options if OTHER else {**options, "requests": {"max_forms": 0}}
+        tmp_path / "two", [repository], options if OTHER else {**options, "requests": {"max_prepared": 0}}
     )
     if OTHER:
         second.cwd = Path(OTHER)
@@ -203,5 +203,5 @@ def test_the_same_requests_get_the_same_answers(sides: tuple[Side, Side], reposi
     assert COUNT // 2 < seen[200] < COUNT * 9 // 10, seen
     assert seen[400] > COUNT // 50, seen
     assert seen["INVALID_ARGUMENT"] > COUNT // 100, seen
-    assert min(sides[0].minted().values()) > 20
-    assert OTHER or set(sides[1].minted().values()) == {0}
+    assert min(sides[0].numbered().values()) > 20
+    assert OTHER or set(sides[1].numbered().values()) == {0}

@@ -52,17 +52,21 @@ def test_another_descriptor() -> None:
     os.close(write)
 
 
-def test_forms_are_counted_over_the_fronts_of_a_row() -> None:
+def test_prepared_requests_are_counted_over_the_fronts_of_a_row() -> None:
     """How many there are is the present front's; how many there ever were are all of them's."""
     counters = SharedCounters.create()
     first, other = counters.front(0), counters.front(1)
-    for forms, evicted in ((1, 0), (2, 0), (1, 2)):
-        first.mint(forms, evicted)
-    other.mint(1, 0)
-    assert (counters.forms(0), counters.forms(1), counters.forms(2)) == ((1, 3, 2), (1, 1, 0), (0, 0, 0))
+    for numbered, evicted in ((1, 0), (2, 0), (1, 2)):
+        first.note_number(numbered, evicted)
+    other.note_number(1, 0)
+    assert (counters.prepared_requests(0), counters.prepared_requests(1), counters.prepared_requests(2)) == (
+        (1, 3, 2),
+        (1, 1, 0),
+        (0, 0, 0),
+    )
     counters.clear(0)
-    assert counters.forms(0) == (0, 3, 2)
-    counters.front(0).mint(1, 0)
-    assert (counters.forms(0), counters.forms(1)) == ((1, 4, 2), (1, 1, 0))
+    assert counters.prepared_requests(0) == (0, 3, 2)
+    counters.front(0).note_number(1, 0)
+    assert (counters.prepared_requests(0), counters.prepared_requests(1)) == ((1, 4, 2), (1, 1, 0))
     assert (counters.connections(0), set(counters.refused(0).values())) == (0, {0})
     counters.close()

@@ -158,7 +158,7 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> No
             assert found[3] == wanted
             assert found[0].decoded.scheduling == UNSCHEDULED
     assert front.formed(message(tensor(), raw=(b"ab",), parameters={"x": Parameter(int64_param=1)}))
-    assert repr(front.messages._submitter.numbers) == "<Numbers 1, 1 minted, 0 evicted>"
+    assert repr(front.messages._submitter.numbers) == "<Numbers 1, 1 assigned, 0 evicted>"
 
 
 @pytest.mark.parametrize("name", ["priority", "timeout", "sequence_id"])
@@ -231,9 +231,9 @@ def test_what_comes_once_has_no_number() -> None:
     front = Front()
     for number in range(20):
         read(front.messages, message(tensor(name=f"x{number}"), raw=(b"ab",)))
-    assert repr(front.messages._submitter.numbers) == "<Numbers 0, 0 minted, 0 evicted>"
+    assert repr(front.messages._submitter.numbers) == "<Numbers 0, 0 assigned, 0 evicted>"
     assert front.formed(message(tensor(name="x7"), raw=(b"cd",)))
-    assert repr(front.messages._submitter.numbers) == "<Numbers 1, 1 minted, 0 evicted>"
+    assert repr(front.messages._submitter.numbers) == "<Numbers 1, 1 assigned, 0 evicted>"
 
 
 def test_forms_are_bounded() -> None:

@@ -233,7 +233,7 @@ def test_requests_that_mean_the_same_are_one_form() -> None:
 
 
 def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> None:
-    """They differ from one request to the next, and nothing is minted for that; in texts that came before as well."""
+    """They differ from one request to the next, and no number is assigned for that; in texts that came before as well."""
     forms, lane = PreparedRequests(), Numbers[PreparedRequest]()
     for _ in range(3):
         for number in range(100):
@@ -254,7 +254,7 @@ def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> No
             ]
             assert list(request.scheduling) == wanted
             assert request.prepared.record.parameters == {"x": 1}
-    assert lane.minted == 1
+    assert lane.assigned == 1
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_form_has_a_number_once_it_came_twice() -> None:
         once = forms.read(head(), text(PLAIN, parameters={"request": count}), 4).prepared
         assert once.on_lane(lane) is None
         assert forms.read(head(), text(PLAIN), 4).prepared.on_lane(lane) is number
-    assert (lane.minted, lane.evicted) == (1, 0)
+    assert (lane.assigned, lane.evicted) == (1, 0)
     assert len(lane._once) <= 1024
 
 
@@ -322,7 +322,7 @@ def test_sizes_of_strings_are_no_part_of_what_workers_are_told() -> None:
         entry = {"name": "s", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": size}}
         told.add(forms.read(head(), text(entry), size).prepared.on_lane(lane))
     assert len(told) == 2  # nothing for the first
-    assert lane.minted == 1
+    assert lane.assigned == 1
 
 
 def test_tensors_of_a_small_body_are_taken_out_of_it() -> None:

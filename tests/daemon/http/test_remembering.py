@@ -18,7 +18,7 @@ from tests.daemon.http.large_client import SIZE, EchoingWorker, LargeBench, conn
 from tests.daemon.http.large_client import request as plain_request
 from tests.work.connection import OPTIONS, KeptTransport
 
-UNREMEMBERING = msgspec.structs.replace(OPTIONS, requests=Requests(max_forms=0))
+UNREMEMBERING = msgspec.structs.replace(OPTIONS, requests=Requests(max_prepared=0))
 CONNECTIONS = 4
 MODELS = (*("addsub", "identity") * 5, "none")
 

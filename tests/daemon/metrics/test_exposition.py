@@ -146,9 +146,9 @@ def test_ours() -> None:
         'tensord_front_up{front="http-0",protocol="http"} 1.0',
         'tensord_front_connections{front="http-0",protocol="http"} 5.0',
         'tensord_front_restarts_total{front="http-0",protocol="http"} 1.0',
-        'tensord_front_forms{front="http-0",protocol="http"} 3.0',
-        'tensord_front_forms_minted_total{front="http-0",protocol="http"} 8.0',
-        'tensord_front_forms_evicted_total{front="http-0",protocol="http"} 5.0',
+        'tensord_front_prepared_requests{front="http-0",protocol="http"} 3.0',
+        'tensord_front_prepared_requests_numbered_total{front="http-0",protocol="http"} 8.0',
+        'tensord_front_prepared_requests_evicted_total{front="http-0",protocol="http"} 5.0',
     ):
         assert line in lines
     # A model without sequences has no such lines.

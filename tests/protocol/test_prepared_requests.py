@@ -1,4 +1,4 @@
-"""Requests that differ only in what is their own are of one form, on both protocols; the forms of fronts are in the metrics."""
+"""Requests that differ only in what is their own are prepared once, on both protocols; metrics count prepared requests."""
 
 from __future__ import annotations
 
@@ -61,12 +61,16 @@ def client(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Iterator[tu
         yield request.param, library, made
 
 
-def forms(daemon: DaemonProcess, protocol: str) -> tuple[float, float, float]:
-    """Of its only front: there are so many; minted, evicted."""
+def counts(daemon: DaemonProcess, protocol: str) -> tuple[float, float, float]:
+    """Counts prepared requests of its only front: numbered now, numbered ever, evicted ever."""
     samples = scrape(daemon.metrics_url)
-    names = ("tensord_front_forms", "tensord_front_forms_minted_total", "tensord_front_forms_evicted_total")
-    known, minted, evicted = [samples.value(name, front=f"{protocol}-0", protocol=protocol) for name in names]
-    return known, minted, evicted
+    names = (
+        "tensord_front_prepared_requests",
+        "tensord_front_prepared_requests_numbered_total",
+        "tensord_front_prepared_requests_evicted_total",
+    )
+    known, numbered, evicted = [samples.value(name, front=f"{protocol}-0", protocol=protocol) for name in names]
+    return known, numbered, evicted
 
 
 def scheduling(number: int) -> dict[str, Any]:
@@ -85,9 +89,9 @@ def tensors(library: ModuleType, **values: float) -> list[Any]:
     return found
 
 
-def test_ids_sequences_priorities_and_timeouts_mint_nothing(daemon: DaemonProcess, client: Any) -> None:
+def test_ids_sequences_priorities_and_timeouts_take_no_number(daemon: DaemonProcess, client: Any) -> None:
     protocol, library, made = client
-    known, minted, evicted = forms(daemon, protocol)
+    known, numbered, evicted = counts(daemon, protocol)
     for number in range(COUNT):
         inputs = tensors(library, INPUT0=number, INPUT1=2)
         answer = made.infer("addsub", inputs, request_id=f"id {number}", **scheduling(number))
@@ -95,18 +99,18 @@ def test_ids_sequences_priorities_and_timeouts_mint_nothing(daemon: DaemonProces
         assert answer.as_numpy("OUTPUT1").tolist() == [[number - 2] * 16]
         response = answer.get_response()
         assert (response["id"] if protocol == "http" else response.id) == f"id {number}"
-    assert forms(daemon, protocol) == (known + 1, minted + 1, evicted)
+    assert counts(daemon, protocol) == (known + 1, numbered + 1, evicted)
 
 
 def test_a_model_is_told_what_each_of_them_says_of_itself(daemon: DaemonProcess, client: Any) -> None:
     protocol, library, made = client
-    minted = forms(daemon, protocol)[1]
+    numbered = counts(daemon, protocol)[1]
     for number in range(COUNT):
         own = scheduling(number)
         answer = made.infer("told", tensors(library, x=1), request_id=f"id {number}", **own)
         flags = own["sequence_start"] | own["sequence_end"] << 1
         assert json.loads(answer.as_numpy("TOLD")[0]) == [own["sequence_id"], flags, own["timeout"]]
-    assert forms(daemon, protocol)[1] == minted + 1
+    assert counts(daemon, protocol)[1] == numbered + 1
 
 
 def test_what_never_comes_again_mints_nothing_and_what_comes_again_does(daemon: DaemonProcess, client: Any) -> None:
@@ -117,10 +121,10 @@ def test_what_never_comes_again_mints_nothing_and_what_comes_again_does(daemon: 
         answer = made.infer("addsub", inputs, parameters={"request": number})
         assert answer.as_numpy("OUTPUT0").tolist() == [[number + 2] * 16]
 
-    known, minted, evicted = forms(daemon, protocol)
+    known, numbered, evicted = counts(daemon, protocol)
     for number in range(COUNT):
         ask(number)
-    assert forms(daemon, protocol) == (known, minted, evicted)
+    assert counts(daemon, protocol) == (known, numbered, evicted)
     for number in range(COUNT):
         ask(number)
-    assert forms(daemon, protocol) == (known + COUNT, minted + COUNT, evicted)
+    assert counts(daemon, protocol) == (known + COUNT, numbered + COUNT, evicted)
