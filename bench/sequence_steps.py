@@ -32,7 +32,7 @@ from bench import closed_loop, grpc_connection
 from bench.closed_loop import Connection, Row
 from bench.fronts import Run, Server, closed
 from bench.server import ROOT, serving
-from tensord.daemon.submit.in_flight import InFlight, Worker
+from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.daemon.submit.sequences import SequenceRouting
 from tensord.shm.control_records import ModelState
 from tensord.shm.messages import PreparedRequest, PreparedTensor, RequestRecord
@@ -137,7 +137,8 @@ def probe(workers: int, rounds: int = 20) -> tuple[float, float]:
         key, page = keys.key(who), pages[who % workers]
         page.begin(key, page.admit(key, 1000))
     alive = {
-        number: Worker(number, f"cpu:{number}", *cast(Any, (None, None)), page) for number, page in enumerate(attached)
+        number: WorkerLink(number, f"cpu:{number}", *cast(Any, (None, None)), page)
+        for number, page in enumerate(attached)
     }
     config = json.dumps({"sequence_batching": {"max_sequence_idle_microseconds": 1000}}).encode()
     state = ModelState("m", 1, "READY", workers=tuple(alive), config=config, repeatable=False, sticky=True)

@@ -24,7 +24,7 @@ import msgspec
 from tensord.config import restrictions
 from tensord.config.options import Options
 from tensord.daemon.clients.client_messages import MAX_ANSWER, LaneEntry, OpenAnswer, OpenLanes
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm import descriptors
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneClient, LaneClosed, LaneLimits, LaneOpened, ModelGone, ModelState
@@ -71,7 +71,7 @@ class ClientLanes:
         self._worker_wait = options.requests.worker_wait
         self._restricted = "inference" in restrictions.parse(options.http.restricted_api)
         self._supervisor = supervisor
-        self._table = ModelTable()
+        self._table = ModelStates()
         self._limits = LaneLimits(
             clients.max_in_flight, clients.max_segments, clients.segment_byte_size, clients.response_byte_size
         )

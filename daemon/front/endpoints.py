@@ -15,7 +15,7 @@ import msgspec
 
 from tensord.config.options import Options
 from tensord.daemon.control.calls import ControlCalls
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.operations import (
     ANONYMOUS,
@@ -60,7 +60,7 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 class Endpoints:
     """Answers the endpoints. JSON results are the supervisor's bytes, unread."""
 
-    def __init__(self, table: ModelTable, calls: ControlCalls, options: Options) -> None:
+    def __init__(self, table: ModelStates, calls: ControlCalls, options: Options) -> None:
         self._table = table
         self._calls = calls
         self._name = options.server_name

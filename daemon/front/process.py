@@ -28,7 +28,7 @@ from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm import child_process, stack_report
@@ -92,7 +92,7 @@ class Front(ABC):
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         self._submitter: Submitter | None = None
         self.calls = ControlCalls(self._connection)
-        self.table = ModelTable()
+        self.table = ModelStates()
 
     async def run(self) -> None:
         """Serves until the front was asked to stop and has finished."""

@@ -1,7 +1,7 @@
 """Inference over gRPC: messages become requests, sent by their number where they are known, and answers become messages.
 
     message ─▶ ask ─▶ walk ─▶ known: PreparedMessage ─┐
-                          ╰─▶ read exactly ───────────┴▶ Asked ─▶ Submitter ─▶ InferCall.completed ─▶ written
+                          ╰─▶ read exactly ───────────┴▶ CallRequest ─▶ Submitter ─▶ InferCall.completed ─▶ written
 
 What a call does with its requests and answers is its own affair (``unary_infer``, ``stream_infer``). Nothing here waits.
 """
@@ -28,8 +28,8 @@ from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.walk import Walked, walk
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.daemon.submit.model_table import ModelTable
-from tensord.daemon.submit.placement import InferenceRequest, begin, place
+from tensord.daemon.submit.model_states import ModelStates
+from tensord.daemon.submit.placement import UnsentRequest, begin, place
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace, Tracer
@@ -55,7 +55,9 @@ class InferCall(Call):
     stream: Stream
 
     @abstractmethod
-    def completed(self, asked: Asked, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def completed(
+        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
+    ) -> None:
         """Takes an answer to a request of its own."""
 
     @abstractmethod
@@ -66,7 +68,7 @@ class InferCall(Call):
 # ----------------------------------------------------------------------------------------------------- requests of a call
 
 
-class Asked(InFlight):
+class CallRequest(InFlight):
     """Is a request of a call, sent by a number where its message was known."""
 
     call: InferCall
@@ -113,7 +115,7 @@ class Infer:
     def __init__(
         self,
         submitter: Submitter,
-        table: ModelTable,
+        table: ModelStates,
         max_stream_requests: int,
         forwarding: Forwarding | None,
         tracer: Tracer,
@@ -138,7 +140,7 @@ class Infer:
         streamed: bool,
         waited_ns: int = 0,
         read_ns: int = 0,
-    ) -> Asked:
+    ) -> CallRequest:
         """Sends a message, those bytes of it where it is a buffer.
 
         Args:
@@ -163,7 +165,7 @@ class Infer:
         understood = self._prepared.read(message, start, end, walked, known)
         return self._ask_read(call, understood, streamed, waited_ns, read_ns)
 
-    def _ask_known(self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool) -> Asked | None:
+    def _ask_known(self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool) -> CallRequest | None:
         """Sends a message that came whole and is known. None: it is to be read."""
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not streamed):
@@ -191,7 +193,7 @@ class Infer:
 
     def _ask_placed(
         self, call: InferCall, message: ArrivingMessage, streamed: bool, by_number: bool, waited_ns: int, read_ns: int
-    ) -> Asked:
+    ) -> CallRequest:
         """Sends a message that was placed while it arrived. Its lease is the request's then."""
         head, client_id, contents = message.fields()
         walked = walk(head, 0, len(head), 0)
@@ -218,7 +220,7 @@ class Infer:
         scheduling: Scheduling,
         contents: tuple[Content, ...],
         leases: tuple[Lease, ...],
-    ) -> Asked:
+    ) -> CallRequest:
         submitter, numbered, deadline_ns = self.submitter, known.numbered, call.stream.deadline_ns
         assert numbered is not None
         if not client_id and self._makes_ids:
@@ -231,7 +233,7 @@ class Infer:
             if scheduling is UNSCHEDULED
             else scheduling.record(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
         )
-        asked = Asked(
+        asked = CallRequest(
             call,
             known.decoded,
             text,
@@ -245,7 +247,9 @@ class Infer:
         submitter.send(asked)
         return asked
 
-    def _ask_read(self, call: InferCall, understood: Understood, streamed: bool, waited_ns: int, read_ns: int) -> Asked:
+    def _ask_read(
+        self, call: InferCall, understood: Understood, streamed: bool, waited_ns: int, read_ns: int
+    ) -> CallRequest:
         """Sends a request that was read exactly, with the caller's headers that are parameters."""
         decoded, request, state = understood
         stream = call.stream
@@ -263,7 +267,7 @@ class Infer:
                 raise Unsupported(DECOUPLED)
             if waited_ns:
                 self._sample(request, stream.head, waited_ns, read_ns)
-            asked = Asked(
+            asked = CallRequest(
                 call,
                 decoded,
                 request.id,
@@ -284,7 +288,7 @@ class Infer:
                 error = Internal(DEFECT)
             raise RefusedRequest(error, request.id, request.trace) from None
 
-    def _sample(self, request: InferenceRequest, head: CallHead, waited_ns: int, read_ns: int) -> None:
+    def _sample(self, request: UnsentRequest, head: CallHead, waited_ns: int, read_ns: int) -> None:
         """Traces the request if it is one of those. ``read_ns``: when its message was whole."""
         parent = dict(head.metadata).get("traceparent", "") if self.tracer.joins else ""
         trace = request.trace = self.tracer.sample(request.model, parent)
@@ -296,7 +300,7 @@ class Infer:
     # --------------------------------------------------------------------------------------------------------- answers
 
     def written(
-        self, asked: Asked, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane, streamed: bool
+        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane, streamed: bool
     ) -> list[Buffer]:
         """Returns a good answer as the pieces of a ModelInferResponse; what lies in the response arena as it lies."""
         if asked.message is not None and type(own.prepared) is int:

@@ -20,8 +20,8 @@ from tensord.daemon.grpc.request_codec import DecodedHead, decode_head, decode_s
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
 from tensord.daemon.grpc.response_codec import AnswerLayout
 from tensord.daemon.grpc.walk import Walked
-from tensord.daemon.submit.model_table import ModelTable
-from tensord.daemon.submit.placement import InferenceRequest, InputContent
+from tensord.daemon.submit.model_states import ModelStates
+from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.control_records import ModelState
@@ -30,7 +30,7 @@ from tensord.shm.messages import Buffer, PreparedAnswer, PreparedRequest
 from tensord.shm.prepared import MAX_NUMBERS, Numbered
 
 #: What a request's head says, the request, and what its model is.
-Understood = tuple[DecodedHead, InferenceRequest, ModelState]
+Understood = tuple[DecodedHead, UnsentRequest, ModelState]
 
 
 class PreparedMessage:
@@ -73,7 +73,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
 
     __slots__ = ("_schedulings", "_submitter", "_table")
 
-    def __init__(self, table: ModelTable, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
+    def __init__(self, table: ModelStates, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
         """Begins with nothing. ``count``: so many are remembered at least; 0: none."""
         super().__init__(count)
         self._table = table

@@ -14,8 +14,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tensord.daemon.grpc import counts, packed_numbers
-from tensord.daemon.submit.model_table import ModelTable, parse_version
-from tensord.daemon.submit.placement import InferenceRequest, InputContent
+from tensord.daemon.submit.model_states import ModelStates, parse_version
+from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.arrays import DTYPES, byte_content
@@ -58,7 +58,7 @@ class DecodedHead:
     #: All tensors are raw, or in regions: then it says nothing that belongs to one request alone.
     is_raw: bool = True
 
-    def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> InferenceRequest:
+    def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> UnsentRequest:
         """Makes a request with these raw tensors where they belong. Raises InvalidArgument: too many, or too few."""
         if len(raws) > self.raw_count:
             raise InvalidArgument(
@@ -75,10 +75,10 @@ class DecodedHead:
                 source = raws[number]
                 number += 1
             inputs.append((name, datatype, shape, source))
-        return InferenceRequest(self.model, self.version, inputs, self.outputs, self.parameters, client_id, scheduling)
+        return UnsentRequest(self.model, self.version, inputs, self.outputs, self.parameters, client_id, scheduling)
 
 
-def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> tuple[DecodedHead, ModelState]:
+def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
     """Reads everything but the raw tensors. Returns what it says, and the state of its model.
 
     ``has_raw``: tensors came as raw_input_contents, so none may come typed.

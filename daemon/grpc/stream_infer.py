@@ -17,7 +17,7 @@ from tensord.daemon.grpc import response_codec
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import kept
 from tensord.daemon.grpc.codes import INTERNAL, NAMES, OK, number
-from tensord.daemon.grpc.infer import Asked, Infer, InferCall, Message, Sent
+from tensord.daemon.grpc.infer import CallRequest, Infer, InferCall, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.tracing.tracer import Trace
@@ -36,7 +36,7 @@ class StreamInfer(InferCall):
     def __init__(self, infer: Infer, stream: Stream) -> None:
         self._infer = infer
         self.stream = stream
-        self._in_flight: set[Asked] = set()
+        self._in_flight: set[CallRequest] = set()
         #: Messages that came before there was room for them; bounded by the stream's window.
         self._waiting: deque[Message] = deque()
         #: Its last request waits for room: what comes later is sent later.
@@ -151,7 +151,9 @@ class StreamInfer(InferCall):
 
     # -------------------------------------------------------------------------------------------------- answers
 
-    def completed(self, asked: Asked, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def completed(
+        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
+    ) -> None:
         if prepared.final:
             self._in_flight.discard(asked)
         sent = self._infer.releaser(prepared, own, lane, asked.trace)
@@ -174,7 +176,7 @@ class StreamInfer(InferCall):
 
     def _answer(
         self,
-        asked: Asked,
+        asked: CallRequest,
         prepared: PreparedAnswer,
         own: AnswerRecord,
         lane: SubmitterLane,
@@ -206,7 +208,7 @@ class StreamInfer(InferCall):
         model: str = "",
         final: bool | None = None,
         sent: Callable[[], None] | None = None,
-        asked: Asked | None = None,
+        asked: CallRequest | None = None,
     ) -> None:
         if self._grpc_errors:
             if sent is not None:

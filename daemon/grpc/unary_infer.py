@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import kept
 from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, number
-from tensord.daemon.grpc.infer import DECOUPLED, Asked, Infer, InferCall, Message, Sent
+from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, InferCall, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.step_order import Sequence, sequence_of
 from tensord.daemon.grpc.stream import Stream
@@ -34,7 +34,7 @@ class UnaryInfer(InferCall):
         self._arriving: ArrivingMessage | None = None
         #: Of how much of it the sequence was looked for, and what was found.
         self._sequence: tuple[int, Sequence | None] = 0, None
-        self._asked: Asked | None = None
+        self._asked: CallRequest | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.
         self._waits_since = time.monotonic_ns() if infer.tracer.on else 0
 
@@ -126,7 +126,7 @@ class UnaryInfer(InferCall):
         return self._asked is not None
 
     @property
-    def asked(self) -> Asked | None:
+    def asked(self) -> CallRequest | None:
         return self._asked
 
     def stop(self) -> None:
@@ -142,7 +142,9 @@ class UnaryInfer(InferCall):
 
     # -------------------------------------------------------------------------------------------------- answer
 
-    def completed(self, asked: Asked, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
+    def completed(
+        self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
+    ) -> None:
         if own.code:
             self._end(number(own.code), own.message, asked.trace)
             return

@@ -24,7 +24,7 @@ from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
 
 #: One that has its place in the order.
-Request = Exchange | Generation | AsgiRequest
+HttpRequest = Exchange | Generation | AsgiRequest
 
 
 class AnswerOrder:
@@ -41,9 +41,9 @@ class AnswerOrder:
         self.flow = Flow(transport)
         self.times = Deadlines(monotonic())
         #: Those that are not answered.
-        self.requests: deque[Request] = deque()
+        self.requests: deque[HttpRequest] = deque()
         #: The one whose body is arriving; it may be answered already.
-        self.receiving: Request | None = None
+        self.receiving: HttpRequest | None = None
         #: Whether that is sent only once it is asked for.
         self.expects_continue = False
         #: Reads large bodies past the connection; there while it sends such.
@@ -58,18 +58,18 @@ class AnswerOrder:
         #: The CORS header lines of answers to the request whose head came last.
         self.origin_lines = b""
         #: The one whose answer ends the connection because the server stops.
-        self._ends_with: Request | None = None
+        self._ends_with: HttpRequest | None = None
         #: Since when the body that is arriving has no place, monotonic seconds; 0: it has.
         self._body_waits_since = 0.0
         #: Whose turn comes next, while one is being given.
         self._turning = False
-        self._next: Request | None = None
+        self._next: HttpRequest | None = None
         #: The next request may be begun once the client takes its answers.
         self._turn_due = False
         #: Those whose answers are partly in the transport's buffer.
         self._unwritten: list[Exchange | Generation] = []
 
-    def append(self, request: Request) -> None:
+    def append(self, request: HttpRequest) -> None:
         """Adds a request whose head has come, and whose body comes next."""
         self.requests.append(request)
         self.receiving = request
@@ -130,7 +130,7 @@ class AnswerOrder:
         """Gives the next request its turn, as the active one has its answer."""
         self._go_on(self.requests.popleft())
 
-    def _go_on(self, answered: Request) -> None:
+    def _go_on(self, answered: HttpRequest) -> None:
         if not answered.keep_alive:
             if not self.transport.is_closing():
                 self._hang_up()
@@ -153,7 +153,7 @@ class AnswerOrder:
         """Gives the first request its turn, then those behind it while each is answered at once, in a loop and not nested."""
         if not self.requests:
             return
-        following: Request | None = self.requests[0]
+        following: HttpRequest | None = self.requests[0]
         self._next = following
         if following is self.receiving and self.expects_continue:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -29,7 +29,7 @@ from tensord.daemon.http.response_codec import CLOSE, status_line
 from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.daemon.submit.placement import InferenceRequest, begin
+from tensord.daemon.submit.placement import UnsentRequest, begin
 from tensord.daemon.tracing.tracer import Trace
 from tensord.shm import trace_stamps
 from tensord.shm.control_records import ModelState
@@ -204,7 +204,7 @@ class Generation(InFlight):
         begin(serving.submitter, self, asked)
         self._running = True
 
-    def _read(self, reception: Reception, state: ModelState) -> InferenceRequest:
+    def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
         """Reads what the body asks. Raises InvalidArgument."""
         body = reception.body
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is

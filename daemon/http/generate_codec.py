@@ -20,7 +20,7 @@ from tensord.daemon.http.control_fields import members
 from tensord.daemon.http.decoded_request import DecodedRequest
 from tensord.daemon.http.request_codec import read_parameters
 from tensord.daemon.http.request_head import text
-from tensord.daemon.submit.placement import InferenceRequest, InputContent
+from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.shm.control_records import ModelState
 from tensord.shm.datatypes import element_count
 from tensord.shm.errors import InvalidArgument
@@ -32,7 +32,7 @@ _MAX_UNCOUNTED = 256 << 10
 _MAX_MARKS = 1 << 18
 
 
-def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceRequest:
+def decode(body: bytes, model: str, version: int, metadata: bytes) -> UnsentRequest:
     """Reads a request for a model with these inputs.
 
     Args:
@@ -65,7 +65,7 @@ def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceR
                 raise InvalidArgument(f"Converting keyword: 'parameters': {error.message}") from error
         else:
             _read(key, value, inputs, found, decoded)
-    return InferenceRequest(
+    return UnsentRequest(
         model,
         version,
         found,

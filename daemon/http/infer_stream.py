@@ -18,7 +18,7 @@ from tensord.daemon.http.body import PlacedBody
 from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest
 from tensord.daemon.http.generate import GenerateStream
 from tensord.daemon.http.reception import Reception
-from tensord.daemon.submit.placement import InferenceRequest, InputContent
+from tensord.daemon.submit.placement import InputContent, UnsentRequest
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import SubmitterLane
@@ -37,7 +37,7 @@ class InferStream(GenerateStream):
     #: Which outputs are binary.
     _decoded: DecodedRequest | None = None
 
-    def _read(self, reception: Reception, state: ModelState) -> InferenceRequest:
+    def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
         head, body = self._head, reception.body
         json_size = head.json_size
         whole = memoryview(b"") if isinstance(body, PlacedBody) else memoryview(body.whole())
@@ -65,7 +65,7 @@ class InferStream(GenerateStream):
                 start = json_size + source.offset
                 content = whole[start : start + source.byte_size]
             inputs.append((name, datatype, shape, content))
-        return InferenceRequest(
+        return UnsentRequest(
             head.model,
             head.version,
             inputs,

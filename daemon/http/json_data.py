@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tensord.daemon.http.request_head import Malformed, refusal
+from tensord.daemon.http.request_head import UnusualText, refusal
 from tensord.shm.arrays import DTYPES, array, byte_content
 from tensord.shm.datatypes import MAX_RANK
 from tensord.shm.errors import InvalidArgument
@@ -40,29 +40,29 @@ _NO_JSON = ("FP16", "BF16")
 
 
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
-    """Converts a flat array of ``count`` values. Raises Malformed: anything else; ``exact`` knows better."""
+    """Converts a flat array of ``count`` values. Raises UnusualText: anything else; ``exact`` knows better."""
     if bytes(memoryview(text)[:1]) == b'"':
         return _from_base64(_quick_text(text), datatype, [count])
     decoder = _QUICK.get(datatype)
     if decoder is None:
-        raise Malformed
+        raise UnusualText
     try:
         values = decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise Malformed from error
+        raise UnusualText from error
     if len(values) != count:
-        raise Malformed
+        raise UnusualText
     try:
         return _wire_bytes(values, datatype)
     except OverflowError as error:
-        raise Malformed from error
+        raise UnusualText from error
 
 
 def _quick_text(text: msgspec.Raw) -> str:
     try:
         return _text.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Malformed from error
+        raise UnusualText from error
 
 
 def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE
 from tensord.daemon.http.compression import answer_coding, request_coding
-from tensord.daemon.submit.model_table import parse_version
+from tensord.daemon.submit.model_states import parse_version
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 
 Fields = Sequence[tuple[bytes, bytes]]

@@ -28,7 +28,7 @@ from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest, Sour
 from tensord.daemon.http.json_cut import Cut
 from tensord.daemon.http.message_head import MAX_TEXT, InferHead, TextKey
 from tensord.daemon.http.request_codec import part
-from tensord.daemon.http.request_head import ABSENT, Malformed, RequestHead
+from tensord.daemon.http.request_head import ABSENT, RequestHead, UnusualText
 from tensord.daemon.http.response_codec import Buffer
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.datatypes import element_count
@@ -106,7 +106,7 @@ class PreparedRequests:
                 sources = _values(prepared, said, apart) if prepared.has_values else prepared.sources
                 return ParsedRequest(prepared, said.id, sources, scheduling)
             decoded = request_codec.decode_head(said, apart, tail_size, head.model)
-        except Malformed as reason:
+        except UnusualText as reason:
             return self.prepare(head, request_codec.decode_exactly(text, apart, tail_size, head.model, reason))
         request = self.prepare(head, decoded)
         if len(text) <= _MAX_SAID and not any(OPEN in shape and not absent for _, _, shape, _, absent in key[2]):
@@ -123,7 +123,7 @@ class PreparedRequests:
 
 
 def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Raises InvalidArgument, Malformed: as they would for the first of its kind, because all else is right."""
+    """Raises InvalidArgument, UnusualText: as they would for the first of its kind, because all else is right."""
     sources: list[Source] = []
     for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
         if source is VALUES:

@@ -31,9 +31,9 @@ from tensord.daemon.http.request_head import (
     ExactOutput,
     ExactRequest,
     InputHead,
-    Malformed,
     OutputHead,
     RequestHead,
+    UnusualText,
     boolean,
     is_unsigned,
     refusal,
@@ -66,12 +66,12 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
     text = head if apart is None else apart.text
     try:
         return decode_head(request_head.quick(text), apart, tail_size, model)
-    except Malformed as error:
+    except UnusualText as error:
         return decode_exactly(text, apart, tail_size, model, error)
 
 
 def decode_exactly(
-    text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: Malformed
+    text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: UnusualText
 ) -> DecodedRequest:
     """Decodes a text that the quick way does not understand (``reason``), in Triton's words. Raises as ``decode``."""
     if len(text) > _MAX_EXACT:
@@ -83,7 +83,7 @@ def decode_exactly(
 def decode_head(
     request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
 ) -> DecodedRequest:
-    """Decodes a head whose JSON was read. Raises as ``decode``, and Malformed: data that the quick way does not understand."""
+    """Decodes a head whose JSON was read. Raises as ``decode``, and UnusualText: data that the quick way does not understand."""
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
         read_parameters(request.parameters, decoded)
@@ -142,7 +142,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
 
 
 def read_values(entry: InputHead | ExactInput, count: int, apart: json_cut.Cut | None) -> Values:
-    """Reads the ``data`` of an input with so many elements. Raises InvalidArgument, Malformed."""
+    """Reads the ``data`` of an input with so many elements. Raises InvalidArgument, UnusualText."""
     number = apart.number_of(entry.data) if apart is not None else None
     if is_open(entry.shape):
         # What the data make of it; of binary tensors and regions the worker finds out.
@@ -185,7 +185,7 @@ def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, 
             return JsonStrings(text, name, count)
         try:
             return json_data.quick(msgspec.Raw(bytes(text)), datatype, count)
-        except Malformed:
+        except UnusualText:
             values = request_head.parse(bytes(text), lambda offset: start + offset)
             return json_data.exact(values, datatype, shape, count, name)
     array = JsonArray(text, start, name, datatype, shape, count)

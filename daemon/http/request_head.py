@@ -1,7 +1,7 @@
 """Reads the JSON object of an inference request, in one of two ways. Sans-I/O.
 
     text ─▶ quick: msgspec, straight into these types                             nearly every request
-              └─ Malformed ─▶ exact: RapidJSON, then key by key in Triton's order
+              └─ UnusualText ─▶ exact: RapidJSON, then key by key in Triton's order
 
 The exact way is the slow one: it says what is wrong in the sentences a real Triton says it in, and knows the literals NaN and
 Infinity, which are no JSON, but Triton and its clients write them. Both ways give objects with the same attributes. ``data`` is
@@ -34,8 +34,8 @@ UINT64_MAX = (1 << 64) - 1
 _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
-class Malformed(Exception):
-    """Says that the quick way does not understand a text; the exact one may, and knows what to say if not."""
+class UnusualText(Exception):
+    """Raised where a text is not as clients usually write it, so that the slower, exact parser reads it or says what is wrong."""
 
 
 class TensorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,12 +118,12 @@ _UNCOUNTED = 4 * MAX_ENTRIES
 def quick(head: bytes | memoryview) -> RequestHead:
     """Reads a text the quick way.
 
-    Raises: Malformed: not JSON, or not as the protocol says.  InvalidArgument: more entries than are taken.
+    Raises: UnusualText: not JSON, or not as the protocol says.  InvalidArgument: more entries than are taken.
     """
     try:
         request = _decoder.decode(head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed(str(error)) from error
+        raise UnusualText(str(error)) from error
     if len(head) > _UNCOUNTED:
         check_count(len(request.inputs), "inputs")
         check_count(len(request.outputs), "outputs")

@@ -23,7 +23,7 @@ from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.peer import end_of, peer_of
 from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import control_fields
-from tensord.daemon.submit.model_table import parse_version
+from tensord.daemon.submit.model_states import parse_version
 from tensord.daemon.tracing import trace_settings
 from tensord.shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import ChangeLog, ChangeTrace

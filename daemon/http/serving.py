@@ -18,7 +18,7 @@ from tensord.daemon.http.conversions import Conversions
 from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.heads import Heads
 from tensord.daemon.http.prepared import PreparedRequests
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Tracer
 
@@ -28,7 +28,7 @@ class Serving:
     """Holds what the connections of a front and their requests share."""
 
     options: Options
-    table: ModelTable
+    table: ModelStates
     submitter: Submitter
     #: Where this front's connections are counted, and the others' stand.
     counters: FrontCounters

@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.metrics.snapshot import MetricsSnapshot
 from tensord.daemon.models.versions import IndexState
-from tensord.daemon.processes.gpu_watch import Gpu
+from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
 from tensord.shm.refusals import Refusal
@@ -91,7 +91,7 @@ _FOOTPRINT: tuple[tuple[str, str, Callable[[Footprint], float]], ...] = (
     ),
 )
 #: Triton's gauges of a GPU.
-_GPU: tuple[tuple[str, str, Callable[[Gpu], float | None]], ...] = (
+_GPU: tuple[tuple[str, str, Callable[[GpuState], float | None]], ...] = (
     ("nv_gpu_utilization", "Part of the last moment in which the GPU worked, from 0 to 1", lambda g: g.utilization),
     ("nv_gpu_memory_total_bytes", "Memory of the GPU", lambda g: g.memory_total),
     ("nv_gpu_memory_used_bytes", "Of that, in use, by whomever", lambda g: g.memory_used),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tensord.daemon.metrics.ledger import Total
 from tensord.daemon.metrics.own_metrics import OwnFamily
-from tensord.daemon.processes.gpu_watch import Gpu
+from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint
 from tensord.shm.figures import Compiles
 from tensord.shm.progress import Loading
@@ -91,7 +91,7 @@ class MetricsSnapshot:
     #: Name and number of each version that is served -> its footprint on a worker.
     footprints: Mapping[tuple[str, int], Footprint]
     #: The GPUs of this host, where models run on GPUs.
-    gpus: Sequence[Gpu] = ()
+    gpus: Sequence[GpuState] = ()
     #: UUID of a GPU and kind of its errors -> how often they were reported.
     gpu_errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
     #: The metrics that models keep themselves.

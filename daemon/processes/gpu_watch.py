@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 
-class Gpu(msgspec.Struct, frozen=True):
+class GpuState(msgspec.Struct, frozen=True):
     """The state of one GPU; a value that the GPU does not report is None."""
 
     uuid: str
@@ -33,7 +33,7 @@ class Gpu(msgspec.Struct, frozen=True):
 class Look(msgspec.Struct, frozen=True, tag="look"):
     """The state of all GPUs of this host."""
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuState, ...]
 
 
 class Event(msgspec.Struct, frozen=True, tag="event"):
@@ -88,14 +88,14 @@ def _watch(nvml: Any, seconds: float) -> str:
     return ""
 
 
-def _look(nvml: Any, handle: Any, uuid: str) -> Gpu:
+def _look(nvml: Any, handle: Any, uuid: str) -> GpuState:
     def ask(function: Callable[..., Any], of: Callable[[Any], float]) -> Any:
         try:
             return of(function(handle))
         except nvml.NVMLError:
             return None
 
-    return Gpu(
+    return GpuState(
         uuid,
         ask(nvml.nvmlDeviceGetUtilizationRates, lambda found: found.gpu / 100),
         ask(nvml.nvmlDeviceGetMemoryInfo, lambda found: found.total),

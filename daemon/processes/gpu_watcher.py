@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tensord.daemon.processes.gpu_watch import Event, Gpu, Look
+from tensord.daemon.processes.gpu_watch import Event, GpuState, Look
 from tensord.daemon.processes.spawned import child_environment
 
 _log = logging.getLogger(__name__)
@@ -39,13 +39,13 @@ class GpuWatcher:
     def __init__(self) -> None:
         #: UUID and kind of event -> how often it was reported.
         self.errors: Counter[tuple[str, str]] = Counter()
-        self._gpus: Sequence[Gpu] = ()
+        self._gpus: Sequence[GpuState] = ()
         self._said_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._logged = ""
 
     @property
-    def gpus(self) -> Sequence[Gpu]:
+    def gpus(self) -> Sequence[GpuState]:
         """Returns this host's GPUs as they were a moment ago; none if that is not known."""
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 

@@ -35,8 +35,8 @@ _STRIKES = 2
 _UNSENT = RequestRecord(0, PreparedRequest(""))
 
 
-class Worker:
-    """Stands for a worker: its lane and what is in flight on it."""
+class WorkerLink:
+    """Connects a front with a worker: its lane, the pages that it publishes, and the requests in flight there."""
 
     __slots__ = (
         *("closed", "device", "dirty", "in_flight", "incarnation", "lane"),
@@ -79,7 +79,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     numbered: Numbered[PreparedRequest] | None = None
     #: Where its inputs lie; given back with its final answer.
     leases: Sequence[Lease] = ()
-    worker: Worker | None = None
+    worker: WorkerLink | None = None
     #: In the loop's time; 0 where requests have no timeout.
     sent_at: float = 0.0
     #: Nobody waits for it any more.

@@ -1,6 +1,6 @@
 """Places a request's tensors where a worker reads them: in its record, in the request arena, in a client's region.
 
-    InferenceRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
+    UnsentRequest ─▶ begin ─▶ tensors into the record or the request arena ─▶ Submitter ─▶ InFlight.completed
                           ╰─ waits for room where the arena is full
 
 What arrived large may lie in the request arena before (``tensord.daemon.front.receiver``). Bodies over HTTP are placed in a way
@@ -40,7 +40,7 @@ InputContent = bytes | memoryview | RegionSlice | Slice
 _PLACES = (RegionSlice, Slice)
 
 
-class InferenceRequest(msgspec.Struct):
+class UnsentRequest(msgspec.Struct):
     """Holds everything a request says, in no protocol's form. (A Struct, because one is made for every request.)"""
 
     model: str
@@ -70,7 +70,7 @@ class InferenceRequest(msgspec.Struct):
         return PreparedRequest(self.model, self.version, tuple(tensors), self.outputs, self.parameters)
 
 
-def begin(submitter: Submitter, asked: InFlight, request: InferenceRequest) -> None:
+def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
     """Sends a request now, or when there is room for its tensors; it is ``completed`` never from here.
 
     A refusal that comes later arrives as an answer with a code.
@@ -120,7 +120,7 @@ def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_siz
     return tuple(placed)
 
 
-def _granted(submitter: Submitter, asked: InFlight, request: InferenceRequest, lease: Lease | ServingError) -> None:
+def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
     """Sends a request for which room came free. An error: none did in time."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
@@ -140,7 +140,7 @@ def _granted(submitter: Submitter, asked: InFlight, request: InferenceRequest, l
         asked.left_line()
 
 
-def _send(submitter: Submitter, asked: InFlight, request: InferenceRequest, lease: Lease | None) -> None:
+def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | None) -> None:
     """Puts the tensors into their places and sends. Raises as ``Submitter.send``; leases are given back."""
     trace = request.trace
     leases = () if lease is None else (lease,)
@@ -168,7 +168,7 @@ def _send(submitter: Submitter, asked: InFlight, request: InferenceRequest, leas
     submitter.send(asked)
 
 
-def _give_back(submitter: Submitter, request: InferenceRequest) -> None:
+def _give_back(submitter: Submitter, request: UnsentRequest) -> None:
     """Gives back what a request that is not sent took."""
     if request.lease is not None:
         submitter.give_back(request.lease)

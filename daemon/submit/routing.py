@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tensord.daemon.submit.in_flight import InFlight, Worker
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.in_flight import InFlight, WorkerLink
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.sequences import SequencedModel, SequenceRouting, is_meant_for, lost, nearest
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
 from tensord.shm.errors import NotFound, Unavailable
@@ -27,7 +27,7 @@ _LOST = 4
 class Routing:
     """Chooses the worker of each request; owns the workers of a front."""
 
-    def __init__(self, table: ModelTable, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
+    def __init__(self, table: ModelStates, row: int, in_flight: Mapping[int, InFlight], max_sequences: int) -> None:
         """Begins without workers. ``row``: the front's place among its protocol's. ``in_flight``: all of its requests, by id.
 
         ``max_sequences``: as many may live on one worker.
@@ -35,10 +35,10 @@ class Routing:
         self._table = table
         self._row = row
         self._places = RegionPlaces()
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, WorkerLink] = {}
         self._sequences = SequenceRouting(in_flight, self._workers, _LOST * max_sequences)
         #: Whoever looks here finds some, or nothing.
-        self.remembered: dict[Numbered[PreparedRequest] | None, tuple[Worker, ...]] = {}
+        self.remembered: dict[Numbered[PreparedRequest] | None, tuple[WorkerLink, ...]] = {}
         #: Of those of a model that keeps sequences: which one it is.
         self._sequenced: dict[Numbered[PreparedRequest] | None, SequencedModel] = {}
 
@@ -47,21 +47,21 @@ class Routing:
         self._sequenced.clear()
 
     @property
-    def workers(self) -> dict[int, Worker]:
+    def workers(self) -> dict[int, WorkerLink]:
         """Returns those that are not fenced, by incarnation. A closed one is never chosen."""
         return self._workers
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: WorkerLink) -> None:
         """Adds a worker whose lane is open."""
         self._workers[worker.incarnation] = worker
         self._forget()
 
-    def close(self, worker: Worker) -> None:
+    def close(self, worker: WorkerLink) -> None:
         """Notes that nothing is sent to a worker any more."""
         worker.closed = True
         self._forget()
 
-    def bury(self, worker: Worker) -> dict[int, Unavailable]:
+    def bury(self, worker: WorkerLink) -> dict[int, Unavailable]:
         """Removes a fenced worker. Returns those of its requests that are lost with their sequences, by id, and their answers."""
         del self._workers[worker.incarnation]
         for request in worker.in_flight.values():
@@ -87,7 +87,7 @@ class Routing:
         self._places.note(place)
         self._forget()
 
-    def find(self, request: InFlight) -> Worker | None:
+    def find(self, request: InFlight) -> WorkerLink | None:
         """Returns the worker for a request; None: there is none now.
 
         Raises: NotFound: there is no such model.  Unavailable: its sequence was lost.
@@ -109,7 +109,7 @@ class Routing:
                     self._sequenced[numbered] = sequenced
                 return self._sequences.find(request, sequenced, gpu)
             numbered = None
-        workers: list[Worker] = []
+        workers: list[WorkerLink] = []
         for incarnation in state.workers:
             worker = self._workers.get(incarnation)
             if worker is not None and not worker.closed:
@@ -150,7 +150,7 @@ class Routing:
         return f"<Routing to {len(self._workers)} workers>"
 
 
-def load(worker: Worker) -> int:
+def load(worker: WorkerLink) -> int:
     """Counts its requests in flight."""
     return len(worker.in_flight)
 

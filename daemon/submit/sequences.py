@@ -21,7 +21,7 @@ from typing import Annotated
 
 import msgspec
 
-from tensord.daemon.submit.in_flight import InFlight, Worker
+from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.shm.control_records import ModelState
 from tensord.shm.device_names import gpu_of
 from tensord.shm.errors import Unavailable
@@ -43,7 +43,7 @@ class SequenceRouting:
     def __init__(
         self,
         in_flight: Mapping[int, InFlight],
-        workers: Mapping[int, Worker],
+        workers: Mapping[int, WorkerLink],
         most_lost: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,7 +64,7 @@ class SequenceRouting:
         """Returns what its requests need of a model, until it changes."""
         return self._models.get((state.name, state.version)) or self._learn(state)
 
-    def find(self, request: InFlight, model: SequencedModel, gpu: str) -> Worker | None:
+    def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
         """Returns the worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
 
         Args:
@@ -95,7 +95,7 @@ class SequenceRouting:
             return None
         return worker
 
-    def bury(self, worker: Worker, orphans: Iterable[InFlight]) -> set[InFlight]:
+    def bury(self, worker: WorkerLink, orphans: Iterable[InFlight]) -> set[InFlight]:
         """Reads a dead worker's page. Returns those of its requests that are lost with their sequences.
 
         The others are to be sent again, in their order: nothing of their sequences has run.
@@ -125,12 +125,12 @@ class SequenceRouting:
 
     # ---------------------------------------------------------------------------------------------------------- choosing
 
-    def _sole(self, state: ModelState) -> Worker | None:
+    def _sole(self, state: ModelState) -> WorkerLink | None:
         """Returns the only worker, if it has the model."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 
-    def _holder(self, key: Key) -> Worker | None:
+    def _holder(self, key: Key) -> WorkerLink | None:
         """Returns the worker that has it, dead or not."""
         found, newest = None, 0
         for worker in self._workers.values():
@@ -139,13 +139,13 @@ class SequenceRouting:
                 found, newest = worker, value
         return found
 
-    def _candidates(self, state: ModelState, gpu: str) -> Sequence[Worker]:
+    def _candidates(self, state: ModelState, gpu: str) -> Sequence[WorkerLink]:
         """Returns the workers that would take a new sequence."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
         found = [worker for worker in found if not worker.closed]
         return nearest(found, gpu, state) if gpu else found
 
-    def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> Worker | None:
+    def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> WorkerLink | None:
         """Returns the worker that a new sequence goes to."""
         best, best_rank = None, (0, -1)
         for worker in self._candidates(state, gpu):
@@ -196,11 +196,11 @@ def _unharmed(run: list[InFlight], state: SequenceState | None) -> list[InFlight
     return [] if any(request.cancelled for request in kept) else kept
 
 
-def _rank(key: Key, worker: Worker) -> int:
+def _rank(key: Key, worker: WorkerLink) -> int:
     return (key[0] ^ worker.seed) * _MIX & _MASK
 
 
-def _spare(worker: Worker, slots: Key) -> int:
+def _spare(worker: WorkerLink, slots: Key) -> int:
     """Returns its free slots less the sequences that wait for one; 0 where nothing is known."""
     published = worker.sequences.slots(slots)
     if published is None:
@@ -234,7 +234,7 @@ class SequencedModel:
         self.idle_seconds = config.sequence_batching.max_sequence_idle_microseconds / 1e6
 
 
-def nearest(workers: Sequence[Worker], gpu: str, state: ModelState) -> Sequence[Worker]:
+def nearest(workers: Sequence[WorkerLink], gpu: str, state: ModelState) -> Sequence[WorkerLink]:
     """Returns a model's workers on that GPU, none while they are replaced; all of its workers, if it is not meant for it."""
     if not is_meant_for(state, gpu):
         return workers

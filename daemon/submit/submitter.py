@@ -31,8 +31,8 @@ from tensord.daemon.control.refusals import OnRefusal, Refusals, uncounted
 from tensord.daemon.submit.accounts import Account, Accounts, Client, part
 from tensord.daemon.submit.arena_space import ArenaSpace, OnLease
 from tensord.daemon.submit.busy_poll import BusyPoll
-from tensord.daemon.submit.in_flight import InFlight, Worker
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.in_flight import InFlight, WorkerLink
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.routing import Routing, load
 from tensord.daemon.submit.throttle import Throttle
 from tensord.shm.arena import Arena, LeaseKey, taken_by
@@ -64,7 +64,7 @@ class Submitter:
         self,
         incarnation: int,
         options: Options,
-        table: ModelTable,
+        table: ModelStates,
         row: int = 0,
         counted: OnRefusal = uncounted,
         on_number: OnNumber | None = None,
@@ -110,12 +110,12 @@ class Submitter:
         self.accounts = Accounts(arenas, self._arena.small_byte_size, self._arena.shared_byte_size)
         #: Leases of workers' response arenas that are outstanding, from the answer that brought one until its bytes have left:
         #: whose it is, how large, and the worker's whose it was.
-        self._outstanding: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int, Worker]] = {}
+        self._outstanding: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int, WorkerLink]] = {}
         self._nobody = Account(Client("nobody", sys.maxsize, (0, 0, 0)), sys.maxsize)
         #: A request's responses that were taken are acknowledged when they are so many bytes.
         self._acknowledged_at = options.responses.max_ahead // 4
         #: Workers to be flushed when this iteration of the loop ends; and whether anything is to be done then.
-        self._dirty: list[Worker] = []
+        self._dirty: list[WorkerLink] = []
         self._ends_iteration = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -236,7 +236,7 @@ class Submitter:
 
     # --------------------------------------------------------------------------------------- records leave for workers
 
-    def _put(self, worker: Worker, request: InFlight) -> None:
+    def _put(self, worker: WorkerLink, request: InFlight) -> None:
         """Gives a request to a worker, whose it is from now on. Raises whatever is wrong with it: then it is nobody's.
 
         A worker that has nothing to do gets its record at once: it begins while this front reads what else came.
@@ -263,7 +263,7 @@ class Submitter:
             self._ends_iteration = True
             self._loop.call_soon(self._end_iteration)
 
-    def _flush_later(self, worker: Worker) -> None:
+    def _flush_later(self, worker: WorkerLink) -> None:
         """Flushes at the end of this iteration: what came in it shares a datagram, a wake-up and most often a batch."""
         if not worker.dirty:
             worker.dirty = True
@@ -298,13 +298,13 @@ class Submitter:
         elif in_flight:
             busy_poll.flushed()
 
-    def _look(self, worker: Worker) -> bool:
+    def _look(self, worker: WorkerLink) -> bool:
         """Takes what came for the only request in flight. False: no answer to it can come, now."""
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed
 
-    def _flush(self, worker: Worker) -> None:
+    def _flush(self, worker: WorkerLink) -> None:
         try:
             if not worker.lane.flush():
                 self._await_writable(worker)
@@ -314,7 +314,7 @@ class Submitter:
         except Exception:
             self._flush_again(worker)
 
-    def _await_writable(self, worker: Worker) -> None:
+    def _await_writable(self, worker: WorkerLink) -> None:
         if not worker.writing:
             try:
                 self._loop.add_writer(worker.lane.fileno(), self._flush, worker)
@@ -322,14 +322,14 @@ class Submitter:
             except Exception:
                 self._flush_again(worker)
 
-    def _flush_again(self, worker: Worker) -> None:
+    def _flush_again(self, worker: WorkerLink) -> None:
         """Tries a lane again. What it holds belongs to many requests, and other lanes wait: no exception goes any further."""
         _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
         self._loop.call_later(_AGAIN_SECONDS, self._flush_later, worker)
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def _receive(self, worker: Worker) -> bool:
+    def _receive(self, worker: WorkerLink) -> bool:
         """Takes a datagram. Returns whether there was one. Were there more, or an end of file, the loop would say so again."""
         try:
             answers = worker.lane.receive()
@@ -372,7 +372,7 @@ class Submitter:
                 self._give_back_inputs(request)
         return True
 
-    def _take(self, worker: Worker, prepared: PreparedAnswer, own: AnswerRecord) -> None:
+    def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
         """Takes an error, or an answer with others behind it."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
@@ -402,7 +402,7 @@ class Submitter:
         if request is not None and prepared.final:
             self._finish(request)
 
-    def _route_anew(self, worker: Worker, request: InFlight, answer: AnswerRecord) -> None:
+    def _route_anew(self, worker: WorkerLink, request: InFlight, answer: AnswerRecord) -> None:
         """Sends a request to a worker that has its model. Where none does, what the first one said is its answer."""
         if request.record.request_id not in self._in_flight:
             return  # cancelled meanwhile
@@ -412,7 +412,7 @@ class Submitter:
         else:
             self._fail(request, from_code(answer.code, answer.message))
 
-    def _note_lease(self, worker: Worker, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
+    def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
         """Notes that an answer came in a lease. ``request``: None: nobody waits for it."""
         size = 0
         for content in own.contents:
@@ -499,7 +499,7 @@ class Submitter:
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
         """Opens the lane to a worker. Takes the descriptors: the lane's socket, the status page and the sequence page."""
         lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
-        worker = Worker(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
+        worker = WorkerLink(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._routing.add(worker)
         self._loop.add_reader(lane.fileno(), self._receive, worker)
         self._send_waiting()
@@ -573,7 +573,7 @@ class Submitter:
         else:
             self._send_again(request)
 
-    def _close_lane(self, worker: Worker) -> None:
+    def _close_lane(self, worker: WorkerLink) -> None:
         """Stops sending to a worker, and reading from it. Idempotent."""
         if not worker.closed:
             self._routing.close(worker)
@@ -582,7 +582,7 @@ class Submitter:
                 self._loop.remove_writer(worker.lane.fileno())
                 worker.writing = False
 
-    def _give_up(self, worker: Worker, error: ServingError) -> None:
+    def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
         """Answers what is in flight there. The process lives and may still read: memory comes back when it is fenced."""
         for request in list(worker.in_flight.values()):
             if not request.cancelled:

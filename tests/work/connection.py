@@ -17,7 +17,7 @@ from tensord.config.options import Lanes, Options
 from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.http.connection import Connection
 from tensord.daemon.http.serving import Serving
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
@@ -101,7 +101,7 @@ class LaneBench(ABC):
     transport: type[KeptTransport] = KeptTransport
 
     def __init__(self, options: Options = OPTIONS) -> None:
-        self.table = ModelTable()
+        self.table = ModelStates()
         self.submitter = Submitter(1, options, self.table)
         self.page = StatusPage.create()
         self.sequences = SequencePage.create(SEQUENCES)

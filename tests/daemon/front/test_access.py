@@ -15,7 +15,7 @@ from tensord.daemon.front.access import CALLS, Restricted, Rule, grpc_access, ht
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.status import grpc_status, http_status
 from tensord.daemon.http.routes import Endpoint, Routes
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import ToFront
 from tensord.shm.record import decoder
@@ -26,7 +26,7 @@ def endpoints() -> Iterator[Endpoints]:
     """Nobody is at the other end."""
     ours, theirs = pair()
     connection = ControlChannel(Channel(ours, decoder(ToFront)), lambda *_: None, lambda: None)
-    yield Endpoints(ModelTable(), ControlCalls(connection), Options())
+    yield Endpoints(ModelStates(), ControlCalls(connection), Options())
     connection.close()
     theirs.close()
 

@@ -10,7 +10,7 @@ from tensord.config.options import Options
 from tensord.daemon.control.calls import ControlCalls
 from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.front.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import ModelState, ToFront
 from tensord.shm.errors import InvalidArgument, NotFound
@@ -44,7 +44,7 @@ class Settled(ControlCalls):
 
 
 def endpoints(connection: ControlChannel, *states: ModelState) -> Endpoints:
-    table = ModelTable()
+    table = ModelStates()
     for state in states:
         table.update(state)
     return Endpoints(table, Settled(connection), Options())
@@ -61,7 +61,7 @@ def endpoints(connection: ControlChannel, *states: ModelState) -> Endpoints:
     ],
 )
 async def test_readiness(connection: ControlChannel, readiness: Readiness, words: str) -> None:
-    table = ModelTable()
+    table = ModelStates()
     table.judge(readiness)
     asked = Endpoints(table, Settled(connection), Options())
     assert await asked.unreadiness() == words
@@ -71,7 +71,7 @@ async def test_readiness(connection: ControlChannel, readiness: Readiness, words
 
 async def test_what_is_said_of_a_model_holds_for_every_front(connection: ControlChannel) -> None:
     """The others are asked once after each change, and never where there is nothing to tell."""
-    table, supervisor = ModelTable(), Settled(connection)
+    table, supervisor = ModelStates(), Settled(connection)
     asked = Endpoints(table, supervisor, Options())
     assert not await asked.model_is_ready("m", 0)
     with pytest.raises(NotFound):

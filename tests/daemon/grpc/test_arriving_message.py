@@ -21,7 +21,7 @@ from tensord.config.options import Arenas, Options
 from tensord.daemon.grpc.arriving_message import ArrivingMessage, Refused, inflated
 from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.messages import Slice
@@ -130,7 +130,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def submitter(loop: asyncio.AbstractEventLoop) -> Iterator[Submitter]:
     async def make() -> Submitter:
         arenas = Arenas(byte_size=MIB, max_byte_size=2 * MIB, wait=0.2, inline_byte_size=INLINE, arriving_share=1)
-        return Submitter(INCARNATION, Options(arenas=arenas), ModelTable())
+        return Submitter(INCARNATION, Options(arenas=arenas), ModelStates())
 
     submitter = loop.run_until_complete(make())
     yield submitter

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensord.daemon.grpc.prepared import PreparedMessage, PreparedMessages
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.walk import MAX_REST, walk_in_python
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import NotFound
@@ -25,7 +25,7 @@ from tests.records import whole_request
 class Front:
     """What a front does with messages, without sending any."""
 
-    def __init__(self, models: ModelTable | None = None) -> None:
+    def __init__(self, models: ModelStates | None = None) -> None:
         models = models or table()
         self.messages: PreparedMessages = forms_of(models)
 

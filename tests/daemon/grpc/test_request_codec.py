@@ -14,8 +14,8 @@ from tritonclient.utils import serialize_byte_tensor
 from tensord.daemon.grpc.prepared import PreparedMessages, Understood
 from tensord.daemon.grpc.request_fields import RefusedRequest
 from tensord.daemon.grpc.walk import walk
-from tensord.daemon.submit.model_table import ModelTable
-from tensord.daemon.submit.placement import InferenceRequest
+from tensord.daemon.submit.model_states import ModelStates
+from tensord.daemon.submit.placement import UnsentRequest
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.arrays import DTYPES
 from tensord.shm.control_records import ModelState
@@ -26,8 +26,8 @@ from tensord.shm.prepared import Numbers
 from tests.daemon.grpc.requests import REQUESTS, TYPED, Infer, Parameter
 
 
-def table() -> ModelTable:
-    models = ModelTable()
+def table() -> ModelStates:
+    models = ModelStates()
     models.update(ModelState("m", 1, "READY", workers=(1,), metadata=b"{}"))
     return models
 
@@ -59,13 +59,13 @@ class Numbering:
         self.numbers: Numbers[PreparedRequest] = Numbers()
 
 
-def reader(models: ModelTable | None = None) -> PreparedMessages:
+def reader(models: ModelStates | None = None) -> PreparedMessages:
     """One that has read nothing yet."""
     models = models or table()
     return forms_of(models)
 
 
-def forms_of(models: ModelTable) -> PreparedMessages:
+def forms_of(models: ModelStates) -> PreparedMessages:
     return PreparedMessages(models, cast(Submitter, Numbering()))
 
 
@@ -75,7 +75,7 @@ def read(messages: PreparedMessages, content: bytes | memoryview) -> Understood:
     return messages.read(content, 0, len(content), walked, None if walked is None else messages[walked[0]])
 
 
-def decoded(content: bytes) -> InferenceRequest:
+def decoded(content: bytes) -> UnsentRequest:
     return read(reader(), content)[1]
 
 
@@ -209,6 +209,6 @@ def test_any_bytes_are_a_request_or_refused(given_: Any) -> None:
         whole = request_.SerializeToString()
         content = whole[:at] + piece + whole[at + len(piece) :]
     try:
-        assert isinstance(decoded(content), InferenceRequest)
+        assert isinstance(decoded(content), UnsentRequest)
     except RefusedRequest as refused:
         assert isinstance(refused.error, ServingError)

@@ -14,7 +14,7 @@ from tensord.daemon.http import request_codec, request_head
 from tensord.daemon.http.decoded_request import BinaryPart, DecodedRequest
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.prepared import ParsedRequest, Prepared, PreparedRequests
-from tensord.daemon.http.request_head import Malformed
+from tensord.daemon.http.request_head import UnusualText
 from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import ServingError
 from tensord.shm.messages import PreparedRequest, RegionSlice
@@ -166,7 +166,7 @@ def outcome(read: Any) -> Any:
         found = read()
     except ServingError as error:
         return type(error), error.message
-    except Malformed:
+    except UnusualText:
         return ""
     if isinstance(found, ParsedRequest):
         asked, model = found.prepared.asked, found.prepared.record

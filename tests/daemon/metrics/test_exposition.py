@@ -12,7 +12,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from tensord.daemon.metrics.exposition import render
 from tensord.daemon.metrics.ledger import Total
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
-from tensord.daemon.processes.gpu_watch import Gpu
+from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint
 from tensord.shm.figures import Compiles, Counts
 from tensord.shm.progress import Loading
@@ -38,7 +38,7 @@ SNAPSHOT = MetricsSnapshot(
     1 << 44,
     {"supervisor": os.getpid(), "gone": 0},
     {("m", 3): Footprint(1.5, 16, 2, 1 << 30, 7_000, 4_096)},
-    [Gpu("GPU-1", 0.5, 8, 7, 6.0, 5.0, 4.0), Gpu("GPU-2")],
+    [GpuState("GPU-1", 0.5, 8, 7, 6.0, 5.0, 4.0), GpuState("GPU-2")],
     {("GPU-2", "xid"): 3},
     clients=5,
     refused_lanes=2,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tensord.daemon.submit.busy_poll import BusyPoll
-from tensord.daemon.submit.in_flight import Worker
+from tensord.daemon.submit.in_flight import WorkerLink
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import PreparedRequest, RequestRecord
 from tensord.shm.prepared import Numbered
@@ -28,7 +28,7 @@ class Leaving:
         self.told: list[str] = []
         #: The socket takes what it gets.
         self.open = True
-        self.looked: list[Worker] = []
+        self.looked: list[WorkerLink] = []
         self.flushes = 0
         # Its number is published with the first one.
         self.send()
@@ -59,7 +59,7 @@ class Leaving:
             return self.open and flush(lane)
 
         def look(
-            poll: BusyPoll, ready: Callable[[int], object], receive: Callable[[Worker], bool], worker: Worker
+            poll: BusyPoll, ready: Callable[[int], object], receive: Callable[[WorkerLink], bool], worker: WorkerLink
         ) -> None:
             assert ready == worker.lane.ready
             self.looked.append(worker)

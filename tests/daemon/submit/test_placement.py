@@ -12,8 +12,8 @@ import pytest
 
 from tensord.config.options import Arenas, Options
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.daemon.submit.model_table import ModelTable
-from tensord.daemon.submit.placement import InferenceRequest, begin
+from tensord.daemon.submit.model_states import ModelStates
+from tensord.daemon.submit.placement import UnsentRequest, begin
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
 from tensord.shm.control_records import LaneOpened, ModelState
@@ -30,7 +30,7 @@ class Setting:
     """A submitter with one worker, on the running loop."""
 
     def __init__(self, **arenas: float) -> None:
-        self.submitter = Submitter(INCARNATION, Options(arenas=Arenas(**arenas)), ModelTable())
+        self.submitter = Submitter(INCARNATION, Options(arenas=Arenas(**arenas)), ModelStates())
         ours, theirs = pair()
         self.worker = EchoWorker(ours, 1)
         pages = [os.dup(self.worker.page.fd), os.dup(self.worker.sequences.fd)]
@@ -62,9 +62,9 @@ async def setting() -> AsyncIterator[Setting]:
     setting.close()
 
 
-def request(*contents: bytes | RegionSlice) -> InferenceRequest:
+def request(*contents: bytes | RegionSlice) -> UnsentRequest:
     inputs = [(f"x{n}", "UINT8", (1,), content) for n, content in enumerate(contents)]
-    return InferenceRequest("m", 0, inputs)
+    return UnsentRequest("m", 0, inputs)
 
 
 class Told(InFlight):

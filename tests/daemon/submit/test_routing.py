@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from tensord.daemon.submit.in_flight import InFlight, Worker
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.in_flight import InFlight, WorkerLink
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.routing import RegionPlaces, Routing
 from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
 from tensord.shm.errors import NotFound, Unavailable
@@ -20,8 +20,8 @@ from tests.fakes import CalledBack
 from tests.records import Tensor, WholeRequest
 
 
-def worker_of(incarnation: int, device: str = "cpu:0") -> Worker:
-    return Worker(incarnation, device, *cast(Any, (None, None, None)))
+def worker_of(incarnation: int, device: str = "cpu:0") -> WorkerLink:
+    return WorkerLink(incarnation, device, *cast(Any, (None, None, None)))
 
 
 def asks(regions: tuple[str, ...] = (), model: str = "m") -> WholeRequest:
@@ -37,8 +37,8 @@ def numbered(request: WholeRequest) -> InFlight:
     return CalledBack(on_answer=lambda *_: None, record=request.of(0), numbered=Numbered(0, request.prepared))
 
 
-def routing_to(*workers: Worker, row: int = 0) -> Routing:
-    routing = Routing(ModelTable(), row, {}, 10)
+def routing_to(*workers: WorkerLink, row: int = 0) -> Routing:
+    routing = Routing(ModelStates(), row, {}, 10)
     for worker in workers:
         routing.add(worker)
     routing.model_changed(ModelState("m", 1, "READY", workers=tuple(worker.incarnation for worker in workers)))
@@ -111,7 +111,7 @@ def of_sequence(sequence: int | str) -> InFlight:
 
 def test_a_request_of_a_sequence_is_routed_and_nothing_is_remembered_of_its_kind() -> None:
     first, second = (
-        Worker(number, f"cpu:{number}", *cast(Any, (None, None)), SequencePage.create(4)) for number in (1, 2)
+        WorkerLink(number, f"cpu:{number}", *cast(Any, (None, None)), SequencePage.create(4)) for number in (1, 2)
     )
     routing = routing_to(first, second)
     config = b'{"sequence_batching": {"max_sequence_idle_microseconds": 1000000000}}'

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from tensord.daemon.submit.in_flight import InFlight, Worker
+from tensord.daemon.submit.in_flight import InFlight, WorkerLink
 from tensord.daemon.submit.sequences import LostSequences, SequenceRouting, lost
 from tensord.shm.control_records import ModelState
 from tensord.shm.errors import Unavailable
@@ -63,7 +63,9 @@ class Front:
         self.fleet = fleet
         self.in_flight: dict[int, InFlight] = {}
         self.workers = [
-            Worker(number, f"{fleet.platform}:{number}", *cast(Any, (None, None)), SequencePage.attach(os.dup(page.fd)))
+            WorkerLink(
+                number, f"{fleet.platform}:{number}", *cast(Any, (None, None)), SequencePage.attach(os.dup(page.fd))
+            )
             for number, page in enumerate(fleet.pages)
         ]
         self.alive = dict(enumerate(self.workers))

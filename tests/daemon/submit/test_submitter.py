@@ -20,7 +20,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from tensord.config.options import Arenas, Options, Requests
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.arena import Lease
 from tensord.shm.channel import pair
@@ -78,7 +78,7 @@ class Setting:
         self._last = 100
 
     async def _make(self, options: Options, row: int) -> Submitter:
-        return Submitter(INCARNATION, options, ModelTable(), row)
+        return Submitter(INCARNATION, options, ModelStates(), row)
 
     def turn(self, count: int = 3) -> None:
         """Lets the loop run what is due."""

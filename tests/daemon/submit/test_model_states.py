@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.daemon.submit.model_table import ModelTable, parse_version
+from tensord.daemon.submit.model_states import ModelStates, parse_version
 from tensord.shm.control_records import ModelGone, ModelState
 from tensord.shm.errors import InvalidArgument, NotFound
 
 
 @pytest.fixture
-def table() -> ModelTable:
-    table = ModelTable()
+def table() -> ModelStates:
+    table = ModelStates()
     table.update(ModelState("m", 1, "READY", workers=(5,)))
     table.update(ModelState("m", 3, "READY", workers=()))
     table.update(ModelState("m", 4, "LOADING"))
@@ -19,7 +19,7 @@ def table() -> ModelTable:
     return table
 
 
-def test_the_newest_ready_version_serves(table: ModelTable) -> None:
+def test_the_newest_ready_version_serves(table: ModelStates) -> None:
     assert table.find("m").version == 3
     assert table.find("m", 1).version == 1
     assert table.ready_versions("m") == [1, 3]
@@ -40,14 +40,14 @@ def test_the_newest_ready_version_serves(table: ModelTable) -> None:
         ("n", 0, "Request for unknown model: 'n' has no available versions: version 1: failed"),
     ],
 )
-def test_what_does_not_serve(table: ModelTable, name: str, version: int, text: str) -> None:
+def test_what_does_not_serve(table: ModelStates, name: str, version: int, text: str) -> None:
     with pytest.raises(NotFound) as caught:
         table.find(name, version)
     assert caught.value.message == text
     assert not table.is_ready(name, version)
 
 
-def test_what_is_being_loaded_is_expected(table: ModelTable) -> None:
+def test_what_is_being_loaded_is_expected(table: ModelStates) -> None:
     """It takes nothing from what serves, and is nothing that answers."""
     assert table.expect("m").version == 3
     assert table.expect("m", 4).state == "LOADING"
@@ -65,7 +65,7 @@ def test_what_is_being_loaded_is_expected(table: ModelTable) -> None:
 
 
 def test_it_says_why_nothing_serves() -> None:
-    table = ModelTable()
+    table = ModelStates()
     table.update(ModelState("empty", 0, "UNAVAILABLE", "it has no version folder"))
     table.update(ModelState("broken", 2, "UNAVAILABLE", "ValueError: no"))
     table.update(ModelState("gone", 1, "UNAVAILABLE", "unloaded"))
@@ -80,13 +80,13 @@ def test_it_says_why_nothing_serves() -> None:
         assert caught.value.message == f"Request for unknown model: {text}"
 
 
-def test_ready_needs_a_worker_and_serving_does_not(table: ModelTable) -> None:
+def test_ready_needs_a_worker_and_serving_does_not(table: ModelStates) -> None:
     assert table.is_ready("m", 1)
     assert not table.is_ready("m", 3)
     assert table.find("m", 3).workers == ()
 
 
-def test_what_is_gone_is_forgotten(table: ModelTable) -> None:
+def test_what_is_gone_is_forgotten(table: ModelStates) -> None:
     edition = table.edition
     for version in (1, 3, 4, 9):
         table.remove(ModelGone("m", version))

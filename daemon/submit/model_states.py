@@ -1,4 +1,4 @@
-"""The table of models that a front knows: the last ModelState of each version, as the supervisor sent it.
+"""The models that a front knows: the last ModelState of each version, as the supervisor sent it.
 
 The supervisor owns the truth; this copy lets a front answer metadata and refuse unknown models without asking.
 """
@@ -12,8 +12,8 @@ from tensord.shm.progress import Readiness
 _LIMIT = (1 << 63) - 1
 
 
-class ModelTable:
-    """Finds models by name and version."""
+class ModelStates:
+    """Keeps the state of every model version, and finds it by name and number."""
 
     def __init__(self) -> None:
         self._models: dict[str, dict[int, ModelState]] = {}
