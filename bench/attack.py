@@ -1,8 +1,9 @@
 """Measures what attackers cost other clients, the daemon's memory and its descriptors: ``python -m bench.attack``.
 
 Each attack of ``bench/attackers`` runs for some seconds, in a process of its own, against a daemon with the default bounds, while
-an ordinary client of each protocol goes on with small requests (bench/bystander.py). A line for each attack: the others' answers,
-those that failed or were wrong, their worst wait over HTTP and gRPC, and what each process held at first and some seconds after.
+an ordinary client of each protocol, and one on a lane, go on with small requests (bench/bystander.py). A line for each attack:
+the others' answers, those that failed or were wrong, their worst wait over HTTP, gRPC and the lane, and what each process held at
+first and some seconds after.
 The first line is without an attack: the machine by itself. At the end a body as large as may be is answered, which needs the
 arenas to be free, and the log is searched for tracebacks. Then comes one trial of each attack where arenas are small, with its
 own table (bench/small_arenas.py). Exit status 1: an answer was wrong, a request failed, there is a traceback, or a trial of the
@@ -50,11 +51,11 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def bystanders(http: str, grpc: str, kind: str = "small") -> Iterator[dict[str, dict[str, Any]]]:
-    """An ordinary client of each protocol while the block runs; afterwards what each saw is in the dictionary."""
+def bystanders(http: str, grpc: str, clients: str, kind: str = "small") -> Iterator[dict[str, dict[str, Any]]]:
+    """Runs an ordinary client of each protocol, and one on a lane, within the block; then the dictionary has what each saw."""
     seen: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
-        addresses = {"http": http, "grpc": grpc}
+        addresses = {"http": http, "grpc": grpc, "lane": clients}
         running = [
             stack.enter_context(helper("bench.bystander", protocol, address, kind))
             for protocol, address in addresses.items()
@@ -66,7 +67,7 @@ def bystanders(http: str, grpc: str, kind: str = "small") -> Iterator[dict[str, 
 def attack(name: str | None, http: str, grpc: str, clients: str, seconds: float) -> Outcome:
     """Runs one attack, or for None nothing, beside the bystanders. Raises SystemExit: the attacker itself failed."""
     counts: dict[str, int] = {}
-    with bystanders(http, grpc) as seen:
+    with bystanders(http, grpc, clients) as seen:
         # The bystanders' own start is no wait of theirs, but takes a processor from the attack.
         time.sleep(1)
         if name is None:
@@ -119,10 +120,10 @@ def main() -> int:
 def _default_bounds(names: list[str], clients: str, seconds: float, settle: float, log: Path) -> int:
     command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/attackers/serve.toml"]
     noticed = 0
-    print("| attack | others' answers | failed or wrong | worst wait, ms: http | grpc | attacker |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| attack | others' answers | failed or wrong | worst wait, ms: http | grpc | lane | attacker |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     with serving(command, _HTTP, log) as pid:
-        warm(_HTTP, _GRPC)
+        warm(_HTTP, _GRPC, clients)
         first = footprints(pid)
         for name in (None, *names):
             outcome = attack(name, _HTTP, _GRPC, clients, seconds)
@@ -136,16 +137,16 @@ def _default_bounds(names: list[str], clients: str, seconds: float, settle: floa
     return int(noticed > 0 or tracebacks > 0 or not whole)
 
 
-def warm(http: str, grpc: str) -> None:
+def warm(http: str, grpc: str, clients: str) -> None:
     """What is compiled or built at a first request is there before anything is measured."""
-    attack(None, http, grpc, "", 2)
+    attack(None, http, grpc, clients, 2)
     largest_is_answered(http)
 
 
 def _line(name: str | None, outcome: Outcome) -> str:
     others = outcome.others
     answers = sum(other["answers"] for other in others.values())
-    waits = " | ".join(f"{others[protocol]['worst_ms']:.0f}" for protocol in ("http", "grpc"))
+    waits = " | ".join(f"{others[protocol]['worst_ms']:.0f}" for protocol in ("http", "grpc", "lane"))
     attacker = ", ".join(f"{what} {count}" for what, count in outcome.attacker.items())
     line = f"| {name or 'none'} | {answers} | {outcome.noticed} | {waits} | {attacker} |"
     for protocol, other in others.items():

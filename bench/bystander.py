@@ -1,5 +1,5 @@
-"""An ordinary client beside others' load: ``python -m bench.bystander http|grpc ADDRESS small|mixed|mebibyte [HOST]``, until its
-input ends. HOST: the address that it comes from.
+"""An ordinary client beside others' load: ``python -m bench.bystander http|grpc ADDRESS small|mixed|mebibyte [HOST]``, or
+``lane SOCKET small``, until its input ends. HOST: the address that it comes from.
 
 One request after the other (bench/mixture.py) on a kept connection that is opened anew every fifty requests; each answer is
 compared. Prints one JSON object: ``answers`` that were right, ``failures`` by what was said or wrong, and ``worst_ms`` and
@@ -36,15 +36,9 @@ _PAUSE = 0.002
 
 
 class Bystander:
-    """An ordinary client of one protocol."""
+    """An ordinary client; what asks says how."""
 
-    def __init__(self, protocol: str, address: str, exchanges: Iterator[Exchange], comes_from: str = "") -> None:
-        self._comes_from = comes_from
-        self._kind = GrpcConnection if protocol == "grpc" else Connection
-        host, port = address.rsplit(":", 1)
-        self._address = (host, int(port))
-        self._exchanges = exchanges
-        self._connection: Connection | None = None
+    def __init__(self) -> None:
         self._left = 0
         self._answers = 0
         self._failures: dict[str, int] = {}
@@ -52,12 +46,19 @@ class Bystander:
         self._waits_ms: deque[float] = deque(maxlen=100_000)
         self._worst_ms = 0.0
 
+    def exchange(self) -> None:
+        """Sends a request, checks the answer. Raises OSError: the connection is lost.  AssertionError: a wrong answer."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets the connection go."""
+        raise NotImplementedError
+
     def ask(self) -> None:
         """One request."""
-        exchange = next(self._exchanges)
         began = time.perf_counter()
         try:
-            self._exchange(exchange)
+            self.exchange()
         except (OSError, AssertionError) as error:
             said = f"{type(error).__name__}: {error}"[:200]
             self._failures[said] = self._failures.get(said, 0) + 1
@@ -68,12 +69,6 @@ class Bystander:
         self._waits_ms.append(waited)
         self._worst_ms = max(self._worst_ms, waited)
 
-    def close(self) -> None:
-        """Lets the connection go."""
-        if self._connection is not None:
-            self._connection.socket.close()
-        self._connection, self._left = None, 0
-
     def report(self) -> dict[str, Any]:
         """Returns what the client saw."""
         return {
@@ -83,8 +78,26 @@ class Bystander:
             "median_ms": statistics.median(self._waits_ms or [0.0]),
         }
 
-    def _exchange(self, exchange: Exchange) -> None:
-        """Sends a request, checks the answer. Raises OSError: the connection is lost.  AssertionError: a wrong answer."""
+
+class SocketBystander(Bystander):
+    """A client of HTTP or gRPC on a socket of its own."""
+
+    def __init__(self, protocol: str, address: str, exchanges: Iterator[Exchange], comes_from: str = "") -> None:
+        super().__init__()
+        self._comes_from = comes_from
+        self._kind = GrpcConnection if protocol == "grpc" else Connection
+        host, port = address.rsplit(":", 1)
+        self._address = (host, int(port))
+        self._exchanges = exchanges
+        self._connection: Connection | None = None
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.socket.close()
+        self._connection, self._left = None, 0
+
+    def exchange(self) -> None:
+        exchange = next(self._exchanges)
         if not self._left:
             self.close()
             self._connection, self._left = self._kind(self._address, self._comes_from), _REQUESTS_A_CONNECTION
@@ -101,6 +114,41 @@ class Bystander:
                 raise
         else:
             exchange.check(self._connection.received)
+
+
+class LaneBystander(Bystander):
+    """A client with a lane of its own, by the Python client: arrays inside the records, in shared memory, and places."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+        self._client: Any = None
+        self._chance = np.random.default_rng()
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client, self._left = None, 0
+
+    def exchange(self) -> None:
+        import tensord_client
+
+        try:
+            if not self._left:
+                self.close()
+                self._client, self._left = tensord_client.connect(self._path), _REQUESTS_A_CONNECTION
+            self._left -= 1
+            model = self._client.model("addsub", timeout=_PATIENCE)
+            rows = int(self._chance.integers(1, 9))
+            a, b = (self._client.empty((rows, 16), np.float32) for _ in range(2))
+            a[:], b[:] = self._chance.integers(1000), self._chance.integers(1000)
+            if self._left % 2:
+                a, b = np.array(a), np.array(b)
+            answer = model({"INPUT0": a, "INPUT1": b})
+        except tensord_client.ServingError as error:
+            raise ConnectionError(f"{type(error).__name__}: {error.message}") from error
+        assert (answer["OUTPUT0"] == a + b).all(), "a wrong sum"
+        assert (answer["OUTPUT1"] == a - b).all(), "a wrong difference"
 
 
 @contextlib.contextmanager
@@ -125,8 +173,13 @@ def requests(protocol: str, address: str, kind: str) -> Iterator[Iterator[Exchan
 
 def main(protocol: str, address: str, kind: str, comes_from: str = "") -> None:
     """Asks until standard input ends."""
-    with requests(protocol, address, kind) as exchanges:
-        bystander = Bystander(protocol, address, exchanges, comes_from)
+    with contextlib.ExitStack() as stack:
+        bystander: Bystander
+        if protocol == "lane":
+            bystander = LaneBystander(address)
+        else:
+            exchanges = stack.enter_context(requests(protocol, address, kind))
+            bystander = SocketBystander(protocol, address, exchanges, comes_from)
         pause = 0.0 if kind == "mixed" else _PAUSE
         while not select.select([sys.stdin], [], [], pause)[0]:
             bystander.ask()

@@ -72,7 +72,7 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
       inputs: name -> array, in the shapes that clients send: with the batch dimension.
       outputs: which are wanted; none: all.
       own: what else the request says: ``version``, ``parameters``, ``request_id``, ``priority``, ``timeout_us``,
-        ``sequence_id``, ``sequence_start``, ``sequence_end``.
+        ``sequence_id``, ``sequence_start``, ``sequence_end``, ``replace_key``.
 
     Returns: name -> numpy array, not to be written to.
 

@@ -8,8 +8,9 @@ asynchronous client; simulators-64, 64 processes with 96x96x3 uint8 and 32 float
 in which ids, values and, where the model has them, shapes differ. Every answer is compared with what is right, outside of p50.
 All ways are measured in turn in each round.
 
-local is the same jitted function on the same array in one process without a server, and limit two processes in C that pass the
-same bytes over a SEQPACKET socket and shared memory; both only in rows with one client and one request at a time.
+bare is client/examples/lane.c, the lane from C (small-c1). local is the same jitted function on the same array in one process
+without a server, and limit two processes in C that pass the same bytes over a SEQPACKET socket and shared memory; both only in
+rows with one client and one request at a time.
 
 Of each way: answers a second, the lane's rate divided by its rate, p50, the lane's p50 divided by its p50 (all medians of the
 rounds, ratios of each round), and processor microseconds of an answer: of the clients, comparing included, and of each process
@@ -23,6 +24,8 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -40,7 +43,9 @@ from bench.steps import processor_us
 
 _HTTP, _GRPC, _PEER = "127.0.0.1:18170", "127.0.0.1:18171", "127.0.0.1:18000"
 _MANY = 16
-LANE, LOCAL, LIMIT = "lane", "local", "limit"
+LANE, BARE, LOCAL, LIMIT = "lane", "bare", "local", "limit"
+#: Calls of the example in C that tell how many fill a measurement.
+_PROBE = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,43 @@ class Limit:
         )
 
 
+class Bare:
+    """The client's example in C, which compares each answer itself."""
+
+    way = BARE
+
+    def __init__(self, program: Path, clients: Path, server: Server) -> None:
+        self._command = [str(program), str(clients)]
+        self._server = server
+        self._call_us = self._run(_PROBE)
+
+    def _run(self, calls: int) -> float:
+        """Asks so often. Returns the median in microseconds."""
+        said = subprocess.check_output([*self._command, str(calls)], text=True)
+        (median,) = re.findall(r"the median took ([\d.]+) us", said)
+        return float(median)
+
+    def measure(self, seconds: float) -> Figures:
+        """Asks for about so long."""
+        calls = max(1, int(1e6 * seconds / self._call_us))
+        before, used, began = self._server.used_us(), children_us(), time.perf_counter()
+        self._call_us = self._run(calls)
+        took, used = time.perf_counter() - began, children_us() - used
+        after = self._server.used_us()
+        return Figures(
+            calls / took,
+            self._call_us,
+            used / calls,
+            {name: (now - before.get(name, 0.0)) / calls for name, now in after.items()},
+        )
+
+
+def children_us() -> float:
+    """Returns the processor time of children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1e6 * (usage.ru_utime + usage.ru_stime)
+
+
 def main() -> int:
     """Parses the command line and measures."""
     parser = argparse.ArgumentParser(
@@ -146,7 +188,8 @@ def main() -> int:
     report: dict[str, dict[str, list[dict[str, object]]]] = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tensord-bench-")))
-        limit = compiled(folder)
+        limit = compiled(folder, Path(__file__).with_name("limit.c"))
+        bare = compiled(folder, ROOT / "client/examples/lane.c")
         clients = folder / "clients.sock"
         server = stack.enter_context(ours(clients, arguments.logs))
         peer = stack.enter_context(triton(arguments.peer.resolve(), folder, arguments.logs)) if arguments.peer else None
@@ -154,7 +197,9 @@ def main() -> int:
         print("| --- | --- | --- | --- | --- | --- | --- | --- |")
         for row in [ROWS[name] for name in names]:
             with contextlib.ExitStack() as running:
-                loads: list[Load | Limit] = [Load(running, LANE, LANE, str(clients), row, server)]
+                loads: list[Load | Bare | Limit] = [Load(running, LANE, LANE, str(clients), row, server)]
+                if row.name == "small-c1":
+                    loads.append(Bare(bare, clients, server))
                 # Processes that import grpc besides would fill a machine's memory.
                 if row.processes <= _MANY:
                     loads.append(Load(running, "grpc", "grpc", _GRPC, row, server))
@@ -179,14 +224,14 @@ def vars_of(figures: Figures) -> dict[str, object]:
     return {name: getattr(figures, name) for name in ("rate", "p50_us", "client_us", "server_us")}
 
 
-def compiled(folder: Path) -> Path:
-    """Returns the program of the lower limit. Raises SystemExit: there is no C compiler."""
+def compiled(folder: Path, source: Path) -> Path:
+    """Returns a program in C. Raises SystemExit: there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
-        raise SystemExit("the lower limit is written in C: there is no compiler (cc)")
-    source = Path(__file__).with_name("limit.c")
-    subprocess.run([compiler, "-O2", "-Wall", "-Wextra", "-o", folder / "limit", source], check=True)
-    return folder / "limit"
+        raise SystemExit(f"{source.name} is written in C: there is no compiler (cc)")
+    include = f"-I{ROOT / 'client/include'}"
+    subprocess.run([compiler, "-O2", "-Wall", "-Wextra", include, "-o", folder / source.stem, source], check=True)
+    return folder / source.stem
 
 
 @contextlib.contextmanager

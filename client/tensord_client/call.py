@@ -20,6 +20,7 @@ class Own(TypedDict, total=False):
     sequence_id: SequenceId
     sequence_start: bool
     sequence_end: bool
+    replace_key: str
 
 
 class Call:
@@ -38,6 +39,7 @@ class Call:
         "places",
         "priority",
         "pure",
+        "replace_key",
         "request_id",
         "sequence_end",
         "sequence_id",
@@ -62,6 +64,7 @@ class Call:
         sequence_id: SequenceId = 0,
         sequence_start: bool = False,
         sequence_end: bool = False,
+        replace_key: str = "",
         deadline: float | None = None,
         streams: bool = False,
         pure: bool = False,
@@ -73,6 +76,7 @@ class Call:
           outputs: which are wanted; none: all.
           timeout_us: how long it may wait in the model's queue; 0: as long as its policy says.
           sequence_id: 0 or "": it belongs to no sequence.
+          replace_key: while it waits the next request of that key takes its place (Replaced); "": none.
           deadline: seconds of ``time.monotonic()``, after which nobody waits; None: never.
           streams: any number of responses is expected.
           pure: running it twice harms nobody.
@@ -89,6 +93,7 @@ class Call:
         self.sequence_id = sequence_id
         self.sequence_start = sequence_start
         self.sequence_end = sequence_end
+        self.replace_key = replace_key
         self.deadline = deadline
         self.streams = streams
         self.pure = pure
@@ -96,4 +101,11 @@ class Call:
     @property
     def is_bare(self) -> bool:
         """Returns whether its tensors are all that it says."""
-        return not (self.parameters or self.request_id or self.priority or self.timeout_us or self.sequence_id)
+        return not (
+            self.parameters
+            or self.request_id
+            or self.priority
+            or self.timeout_us
+            or self.sequence_id
+            or self.replace_key
+        )

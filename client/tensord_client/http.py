@@ -34,7 +34,7 @@ from tensord_client.errors import (
 )
 from tensord_client.http_channel import Address, Buffer, Response
 from tensord_client.http_pending import Exchange, HttpPending, Pool, Unreached, Waiter
-from tensord_client.results import Answer, Array, Description, written
+from tensord_client.results import Answer, Array, Description, Parameter, written
 from tensord_client.tensors import content
 
 _PART = struct.Struct("<IQ")
@@ -287,9 +287,19 @@ class _Infer(Exchange):
         return answer
 
 
+def _own_parameters(call: Call) -> tuple[tuple[str, Parameter], ...]:
+    """Returns the parameters that say how a request is scheduled; those that say nothing are 0 or ""."""
+    return (
+        ("priority", call.priority),
+        ("timeout", call.timeout_us),
+        ("sequence_id", call.sequence_id),
+        ("tensord_replace", call.replace_key),
+    )
+
+
 def _request_json(call: Call, contents: list[Buffer]) -> bytes:
     parameters: dict[str, Any] = {"binary_data_output": True, **call.parameters}
-    for name, value in (("priority", call.priority), ("timeout", call.timeout_us), ("sequence_id", call.sequence_id)):
+    for name, value in _own_parameters(call):
         if value:
             parameters[name] = value
     if call.sequence_id:

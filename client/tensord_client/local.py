@@ -149,6 +149,7 @@ class LocalPending:
             "sequence_id": call.sequence_id,
             "sequence_start": call.sequence_start,
             "sequence_end": call.sequence_end,
+            "replace_key": call.replace_key,
         }
         self._future: concurrent.futures.Future[testing.Answer] | None = None
 

@@ -234,6 +234,7 @@ def own_fields(call: Call) -> bytes:
             call.sequence_id,
             call.sequence_start,
             call.sequence_end,
+            call.replace_key,
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"the request to model '{call.model}' cannot be sent: {error}") from None

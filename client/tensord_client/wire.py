@@ -102,7 +102,7 @@ def prepare(number: int, prepared: bytes) -> bytes:
 
 
 #: What a request begins with, up to its id.
-REQUEST_HEAD = b"\x9e\xa1q\xcf"
+REQUEST_HEAD = b"\x9f\xa1q\xcf"
 
 
 def request(
@@ -127,7 +127,7 @@ def request(
 
 
 #: The fields of most requests: they say nothing.
-_BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0))
+_BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0)) + b"\xa0"
 
 
 def own_fields(
@@ -138,9 +138,10 @@ def own_fields(
     sequence_id: int | str = 0,
     sequence_start: bool = False,
     sequence_end: bool = False,
+    replace_key: str = "",
 ) -> bytes:
     """Encodes the fields of a request behind its contents. The deadline always takes nine bytes, behind the client's id."""
-    if not (client_id or priority or timeout_us or sequence_id or sequence_start or sequence_end):
+    if not (client_id or priority or timeout_us or sequence_id or sequence_start or sequence_end or replace_key):
         return _BARE if not deadline_ns else b"".join((_BARE[:2], deadline_ns.to_bytes(8, "big"), _BARE[10:]))
     return b"".join(
         (
@@ -155,6 +156,7 @@ def own_fields(
             pack(sequence_end),
             pack(TIMING),
             b"\x00",
+            msgpack.text(replace_key),
         )
     )
 

@@ -400,6 +400,24 @@ def test_cancelling_what_waits(client: Any, tmp_path: Path) -> None:
     assert first.result(PATIENCE)["y"].tolist() == [1]
 
 
+def test_the_newest_of_a_key_wins(client: Any, tmp_path: Path) -> None:
+    model = client.model("waits")
+    first = model.submit({"path": [str(tmp_path / "first")]}, replace_key="camera")
+    wait_until((tmp_path / "first.begun").exists, "the first to begin")
+    second = model.submit({"path": [str(tmp_path / "second")]}, replace_key="camera", request_id="second")
+    other = model.submit({"path": [str(tmp_path / "other")]}, replace_key="another")
+    # Requests of one client may go over several connections, and so come in any order.
+    third = model.submit({"path": [str(tmp_path / "third")]}, replace_key="camera", request_id="third")
+    wait_until(lambda: second.done() or third.done(), "one of two to be replaced")
+    for name in ("first", "second", "third", "other"):
+        (tmp_path / name).touch()
+    assert first.result(PATIENCE)["y"].tolist() == other.result(PATIENCE)["y"].tolist() == [1]
+    (replaced,) = [error for future in (second, third) if (error := future.exception(PATIENCE)) is not None]
+    assert type(replaced).__name__ == "Replaced", replaced
+    with Raises("InvalidArgument", "parameter 'tensord_replace' has 1000 bytes, at most 128 are allowed"):
+        model({"path": [str(tmp_path / "first")]}, replace_key="k" * 1000)
+
+
 def test_a_stream(client: Any) -> None:
     model = client.model("three")
     got = list(model.stream({"n": [3]}))

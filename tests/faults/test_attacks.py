@@ -45,7 +45,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         DaemonProcess(folder, models, options) as daemon,
     ):
         daemon.wait_ready()
-        with bystanders(daemon.url, daemon.grpc_url):
+        with bystanders(daemon.url, daemon.grpc_url, str(daemon.folder / "clients.sock")):
             assert largest_is_answered(daemon.url)
         yield daemon
 
@@ -58,7 +58,7 @@ def _batches() -> list[list[str]]:
 @pytest.mark.parametrize("names", _batches(), ids=lambda names: names[0] + "-to-" + names[-1])
 def test_others_do_not_notice(daemon: DaemonProcess, names: list[str]) -> None:
     before = footprints(daemon.pid)
-    with bystanders(daemon.url, daemon.grpc_url) as seen:
+    with bystanders(daemon.url, daemon.grpc_url, str(daemon.folder / "clients.sock")) as seen:
         for counts in _attack(daemon, names):
             assert sum(counts.values()) > 0, "the attack did nothing"
     for protocol, client in seen.items():

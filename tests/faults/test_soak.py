@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from bench.bystander import Bystander, requests
+from bench.bystander import SocketBystander, requests
 from bench.server import children
 from bench.soak import LOST, first_of_each
 from tests.daemon_process import (
@@ -56,7 +56,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         with requests(self._protocol, self._address, "mixed") as exchanges:
-            bystander = Bystander(self._protocol, self._address, exchanges)
+            bystander = SocketBystander(self._protocol, self._address, exchanges)
             for _ in range(_REQUESTS):
                 bystander.ask()
                 self.asked += 1

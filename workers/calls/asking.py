@@ -25,6 +25,8 @@ class Own(TypedDict, total=False):
     sequence_id: int | str
     sequence_start: bool
     sequence_end: bool
+    #: While it waits the next request of that key takes its place (Replaced).
+    replace_key: str
 
 
 class Asked(Own, total=False):
@@ -96,6 +98,7 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: As
         sequence_id=own.get("sequence_id", 0),
         sequence_start=own.get("sequence_start", False),
         sequence_end=own.get("sequence_end", False),
+        replace_key=own.get("replace_key", ""),
     )
     arrays = {name: _array(model, name, value) for name, value in inputs.items()}
     hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"

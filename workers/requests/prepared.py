@@ -248,6 +248,8 @@ def validate_inner(
       origin: the request that it is made for, where there is one.
     Raises: ServingError: what is wrong, in a sentence for whoever made it.
     """
+    if own.replace_key:
+        _check_replace_key(own)
     signature, taken = version.signature, dict(arrays)
     inputs = [PreparedTensor(name, datatype_of(array.dtype) or "", array.shape) for name, array in arrays.items()]
     checked = _check(inputs, prepared, own, version)
