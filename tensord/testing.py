@@ -22,6 +22,7 @@ import numpy as np
 
 from tensord.config import ensemble_graph, layers, model_config
 from tensord.daemon.models.repository import FoundModel, find
+from tensord.latest import Latest
 from tensord.shm.arrays import DTYPES, Array, datatype_of
 from tensord.shm.errors import (
     AlreadyExists,
@@ -52,9 +53,11 @@ __all__ = [
     "DeadlineExceeded",
     "Internal",
     "InvalidArgument",
+    "Latest",
     "Model",
     "ModelSequence",
     "NotFound",
+    "Prepared",
     "Replaced",
     "ServingError",
     "Tensor",
@@ -264,6 +267,25 @@ class Model:
 
         return taken()
 
+    def prepare(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        out: Mapping[str, Array] | None = None,
+        outputs: Sequence[str] = (),
+        **own: Unpack[Own],
+    ) -> Prepared:
+        """Prepares a request that is asked again and again: ``call()`` asks with what the arrays hold then.
+
+        Args:
+          out: output -> the array that each answer is written to.
+        """
+        return Prepared(self, inputs, out or {}, outputs or tuple(out or ()), own)
+
+    def latest(self) -> Latest[Answer]:
+        """Makes something that is given inputs at any rate, and answers to the newest of them."""
+        return Latest(self.submit)
+
     def sequence(self, sequence_id: int | str = 0) -> ModelSequence:
         """Makes a sequence of requests to a model that keeps state of it. ``sequence_id`` 0: an unused one."""
         return ModelSequence(self, sequence_id or (1 << 62) + next(self._worker.numbers))
@@ -320,6 +342,31 @@ class Model:
 
     def __repr__(self) -> str:
         return f"<Model {self.name}:{self.version}{'' if self._end.alive else ', closed'}>"
+
+
+class Prepared:
+    """A request that is asked again and again with what its arrays hold then."""
+
+    def __init__(
+        self, model: Model, inputs: Mapping[str, Any], out: Mapping[str, Array], outputs: Sequence[str], own: Own
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._out = out
+        self._outputs = outputs
+        self._own = own
+
+    def __call__(self) -> Answer:
+        """Asks, waits and returns the outputs by name. Raises as a call; InvalidArgument: an output has no room in its place."""
+        answer = self._model(self._inputs, outputs=self._outputs, **self._own)
+        for name, place in self._out.items():
+            made = answer[name]
+            if place.shape != made.shape or place.dtype != made.dtype:
+                given = f"{place.dtype}{list(place.shape)}"
+                raise InvalidArgument(f"output '{name}' is {made.dtype}{list(made.shape)}, and its place is {given}")
+            place[...] = made
+            answer[name] = place
+        return answer
 
 
 class ModelSequence:

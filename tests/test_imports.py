@@ -136,6 +136,7 @@ FENCED = {
         "daemon/http/",
         "daemon/grpc/",
         "tensord/parameter_files.py",
+        "tensord/latest.py",
         "tensord/testing.py",
     ),
 }

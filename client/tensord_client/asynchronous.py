@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tensord_client.call import Own, SequenceId
+from tensord_client.call import Call, Own, SequenceId
 from tensord_client.client import Client, Place, connection
+from tensord_client.connection import Connection
+from tensord_client.errors import DeadlineExceeded
+from tensord_client.latest import Newest
 from tensord_client.model import Calls
 from tensord_client.results import Answer, Array, Tensor
 
@@ -73,6 +78,24 @@ class AsyncModel(Calls):
         """Iterates over the responses to one request; ``aclose()`` cancels it. As ``Model.stream``."""
         return self._connection.ask(self.call(inputs, outputs, own, streams=True)).async_responses(self.timeout)
 
+    def prepare(
+        self,
+        inputs: Mapping[str, Any],
+        *,
+        out: Mapping[str, Array] | None = None,
+        outputs: Sequence[str] = (),
+        **own: Unpack[Own],
+    ) -> AsyncPrepared:
+        """Prepares a request that is asked again and again: ``await call()`` sends what the arrays hold then.
+
+        Arguments are those of ``Model.prepare``.
+        """
+        return AsyncPrepared(self._connection, self.call(inputs, outputs or tuple(out or ()), own, out), self.timeout)
+
+    def latest(self) -> AsyncLatest:
+        """Makes something that is given inputs at any rate, and answers to the newest of them."""
+        return AsyncLatest(self.submit)
+
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
         """Makes a sequence of requests. As ``Model.sequence``."""
         return AsyncModelSequence(self, sequence_id or self.sequence_id())
@@ -87,6 +110,57 @@ class AsyncModel(Calls):
         self._closed = True
 
     async def __aenter__(self) -> AsyncModel:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncPrepared:
+    """A request that is asked again and again with what its arrays hold then. Several may be under way."""
+
+    def __init__(self, connection: Connection, call: Call, timeout: float | None) -> None:
+        self._connection = connection
+        self._call = call
+        self._timeout = timeout
+
+    async def __call__(self) -> Answer:
+        """Sends the request, waits and returns the outputs by name. Raises as a call of the model."""
+        call = copy.copy(self._call)
+        call.deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        return await self._connection.ask(call)
+
+
+class AsyncLatest(Newest):
+    """Answers to the newest of the inputs that were put, for one event loop. ``put`` does not wait, ``get`` is awaited."""
+
+    #: Set when an answer came, or this was closed; made anew for each wait.
+    _came_or_closed: asyncio.Event | None = None
+
+    def _notify(self) -> None:
+        if self._came_or_closed is not None:
+            self._came_or_closed.set()
+
+    async def get(self, timeout: float | None = None) -> Answer:
+        """Waits for an answer that is newer than the last one that was taken, and returns the newest. As ``Latest.get``."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._has_newer():
+            self._came_or_closed = self._came_or_closed or asyncio.Event()
+            self._came_or_closed.clear()
+            try:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                await asyncio.wait_for(self._came_or_closed.wait(), left)
+            except asyncio.TimeoutError:
+                raise DeadlineExceeded from None
+        return self._take()
+
+    async def close(self) -> None:
+        """Cancels what is under way. Idempotent."""
+        self._end()
+
+    async def __aenter__(self) -> AsyncLatest:
         return self
 
     async def __aexit__(

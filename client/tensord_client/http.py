@@ -34,7 +34,7 @@ from tensord_client.errors import (
 )
 from tensord_client.http_channel import Address, Buffer, Response
 from tensord_client.http_pending import Exchange, HttpPending, Pool, Unreached, Waiter
-from tensord_client.results import Answer, Array, Description, Parameter, written
+from tensord_client.results import Answer, Array, Description, Parameter, Timing, written
 from tensord_client.tensors import content
 
 _PART = struct.Struct("<IQ")
@@ -203,7 +203,9 @@ class HttpConnection:
                 return found
         text = _request_json(call, contents)
         path = _path(call.model, call.version) + ("/infer_stream" if call.streams else "/infer")
-        head = b"POST " + path.encode() + self._fields + b"Content-Type: application/octet-stream\r\n"
+        head = (
+            b"POST " + path.encode() + self._fields + b"Content-Type: application/octet-stream\r\nTensord-Timing: 1\r\n"
+        )
         made = head + text, len(text)
         if key is not None:
             if len(self._heads) >= _REMEMBERED:
@@ -248,7 +250,9 @@ class _Infer(Exchange):
         if response.status != 200:
             raise _error(response)
         tail = np.empty(0, np.uint8) if response.tail is None else response.tail
-        return self._answer(json.loads(response.text), tail)
+        answer = self._answer(json.loads(response.text), tail)
+        answer.timing = _timing(response.fields.get(b"tensord-timing"))
+        return answer
 
     def read_next(self, response: Response) -> Answer | None:
         stream = response.stream
@@ -331,6 +335,17 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
     made = np.empty(len(data), dtype_of(datatype))
     made[:] = data
     return made.reshape(shape)
+
+
+def _timing(field: bytes | None) -> Timing | None:
+    """Reads what a tensord says that an answer took; None: the server does not say."""
+    if field is None:
+        return None
+    try:
+        said = {name.strip(): int(value) for name, _, value in (each.partition(b"=") for each in field.split(b","))}
+        return Timing(said[b"queue-ns"], said[b"compute-ns"], said[b"copied-bytes"])
+    except (ValueError, KeyError):
+        return None
 
 
 def _error(response: Response) -> ServingError:

@@ -2,6 +2,8 @@
 
 put ─▶ two under way? ─ no ─▶ model ─▶ newest answer ─▶ get
              ╰─ yes: it waits, in the place of the one that waited
+
+``tensord.testing`` has the same (``tensord/latest.py``), and the same tests run against both.
 """
 
 from __future__ import annotations
@@ -10,27 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tensord_client.errors import Cancelled, DeadlineExceeded, ServingError
 from tensord_client.results import Answer
 
-if TYPE_CHECKING:
-    import concurrent.futures
-
 #: One that is computed, and one that waits for it where the model is: so the model never waits for the next inputs.
 _UNDER_WAY = 2
 
 
-class Latest:
-    """Answers to the newest of the inputs that were put. Any thread may put, and any may get."""
+class Newest:
+    """Asks with the newest of the inputs that were put; the base of who waits in a thread and who waits on a loop."""
 
-    def __init__(self, submit: Callable[[Mapping[str, Any]], concurrent.futures.Future[Answer]]) -> None:
+    def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
+        """``submit``: begins a request, and returns a future of its answer."""
         self._submit = submit
-        self._changed = threading.Condition()
-        self._under_way: dict[int, concurrent.futures.Future[Answer]] = {}
+        self._lock = threading.RLock()
+        #: Futures of what is under way, by number.
+        self._under_way: dict[int, Any] = {}
         self._waiting: tuple[int, Mapping[str, Any]] | None = None
         self._put = 0
         #: The number of the newest answer, and of the newest one that was taken.
@@ -45,7 +46,7 @@ class Latest:
 
         Raises: InvalidArgument: an input cannot be an array.  Cancelled: it was closed.
         """
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise Cancelled("it was closed")
             self._put += 1
@@ -57,13 +58,13 @@ class Latest:
             self._under_way[number] = future = self._submit(inputs)
         self._watch(number, future)
 
-    def _watch(self, number: int, future: concurrent.futures.Future[Answer]) -> None:
+    def _watch(self, number: int, future: Any) -> None:
         future.add_done_callback(lambda future: self._over(number, future))
 
-    def _over(self, number: int, future: concurrent.futures.Future[Answer]) -> None:
+    def _over(self, number: int, future: Any) -> None:
         """Takes an answer, and asks with what waits."""
-        asked: concurrent.futures.Future[Answer] | None = None
-        with self._changed:
+        asked: Any = None
+        with self._lock:
             del self._under_way[number]
             if not future.cancelled() and number > self._came:
                 error = future.exception()
@@ -76,26 +77,24 @@ class Latest:
                     self._under_way[number] = asked = self._submit(inputs)
                 except ServingError as error:
                     self._came, self._newest = number, error
-            self._changed.notify_all()
+            self._notify()
         if asked is not None:
             self._watch(number, asked)
 
-    def get(self, timeout: float | None = None) -> Answer:
-        """Waits for an answer that is newer than the last one that was taken, and returns the newest.
+    def _notify(self) -> None:
+        """Wakes who waits for an answer."""
+        raise NotImplementedError
 
-        Raises: ServingError: the newest is one.  DeadlineExceeded: none came within so many seconds.  Cancelled: it was closed.
-        """
-        until = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while self._came == self._taken:
-                if self._closed:
-                    raise Cancelled("it was closed")
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
-                    raise DeadlineExceeded
-                self._changed.wait(left)
-            self._taken = self._came
-            newest, self._newest = self._newest, None
+    def _has_newer(self) -> bool:
+        """Returns whether an answer has come that was not taken. Raises Cancelled: none will, this was closed."""
+        if self._came == self._taken and self._closed:
+            raise Cancelled("it was closed")
+        return self._came != self._taken
+
+    def _take(self) -> Answer:
+        """Takes the newest answer. Raises ServingError: it is one."""
+        self._taken = self._came
+        newest, self._newest = self._newest, None
         if isinstance(newest, ServingError):
             raise newest
         assert newest is not None
@@ -104,20 +103,49 @@ class Latest:
     @property
     def behind(self) -> int:
         """Returns how many of the inputs that were put, and not replaced, have no answer that was taken or is newer."""
-        with self._changed:
+        with self._lock:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)
             )
 
-    def close(self) -> None:
+    def _end(self) -> None:
         """Cancels what is under way. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._waiting = None
             under_way = list(self._under_way.values())
-            self._changed.notify_all()
+            self._notify()
         for future in under_way:
             future.cancel()
+
+
+class Latest(Newest):
+    """Answers to the newest of the inputs that were put. Any thread may put, and any may get."""
+
+    def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
+        super().__init__(submit)
+        self._changed = threading.Condition(self._lock)
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+
+    def get(self, timeout: float | None = None) -> Answer:
+        """Waits for an answer that is newer than the last one that was taken, and returns the newest.
+
+        Raises: ServingError: the newest is one.  DeadlineExceeded: none came within so many seconds.  Cancelled: it was closed.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self._has_newer():
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    raise DeadlineExceeded
+                self._changed.wait(left)
+            return self._take()
+
+    def close(self) -> None:
+        """Cancels what is under way. Idempotent."""
+        self._end()
 
     def __enter__(self) -> Latest:
         return self

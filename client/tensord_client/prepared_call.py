@@ -71,7 +71,8 @@ class Bound:
             pieces.append(msgpack.binary_head(size))
             pieces.append(bytes(size))
             ends.append(sum(map(len, pieces)))
-        self.deadline_at = sum(map(len, pieces)) + own.index(b"\xcf") + 1
+        _, behind_id = msgpack.unpack_from(own, 0, len(own))
+        self.deadline_at = sum(map(len, pieces)) + behind_id + 1
         pieces.append(own)
         self.datagram = bytearray(b"".join(pieces))
         self.epoch = epoch

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: What who asks such a model here is told: Triton's words.
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy; ask generate_stream, or a stream over gRPC"
-#: Before which an answer's head says how the connection goes on.
+#: Before which an answer's head says what it took, and how the connection goes on.
 _LENGTH = b"\r\nContent-Length: "
 
 
@@ -98,6 +98,8 @@ class Exchange(InFlight):
     #: collector nothing to do. None: the body is small, and kept here.
     _reception: Reception | None = None
     _small_body: bytes = b""
+    #: The header line that says how long it took, where that was asked for and is known.
+    _timing_line: bytes = b""
     #: Every earlier request of this connection is answered.
     my_turn: bool = False
     #: Until it is sent: where tensors lie that did not come in the body's own leases.
@@ -220,8 +222,8 @@ class Exchange(InFlight):
             # Most say nothing of their scheduling, and to unpack that costs more than all else here.
             self.record = (
                 RequestRecord(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
-                if scheduling is UNSCHEDULED
-                else scheduling.record(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
+                if scheduling is UNSCHEDULED and not head.trace
+                else scheduling.record(submitter.next_id(), number, contents, client_id, 0, monotonic_ns(), head.trace)
             )
             submitter.send(self)
         except ServingError as error:
@@ -361,10 +363,10 @@ class Exchange(InFlight):
             self._leases = ()
         if reception is not None:
             leases = reception.leave() + leases
-        submitter, trace, noted = self._serving.submitter, self._trace, 0
+        submitter, trace, noted = self._serving.submitter, self._trace, self._head.trace
         numbered = asked.numbered or asked.on_lane(submitter.numbers)
         if trace is not None:
-            noted = trace.level
+            noted |= trace.level
             trace.client_id = self._client_id
             trace.stamp(trace_stamps.REQUEST_START)
         prepared = asked.record if numbered is None else numbered.number
@@ -381,6 +383,8 @@ class Exchange(InFlight):
         if type(own.prepared) is not int or not prepared.final or self._trace is not None or not self._head.is_plain:
             self._answer_anew(prepared, own, lane)
             return
+        if own.timing is not None:
+            self._timing_line = response_codec.timing_line(own.timing)
         asked: Prepared = self._asked  # type: ignore[assignment]
         text, lease = asked.last_answer, own.lease
         pieces: list[response_codec.Buffer] | None = None
@@ -390,6 +394,8 @@ class Exchange(InFlight):
             answer = text.whole(self._client_id, own)
             if answer is not None:
                 if self.keep_alive:
+                    if self._timing_line:
+                        answer = answer.replace(_LENGTH, b"\r\n" + self._timing_line + _LENGTH[2:], 1)
                     self._serving.answered.good(self, prepared.version, answer)
                     self._order.answer_whole(answer)
                     return
@@ -407,8 +413,9 @@ class Exchange(InFlight):
         if pieces is None:
             self._answer_anew(prepared, own, lane)
             return
-        if not self.keep_alive:
-            pieces[0] = bytes(pieces[0]).replace(_LENGTH, b"\r\n" + response_codec.CLOSE + _LENGTH[2:], 1)
+        lines = self._timing_line if self.keep_alive else self._timing_line + response_codec.CLOSE
+        if lines:
+            pieces[0] = bytes(pieces[0]).replace(_LENGTH, b"\r\n" + lines + _LENGTH[2:], 1)
         self._serving.answered.good(self, prepared.version, pieces)
         self.phase = ExchangePhase.ANSWERED
         if self._order.answer_pieces(pieces):
@@ -423,6 +430,8 @@ class Exchange(InFlight):
         if own.code:
             self._answer_error(http_status(own.code), own.message)
             return
+        if own.timing is not None:
+            self._timing_line = response_codec.timing_line(own.timing)
         if not prepared.final:
             # It came while its model was being loaded, and nobody knew that this one answers with several responses.
             self._serving.submitter.cancel(self)
@@ -527,7 +536,7 @@ class Exchange(InFlight):
 
     def _connection_line(self) -> bytes:
         lines = self._head.keep_alive_line if self.keep_alive else response_codec.CLOSE
-        return self._head.origin_lines + lines
+        return self._head.origin_lines + self._timing_line + lines
 
     def _answer_defect(self) -> None:
         """Ours or a worker's, and no reason to leave a client without its answer."""

@@ -22,7 +22,7 @@ END = b"\r\n\r\n"
 #: Fields that the parser, the connection or the request has an eye on.
 _SIGNIFICANT = (
     rb"host|connection|proxy-connection|keep-alive|upgrade|expect|te|trailer|transfer-encoding|content-length"
-    rb"|inference-header-content-length|content-encoding|accept-encoding"
+    rb"|inference-header-content-length|content-encoding|accept-encoding|tensord-timing"
 )
 
 

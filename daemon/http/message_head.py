@@ -18,6 +18,7 @@ from tensord.daemon.http.body import COLLECT_BYTE_SIZE
 from tensord.daemon.http.compression import answer_coding, request_coding
 from tensord.daemon.submit.model_states import parse_version
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.shm.messages import TIMING
 
 Fields = Sequence[tuple[bytes, bytes]]
 #: Model, version, and bytes of tensors behind the JSON.
@@ -83,6 +84,8 @@ class InferHead:
     forwarded: dict[str, str] | None = None
     #: The ``traceparent`` of whoever asks, where it is read; a head with one is remembered nowhere.
     trace_parent: str = ""
+    #: ``RequestRecord.trace``: TIMING where the answer is to say how long it took (Tensord-Timing).
+    trace: int = 0
     #: Of the table of models when its model was last found there; -1: it was not looked for.
     edition: int = -1
     #: Whether the answer is written as it is, and need say nothing of the connection, or to a browser.
@@ -169,7 +172,7 @@ def infer_head(
     json_size: int | None = None
     error: ServingError | None = route.error
     coding: str | None = None
-    accepts = ""
+    accepts, trace = "", 0
     for name, value in fields:
         if name == b"content-length":
             length = int(value)
@@ -189,10 +192,12 @@ def infer_head(
             coding = named or ""
         elif compresses and name == b"accept-encoding" and not accepts:
             accepts = answer_coding(value)
+        elif name == b"tensord-timing":
+            trace = TIMING
     # Who speaks HTTP/1.0 must be told that the connection stays.
     connection = b"" if version != "1.0" else b"Connection: keep-alive\r\n"
     return InferHead(
-        route.model, route.version, length, json_size, keep_alive, error, connection, coding or "", accepts
+        route.model, route.version, length, json_size, keep_alive, error, connection, coding or "", accepts, trace=trace
     )
 
 

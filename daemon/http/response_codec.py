@@ -120,6 +120,11 @@ def response_head(json_size: int, tail_size: int, connection: bytes = b"") -> by
     )
 
 
+def timing_line(timing: tuple[int, int, int]) -> bytes:
+    """Writes the header line that says what an answer took: waiting and computing in nanoseconds, and bytes that were copied."""
+    return b"Tensord-Timing: queue-ns=%d, compute-ns=%d, copied-bytes=%d\r\n" % timing
+
+
 def compressed_head(json_size: int | None, coding: str, byte_size: int, connection: bytes = b"") -> bytes:
     """Writes the head of an answer that is compressed to ``byte_size`` bytes.
 

@@ -17,6 +17,7 @@ import tensord_client
 from tensord_client import errors
 
 from tensord import testing
+from tensord.shm.arrays import DTYPES
 from tests import run_folder
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.protocol.stepped_models import COUNTS
@@ -62,6 +63,8 @@ def models(repository: Path) -> Path:
                 return {"y": __import__("numpy").ones(1, "int32")}
             return apply, None
         """,
+        # A queue that is so short belongs to one worker: of several, each would begin one and keep the newest of its own.
+        "dynamic_batching { default_queue_policy { max_queue_size: 7 } }",
     )
     write_model(
         repository,
@@ -115,6 +118,12 @@ class Loaded:
         self._models.append(model)
         return model
 
+    def empty(self, tensor: Any, dtype: Any = None, shape: Any = None) -> Any:
+        if isinstance(tensor, testing.Tensor):
+            dtype, wanted = DTYPES[tensor.datatype], [abs(size) for size in tensor.shape]
+            return np.empty(wanted if shape is None else shape, dtype)
+        return np.empty(tensor, dtype)
+
     def close(self) -> None:
         for model in self._models:
             model.close()
@@ -163,6 +172,22 @@ class Awaited:
 
     def sequence(self, *arguments: Any) -> Awaited:
         return Awaited(self._loop, self._made.sequence(*arguments))
+
+    def prepare(self, inputs: Any, **own: Any) -> Any:
+        call = self._made.prepare(inputs, **own)
+        return lambda: self._wait(call())
+
+    def latest(self) -> Awaited:
+        return Awaited(self._loop, self._made.latest())
+
+    def put(self, inputs: Any) -> None:
+        async def put() -> None:
+            self._made.put(inputs)
+
+        self._wait(put())
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self._wait(self._made.get(timeout))
 
     def __enter__(self) -> Awaited:
         self._wait(self._made.__aenter__())
@@ -246,6 +271,18 @@ def test_answers(client: Any) -> None:
     with got:
         pass
     got.release()
+
+
+def test_what_it_took(client: Any) -> None:
+    """The first is unknown everywhere, the third is known; large ones lie in other memory."""
+    small, large = client.model("scale"), client.model("echo_int64")
+    for model, given, rounds in ((small, X, 4), (large, np.arange(1 << 16), 3)):
+        for _ in range(rounds):
+            got = model({"x": given})
+            assert got.timing is not None
+            assert got.timing.compute_ns > 0
+            assert got.timing.queue_ns >= 0
+            assert got.copied_bytes == got.timing.copied_bytes >= 0
 
 
 def test_a_version(client: Any) -> None:
@@ -414,7 +451,10 @@ def test_the_newest_of_a_key_wins(client: Any, tmp_path: Path) -> None:
     assert first.result(PATIENCE)["y"].tolist() == other.result(PATIENCE)["y"].tolist() == [1]
     (replaced,) = [error for future in (second, third) if (error := future.exception(PATIENCE)) is not None]
     assert type(replaced).__name__ == "Replaced", replaced
-    with Raises("InvalidArgument", "parameter 'tensord_replace' has 1000 bytes, at most 128 are allowed"):
+    with Raises(
+        "InvalidArgument",
+        "[request id: <id_unknown>] parameter 'tensord_replace' has 1000 bytes, at most 128 are allowed",
+    ):
         model({"path": [str(tmp_path / "first")]}, replace_key="k" * 1000)
 
 
@@ -483,20 +523,46 @@ def test_models_that_are_not_served(client: Any) -> None:
 
 
 def test_prepared_calls_and_places(client: Any) -> None:
-    if isinstance(client, (Loaded, Awaited)):
-        return
-    model = client.model("scale")
+    model = client.model("scale", timeout=PATIENCE)
     x, y = client.empty(model.inputs["x"], shape=(3, 4)), client.empty((3, 4), np.float32)
-    call = model.prepare({"x": x}, out={"y": y})
-    for i in range(3):
-        x[:] = X + i
-        assert call()["y"] is y
-        np.testing.assert_array_equal(y, 5 * (X + i) + 1)
+    for call in (
+        model.prepare({"x": x}, out={"y": y}),
+        # The id has a byte in it that deadlines begin with.
+        model.prepare({"x": x}, out={"y": y}, request_id="\u03df", parameters={"a": 1}),
+    ):
+        for i in range(3):
+            x[:] = X + i
+            assert call()["y"] is y
+            np.testing.assert_array_equal(y, 5 * (X + i) + 1)
     assert client.empty(model.inputs["x"]).shape == (1, 4)
-    with pytest.raises(tensord_client.ServingError, match="'y'"):
+    with pytest.raises((tensord_client.ServingError, testing.ServingError), match="'y'"):
         model.prepare({"x": x}, out={"y": client.empty((2, 4), np.float32)})()
+    if isinstance(client, Loaded):
+        return  # its arrays are numpy's own
     with Raises("InvalidArgument", "an array that is shared has a datatype of fixed size"):
         client.empty(client.model("echo_bytes").inputs["x"])
+
+
+def test_the_newest_answer(client: Any, tmp_path: Path) -> None:
+    """Two are under way, the second of which waits in the model; of what comes meanwhile the newest is asked."""
+    with client.model("waits").latest() as live:
+        for name in ("first", "second", "third", "fourth"):
+            live.put({"path": [str(tmp_path / name)]})
+        assert (live.replaced, live.behind) == (1, 3)
+        with Raises("DeadlineExceeded", "Deadline Exceeded"):
+            live.get(timeout=0.05)
+        for name in ("first", "second", "fourth"):
+            (tmp_path / name).touch()
+        while live.behind:
+            assert live.get(timeout=PATIENCE)["y"].tolist() == [1]
+        assert not (tmp_path / "third.begun").exists()
+        live.put({"path": ["none", "too many"]})
+        with Raises(
+            "InvalidArgument", "[request id: <id_unknown>] unexpected shape for input 'path' for model 'waits'..."
+        ):
+            live.get(timeout=PATIENCE)
+    with Raises("Cancelled", "it was closed"):
+        live.put({"path": [str(tmp_path / "first")]})
 
 
 def test_a_closed_model(client: Any) -> None:
