@@ -344,6 +344,8 @@ class ClientsOptions(Section, frozen=True):
     segment_byte_size: ByteSize = 1 << 30
     #: Answers of one lane in the worker's memory, until the client has given them back.
     response_byte_size: ArenaSize = 256 << 20
+    #: What answers to all lanes of one user hold of each worker's memory.
+    max_owner_response_byte_size: ByteSize = 4 << 30
 
 
 class SupervisorOptions(Section, frozen=True):

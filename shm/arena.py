@@ -75,6 +75,34 @@ def taken_by(segment: int, byte_size: int) -> int:
     return -(-byte_size // _LARGE_STEP) * _LARGE_STEP
 
 
+class Budget:
+    """Bounds the memory of several arenas together. Belongs to the thread that owns them."""
+
+    def __init__(self, max_byte_size: int) -> None:
+        self.max_byte_size = max_byte_size
+        #: Bytes of all segments of all of them.
+        self.used = 0
+        #: Counts leases that came back to any of them.
+        self.returned = 0
+
+    def take(self, byte_size: int) -> bool:
+        """Reserves room for a segment. Returns False: there is none now."""
+        while self.used + byte_size > self.max_byte_size:
+            if not self.reclaim():
+                return False
+        self.used += byte_size
+        return True
+
+    def give(self, byte_size: int) -> None:
+        """Notes that a segment is closed."""
+        self.used -= byte_size
+        self.returned += 1
+
+    def reclaim(self) -> bool:
+        """Has an arena close a segment that nothing lies in. Returns whether one did."""
+        return False
+
+
 class Arena:
     """The arena as its owner sees it, who is its only allocator.
 
@@ -84,6 +112,7 @@ class Arena:
       keep_byte_size: free large segments that are kept for reuse; their pages stay warm.
       on_segment: called with every segment once it is made.
       lazy: segment 0 is made when something is first to lie there. For arenas of which there are many, and most stay empty.
+      budget: of this and other arenas; only with ``lazy``.
     """
 
     def __init__(
@@ -93,11 +122,15 @@ class Arena:
         keep_byte_size: int,
         on_segment: OnSegment | None = None,
         lazy: bool = False,
+        budget: Budget | None = None,
     ) -> None:
         first = self._first = 1 << max(byte_size - 1, BLOCK * 4 - 1).bit_length()
         self._buddies = Buddies(first)
         self._on_segment = on_segment
-        self._segments: dict[int, Segment] = {} if lazy else {0: self._create(first)}
+        self._budget = budget
+        self._segments: dict[int, Segment] = {}
+        if not lazy:
+            self._make(0, first)
         self._next_segment = 1
         #: Leases up to this size lie in segment 0, where it has room.
         self.shared_byte_size = self._buddies.largest
@@ -124,10 +157,9 @@ class Arena:
         Raises: InvalidArgument: it could not fit into the whole arena.  Unavailable: the host has no memory left.
         """
         if byte_size <= self._buddies.largest:
-            if 0 not in self._segments:
-                self._segments[0] = self._create(self._first)
             order = max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
-            offset = self._buddies.take(order)
+            made = 0 in self._segments or self._make(0, self._first)
+            offset = self._buddies.take(order) if made else None
             if offset is not None:
                 return self._lease(0, offset, byte_size, BLOCK << order)
             if byte_size <= self.small_byte_size:
@@ -187,6 +219,8 @@ class Arena:
     def close(self) -> None:
         """Closes every segment; leases become useless."""
         for segment in self._segments.values():
+            if self._budget is not None:
+                self._budget.give(segment.byte_size)
             segment.close()
         self._segments.clear()
         self._leases.clear()
@@ -218,25 +252,44 @@ class Arena:
             self._close_segment(self._free_large.pop(0))
         if self._byte_size + size > self._max_byte_size:
             return None
-        number, self._next_segment = self._next_segment, self._next_segment + 1
-        self._segments[number] = self._create(size)
+        number = self._next_segment
+        if not self._make(number, size):
+            return None
+        self._next_segment += 1
         self._byte_size += size
         return self._lease(number, 0, byte_size, size)
 
     def _loan_reserved(self, byte_size: int, order: int) -> Lease | None:
         if self._reserve is None:
-            number, self._next_segment = self._next_segment, self._next_segment + 1
-            self._segments[number] = self._create(self._reserve_byte_size)
+            number = self._next_segment
+            if not self._make(number, self._reserve_byte_size):
+                return None
+            self._next_segment += 1
             self._reserve = number, Buddies(self._reserve_byte_size)
         number, buddies = self._reserve
         offset = buddies.take(order)
         return None if offset is None else self._lease(number, offset, byte_size, BLOCK << order)
 
-    def _create(self, byte_size: int) -> Segment:
-        segment = Segment.create(byte_size)
+    def _make(self, number: int, byte_size: int) -> bool:
+        """Makes a segment. Returns False: the budget has no room for it now. Raises Unavailable: the host has no memory."""
+        if self._budget is not None and not self._budget.take(byte_size):
+            return False
+        try:
+            segment = self._segments[number] = Segment.create(byte_size)
+        except BaseException:
+            if self._budget is not None:
+                self._budget.give(byte_size)
+            raise
         if self._on_segment is not None:
             self._on_segment(segment)
-        return segment
+        return True
+
+    def trim(self) -> bool:
+        """Closes the large segment that has been free for longest. Returns False: there is none."""
+        if not self._free_large:
+            return False
+        self._close_segment(self._free_large.pop(0))
+        return True
 
     def _take_back(self, lease: Lease) -> None:
         place = lease.place
@@ -244,6 +297,8 @@ class Arena:
             return  # the arena was closed meanwhile
         lease.view = memoryview(b"")
         self.returned += 1
+        if self._budget is not None:
+            self._budget.returned += 1
         if place.segment == 0:
             self._buddies.give(place.offset, lease.block_size)
             return
@@ -257,6 +312,8 @@ class Arena:
     def _close_segment(self, number: int) -> None:
         segment = self._segments.pop(number)
         self._byte_size -= segment.byte_size
+        if self._budget is not None:
+            self._budget.give(segment.byte_size)
         segment.close()
         self.closures += 1
 

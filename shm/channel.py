@@ -117,6 +117,12 @@ class Channel:
         """Counts records not yet sent; a packed datagram counts as one."""
         return len(self._queue) + (self._unsent is not None)
 
+    @property
+    def waiting_byte_size(self) -> int:
+        """Counts the bytes of what is not yet sent."""
+        queued = sum([len(each[0]) if isinstance(each, tuple) else len(each) for each in self._queue])
+        return queued + (0 if self._unsent is None else len(self._unsent[0]))
+
     def put(self, record: Record, *fds: int) -> None:
         """Encodes and queues a record. Descriptors are duplicated: the caller keeps its own.
 

@@ -30,7 +30,7 @@ from typing import Any, cast
 
 from tensord.shm import descriptors
 from tensord.shm.announcer import Announcer
-from tensord.shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
+from tensord.shm.arena import Arena, ArenaMap, Budget, Lease, LeaseKey, OnSegment
 from tensord.shm.channel import MAX_RECORD, Channel, DescriptorsLost
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.messages import (
@@ -239,6 +239,7 @@ class WorkerLane:
         writable: bool = False,
         segments: ArenaMap | None = None,
         buffer: bytearray | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """Begins the lane.
 
@@ -248,6 +249,7 @@ class WorkerLane:
           writable: page-lock them (``tensord.shm.segment``).
           segments: where a client's segments go, which makes it a client's lane; None: a front's.
           buffer: as in ``Channel``.
+          budget: of the response arenas of all lanes of one client's user.
         """
         client = self._client = segments is not None
         self._channel = Channel(sock, _FROM_SUBMITTER, MAX_CLIENT_RECORD if client else MAX_RECORD, buffer)
@@ -262,7 +264,7 @@ class WorkerLane:
         self._channel.send(WireVersion(WIRE_VERSION))
         #: True once the other end has said that it speaks the same version of the wire.
         self._agreed = False
-        self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment, lazy=client)
+        self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment, lazy=client, budget=budget)
         self._announcer = Announcer(self._channel, self._arena, False)
         self._requests = ArenaMap(on_segment, writable) if segments is None else segments
         self._numbers: Numbers[PreparedAnswer] = Numbers()
@@ -273,6 +275,11 @@ class WorkerLane:
     def waiting(self) -> int:
         """Counts records not yet sent."""
         return self._channel.waiting
+
+    @property
+    def waiting_byte_size(self) -> int:
+        """Counts the bytes of those records."""
+        return self._channel.waiting_byte_size
 
     @property
     def arena(self) -> Arena:

@@ -57,6 +57,7 @@ from tensord.workers.processor.outside_compiler import outside_compiler
 from tensord.workers.programs.run_errors import works
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
+from tensord.workers.requests.lane_owner import LaneOwner
 from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
@@ -69,6 +70,9 @@ _log = logging.getLogger(__name__)
 #: Datagrams taken from one lane in an iteration, so that a busy submitter cannot starve the others; and records, of a client.
 _MAX_DATAGRAMS = 32
 _MAX_CLIENT_RECORDS = 256
+#: When so much has come, on lanes that the C part knows, while requests waited here, these are run before more is received, in so
+#: many iterations at most: then the C part takes what has come meanwhile. Clients that ask again at once would keep it out.
+_MISSED, _MAX_DRAINING = 16, 32
 #: Characters of what is wrong with a lane that are logged.
 _MAX_SHOWN = 500
 #: An iteration takes no longer than that if nothing happens: its beat is what the supervisor sees of an idle worker.
@@ -146,6 +150,8 @@ class Worker:
         #: By the descriptor of their lane; clients' lanes also by their number.
         self._submitters: dict[int, Submitter[Request]] = {}
         self._clients: dict[int, Submitter[Request]] = {}
+        #: The users of these, by their names.
+        self._owners: dict[str, LaneOwner] = {}
         #: Those that have something to be flushed.
         self._unflushed: list[Submitter[Request]] = []
         self._received = new_buffer()
@@ -173,6 +179,8 @@ class Worker:
         #: Lanes that cannot be written to now, of fronts and of clients. Nothing is taken from such a client.
         self._writing: set[int] = set()
         self._stalled: set[int] = set()
+        #: Iterations in which nothing more is received, while what waits is run.
+        self._draining = 0
         #: When something is due without an event; None: nothing is.
         self._next_ns: int | None = 0
         #: When to exit although something is in flight; 0: not told to stop.
@@ -239,6 +247,8 @@ class Worker:
         timeout_ns = max(0, until_ns - now_ns)
         at_once = next_ns is not None and next_ns <= now_ns
         idle = not (at_once or self._stop_ns or self._writing) and self._dispatcher.idle
+        if self._drains(at_once):
+            return []
         gathers = self._dispatcher.responses.look_ns > 0
         if gathers is not self._gathers:
             self._gathers = gathers
@@ -256,6 +266,17 @@ class Worker:
             else:  # an earlier one has closed its lane
                 descriptors.close(datagram[1])
         return woken.events
+
+    def _drains(self, at_once: bool) -> bool:
+        """Returns whether this iteration only runs what waits, and receives nothing. ``at_once``: something is to be run."""
+        if self._poller.missed >= _MISSED:
+            self._poller.missed, self._draining = 0, _MAX_DRAINING
+        if not self._draining:
+            return False
+        # Beside long programs it matters little who serves them, and others should not have to wait for so many of them.
+        goes_on = at_once and not self._stop_ns and self._dispatcher.runs_short_programs
+        self._draining = self._draining - 1 if goes_on else 0
+        return self._draining > 0
 
     # ----------------------------------------------------------------------------------------------------------- events
 
@@ -369,7 +390,11 @@ class Worker:
             with descriptors.needed("a client's lane"):
                 descriptors.check_reserve(sock.fileno(), "a client's lane")
                 segments = LaneSegments(self._regions, client.limits)
-                submitter = Submitter(peer, self._client_lane(sock, segments), self._unflushed, segments)
+                name = client.peer.owner
+                owner = self._owners.get(name) or LaneOwner(name, client.limits.max_owner_response_byte_size)
+                lane = self._client_lane(sock, segments, owner)
+                submitter = Submitter(peer, lane, self._unflushed, segments, owner=owner)
+                self._owners[name] = owner
                 self._clients[peer] = submitter
                 self._open(submitter)
         except (ServingError, OSError) as error:
@@ -385,13 +410,12 @@ class Worker:
             return WorkerLane(sock, *sizes)
         return WorkerLane(sock, *sizes, pinned.pin_segment, writable=True)
 
-    def _client_lane(self, sock: socket.socket, segments: LaneSegments) -> WorkerLane:
+    def _client_lane(self, sock: socket.socket, segments: LaneSegments, owner: LaneOwner) -> WorkerLane:
         most = segments.limits.response_byte_size
         keep = min(most, self._options.arenas.keep_byte_size)
         on_segment = None if self._pinned is None else self._pinned.pin_segment
-        return WorkerLane(
-            sock, min(CLIENT_BYTE_SIZE, most), most, keep, on_segment, segments=segments, buffer=self._received
-        )
+        first = min(CLIENT_BYTE_SIZE, most)
+        return WorkerLane(sock, first, most, keep, on_segment, segments=segments, buffer=self._received, budget=owner)
 
     def _open(self, submitter: Submitter[Request]) -> None:
         fd = submitter.lane.fileno()
@@ -423,6 +447,8 @@ class Worker:
         submitter.lane.close()
         if submitter.segments is not None:
             del self._clients[submitter.peer]
+            if submitter.owner is not None and submitter.owner.leave(submitter):
+                del self._owners[submitter.owner.name]
             self._channel.put(LaneClosed(submitter.peer))
 
     def _flush_all(self) -> None:
@@ -442,6 +468,9 @@ class Worker:
             else:
                 self._watch(fd, writing)
             waiting ^= {fd}
+        if client and (writing or submitter.unsent_byte_size):
+            submitter.unsent_byte_size = lane.waiting_byte_size
+            submitter.count_waiting()
         if lane.published.renumbered != submitter.renumbered:
             submitter.renumbered = lane.published.renumbered
             self._poller.forget_all(submitter)

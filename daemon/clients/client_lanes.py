@@ -73,7 +73,11 @@ class ClientLanes:
         self._supervisor = supervisor
         self._table = ModelStates()
         self._limits = LaneLimits(
-            clients.max_in_flight, clients.max_segments, clients.segment_byte_size, clients.response_byte_size
+            clients.max_in_flight,
+            clients.max_segments,
+            clients.segment_byte_size,
+            clients.response_byte_size,
+            clients.max_owner_response_byte_size,
         )
         self._connections: set[ClientConnection] = set()
         self._lanes: dict[int, _Lane] = {}

@@ -15,6 +15,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tensord.shm.channel import MAX_DATAGRAM, ChannelClosed
 from tensord.shm.control_records import LaneClosed, LaneLimits
@@ -38,9 +39,14 @@ from tensord.shm.messages import (
     WireVersion,
 )
 from tensord.shm.record import Record, encoder
+from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
+from tensord.workers.programs.executable import Content
+from tensord.workers.programs.grouped_program import GroupedProgram
 from tests.daemon_process import ROOT, descriptors
 from tests.raw_lane import SEALS, RawLane, addsub, memory, packed
+from tests.records import Tensor
+from tests.repositories import write_model
 from tests.work.counter import ROOMS
 from tests.workers.worker_loop import LIMITS, WorkerLoop
 
@@ -56,6 +62,31 @@ def loop(leaves_nothing: None) -> Iterator[WorkerLoop]:
         made.load(ROOT / "bench" / "models" / name)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def total(loop: WorkerLoop, tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
+    """A model that keeps a sum of each sequence."""
+    repository = tmp_path_factory.mktemp("models")
+    write_model(
+        repository,
+        "total",
+        """
+        inputs = {"x": "FP32[1]"}
+        outputs = {"sum": "FP32[1]"}
+        state = {"sum": "FP32[1]"}
+
+        def create(path, config, device):
+            def apply(params, inputs, state):
+                sum = state["sum"] + inputs["x"]
+                return {"sum": sum}, {"sum": sum}
+
+            return apply, {}
+        """,
+        "max_batch_size: 4 sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 8 } }",
+    )
+    loop.load(repository / "total")
+    return loop.worker._models.find("total", 1)
 
 
 @pytest.fixture
@@ -88,6 +119,14 @@ def add(loop: WorkerLoop, lane: RawLane, a: float = 3.0, b: float = 1.0) -> None
     lane.ask(addsub(), vector(a), vector(b))
     (answer,) = loop.client_answers(lane, 1)
     assert sums(lane, answer) == (a + b, a - b)
+
+
+def received(lane: RawLane) -> list[AnswerRecord]:
+    """What has come."""
+    answers: list[AnswerRecord] = []
+    while (found := lane.receive()) is not None:
+        answers += found
+    return answers
 
 
 def ended(loop: WorkerLoop, lane: RawLane) -> bool:
@@ -327,6 +366,83 @@ def clients_memory() -> int:
     return sum("memfd:client" in what for what in descriptors().values())
 
 
+@pytest.fixture
+def calls(loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The calls of grouped programs: for how many requests each was. Of a policy that is loaded anew."""
+    found: list[int] = []
+    run = GroupedProgram.run
+
+    def counted(self: GroupedProgram) -> list[Content]:
+        found.append(self.rows)
+        return run(self)
+
+    monkeypatch.setattr(GroupedProgram, "run", counted)
+    loop.load(ROOT / "bench" / "lane" / "models" / "policy")
+    return found
+
+
+def policy(number: int) -> PreparedRequest:
+    """A request of a simulator: a frame and a state in a segment, and a place for its actions."""
+    image, state, actions = (
+        RegionSlice(f"@{number}", at, size) for at, size in ((0, 27648), (27648, 128), (27776, 128))
+    )
+    inputs = PreparedTensor("image", "UINT8", (96, 96, 3), image), PreparedTensor("state", "FP32", (32,), state)
+    return PreparedRequest("policy", 0, inputs, (RequestedOutput("actions", actions),))
+
+
+def test_requests_of_many_lanes_share_calls_as_those_of_one_do(loop: WorkerLoop, calls: list[int]) -> None:
+    """64 simulators with a request each, beside one client with 64 requests, in C and in Python."""
+    count = 64
+    limits = replace(LIMITS, in_flight=count)
+    together: dict[str, list[list[int]]] = {}
+    for way, opened in (("many", count), ("one", 1)):
+        lanes = [loop.open_client(CLIENT + n, limits) for n in range(opened)]
+        for lane in lanes:
+            lane.open_segment(0, 1 << 16)
+            lane.prepare(3, policy(0))
+        rounds = together[way] = []
+        for _ in range(6):
+            calls.clear()
+            for at in range(count):
+                lanes[at % len(lanes)].ask(3)
+            left = count
+            while left:
+                loop.worker.iterate()
+                left -= sum(len(received(lane)) for lane in lanes)
+            rounds.append(sorted(calls))
+        for lane in lanes:
+            lane.close()
+        while loop.worker._clients:
+            loop.worker.iterate()
+    assert together["many"][-1] == together["one"][-1] == [8] * (count // 8)
+    loop.closed()
+
+
+def test_who_asks_again_at_once_does_not_keep_the_c_part_out(loop: WorkerLoop, calls: list[int]) -> None:
+    """Clients begin together, and each asks again as soon as it is answered: something waits in the worker at any time."""
+    lanes = [loop.open_client(CLIENT + n) for n in range(64)]
+    for lane in lanes:
+        lane.open_segment(0, 1 << 16)
+        lane.prepare(3, policy(0))
+        lane.ask(3)
+    answered = in_c = 0
+    while answered < 40 * len(lanes):
+        before = loop.worker._poller.lane_requests
+        loop.worker.iterate()
+        in_c += loop.worker._poller.lane_requests - before
+        for lane in lanes:
+            for answer in received(lane):
+                assert answer.code == "", answer.message
+                answered += 1
+                lane.ask(3)
+    assert in_c > answered // 2 or not extensions.available
+    for lane in lanes:
+        lane.close()
+    while loop.worker._clients:
+        loop.worker.iterate()
+    loop.closed()
+
+
 def test_descriptors_that_come_where_none_belong_are_closed(loop: WorkerLoop) -> None:
     """With the version, with nothing at all, with more than the worker takes, and behind what has ended the lane."""
     before = clients_memory()
@@ -375,6 +491,90 @@ def test_who_gives_no_lease_back_costs_its_own_requests(loop: WorkerLoop, lane: 
     lane.release(*leases)
     lane.ask(addsub(rows, places))
     assert loop.client_answers(lane, 1)[0].code == ""
+
+
+def test_answers_to_all_lanes_of_a_user_are_bounded(loop: WorkerLoop) -> None:
+    """In response memory and blocked: both numbers are told, other users are served, and what one lane gives back another has."""
+    most, rows = 2 << 20, 1 << 13
+    limits = replace(LIMITS, max_owner_response_byte_size=most)
+    first, second, other = [loop.open_client(CLIENT + n, limits, uid=uid) for n, uid in enumerate((77, 77, 78))]
+    places = (RegionSlice("@0", 0, rows * 64),) * 2
+    leases = []
+    for lane in (first, second):
+        lane.open_segment(0, rows * 64)
+        lane.ask(addsub(rows, places))
+        (answer,) = loop.client_answers(lane, 1)
+        assert answer.lease is not None, answer.message
+        leases.append(answer.lease)
+    second.ask(addsub(rows, places))
+    while not loop.worker._dispatcher._outbox.blocked:
+        loop.worker.iterate()
+    first.ask(addsub(), vector(1), vector(2))
+    (refused,) = loop.client_answers(first, 1)
+    assert (refused.code, refused.message) == (
+        "UNAVAILABLE",
+        f"{3 << 20} bytes of answers to clients of this user are held, at most {most} may be "
+        "(clients.max_owner_response_byte_size)",
+    )
+    add(loop, other)
+    (refused,) = loop.client_answers(second, 1)
+    assert (refused.code, refused.message) == (
+        "UNAVAILABLE",
+        f"no room for an answer of {1 << 20} bytes in the response arenas of this user: {most} of {most} are in use "
+        "(clients.max_owner_response_byte_size)",
+    )
+    add(loop, first)
+    second.ask(addsub(rows, places))
+    while not loop.worker._dispatcher._outbox.blocked:
+        loop.worker.iterate()
+    first.release(leases[0])
+    assert loop.client_answers(second, 1)[0].code == ""
+    while first.responses:
+        loop.worker.iterate()
+        first.receive()
+    for lane in (first, second, other):
+        lane.close()
+    while len(loop.worker._clients):
+        loop.worker.iterate()
+    assert loop.worker._owners == {}
+    assert sorted(loop.closed()) == [CLIENT, CLIENT + 1, CLIENT + 2]
+
+
+def test_a_sequence_ends_with_the_lane_that_asked_for_it(loop: WorkerLoop, total: ModelVersion) -> None:
+    """In C and in Python. A front's goes on, and so does one that somebody else has asked for since."""
+    step = PreparedRequest("total", 0, (PreparedTensor("x", "FP32", (1, 1)),))
+    one = np.ones(1, np.float32).tobytes()
+    sequences = total.sequences
+    assert sequences is not None
+    for known in (False, True):
+        leaving, staying = loop.open_client(CLIENT), loop.open_client(CLIENT + 1)
+        for lane in (leaving, staying):
+            lane.prepare(3, step)
+        if known:
+            for _ in range(40):
+                for lane in (leaving, staying):
+                    lane.ask(3, one, sequence_id=9, sequence_start=True, sequence_end=True)
+                    assert loop.client_answers(lane, 1)[0].code == ""
+            served = loop.worker._poller.lane_requests
+        for lane, name in ((leaving, "leaves"), (leaving, "taken"), (staying, "taken"), (staying, "stays")):
+            lane.ask(3, one, sequence_id=name, sequence_start=name != "taken" or lane is leaving)
+            assert loop.client_answers(lane, 1)[0].code == ""
+        if known:
+            assert not extensions.available or loop.worker._poller.lane_requests == served + 4
+        x = Tensor("x", "FP32", (1, 1), one)
+        loop.submit("total", [x], own={"sequence_id": "front", "sequence_start": True})
+        assert loop.answers(1)[0].code == ""
+        assert sequences.table.live == 4
+        leaving.close()
+        while len(loop.worker._clients) > 1:
+            loop.worker.iterate()
+        assert sorted(each.correlation_id for each in sequences.table.sequences()) == ["front", "stays", "taken"]
+        staying.close()
+        while len(loop.worker._clients):
+            loop.worker.iterate()
+        assert [each.correlation_id for each in sequences.table.sequences()] == ["front"]
+        sequences.close("front")
+    assert sorted(loop.closed()) == [CLIENT, CLIENT, CLIENT + 1, CLIENT + 1]
 
 
 def test_lanes_that_come_and_go_leave_nothing(loop: WorkerLoop) -> None:

@@ -69,10 +69,10 @@ class WorkerLoop:
         theirs.close()
         return SubmitterLane(ours, self.arena)
 
-    def open_client(self, peer: int, limits: LaneLimits = LIMITS, agree: bool = True) -> RawLane:
-        """A client's own lane."""
+    def open_client(self, peer: int, limits: LaneLimits = LIMITS, agree: bool = True, uid: int = 0) -> RawLane:
+        """A client's own lane, of that user."""
         ours, theirs = pair()
-        self.tell(LaneOpened(peer, client=LaneClient(Peer("unix"), limits)), theirs.fileno())
+        self.tell(LaneOpened(peer, client=LaneClient(Peer("unix", uid=uid), limits)), theirs.fileno())
         theirs.close()
         return RawLane(ours, agree, self._buffer)
 

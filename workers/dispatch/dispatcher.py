@@ -173,6 +173,12 @@ class Dispatcher:
             error = Unavailable(f"{count} requests are in flight on this lane, at most {most} may be")
             submitter.answer(failure(record.request_id, error))
             return
+        if submitter.owner is not None:
+            try:
+                submitter.owner.check()
+            except Unavailable as refused:
+                submitter.answer(failure(record.request_id, refused))
+                return
         if record.received_ns or record.strikes or record.trace & ~TIMING:
             record = replace(record, received_ns=0, strikes=0, trace=record.trace & TIMING)
         self.submit(submitter, record, now_ns)
@@ -206,6 +212,9 @@ class Dispatcher:
         self._agenda.wake(version)
         if version.sequences is not None:
             self._expiry.note(version.sequences, now_ns)
+            # Whoever asked last: with that client's lane the sequence ends.
+            request.live.client = request.submitter.peer if request.submitter.segments is not None else 0
+            request.submitter.sequences = True
 
     def _changed(self, version: ModelVersion) -> None:
         """Has a version asked again, because something may have made its waiting requests ready."""
@@ -257,11 +266,19 @@ class Dispatcher:
         for request in list(submitter.in_flight.values()):
             self.withdraw(request)
         now_ns = self._clock()
+        if submitter.segments is not None and submitter.sequences:
+            self._end_sequences(submitter)
         for request in submitter.held:
             request.version.executing -= 1
             self._outbox.fail_all(request.version.planner.dropped(request, now_ns), now_ns)
         self.ask_all()
         self._outbox.drop(submitter)
+
+    def _end_sequences(self, submitter: Submitter[Request]) -> None:
+        """Ends the sequences of a client that is gone: nobody else asks for them."""
+        for version in self._models:
+            if version.sequences is not None:
+                version.sequences.close_client(submitter.peer)
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -288,6 +305,11 @@ class Dispatcher:
         waits = self._active or blocked or kept
         self.idle = not (waits or (self._stepping.living and self._stepping.waits))
         return None if agenda.due_ns == NEVER else agenda.due_ns
+
+    @property
+    def runs_short_programs(self) -> bool:
+        """Returns whether what is run in the loop now takes much less than an iteration each time."""
+        return not self._stepping.living and self.loop_runs.share < 1
 
     def _retry(self, now_ns: int) -> None:
         """Places answers that found no room, as far as they fit by now, and gives up on those that waited too long."""

@@ -198,6 +198,10 @@ class FastPath(Poller):
         if self._seen != self._models.changes + self._regions.changes:
             self._forget()
         woken = Woken(*self._native.wait(max(0, timeout_ns), idle, sleeps))
+        if idle:
+            self.missed = 0
+        elif self._numbers:
+            self.missed += sum([fd in self._numbers for fd, _ in woken.events])
         if self._numbers and (figures := self._native.figures()):
             self._count(figures)
         return woken

@@ -56,6 +56,8 @@ class LoopRuns:
         self._check = check
         self._take = take
         self._finish = finish
+        #: The work of the last program, as a part of an iteration (``weight.share_of``).
+        self.share = 0.0
 
     def run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
         """Runs its next batch, and further ones with little to do with ``alone``, where many wait and no other model has any.
@@ -70,6 +72,7 @@ class LoopRuns:
         """Runs the next batch. Returns how much of an iteration that is; infinite: all of it, or none is due."""
         batch, model = self._take(version, now_ns), version.jitted
         if batch and version.loaded.ensemble is not None:
+            self.share = 0.0
             return math.inf if self._ensembles.run(version, version.loaded.ensemble, batch, now_ns) else 0
         if not batch or model is None:
             return math.inf
@@ -94,6 +97,7 @@ class LoopRuns:
         run(model, execution, self._check)
         self._page.end(LOOP_SLOT, execution.computed_ns)
         self._finish(version, execution)
+        self.share = executable.share
         return executable.share if len(version.planner) >= _MANY else math.inf
 
 

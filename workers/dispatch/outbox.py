@@ -280,6 +280,7 @@ class Outbox:
             return self.no_room(request, answer.byte_size, now_ns)
         submitter.blocked.append(answer)
         submitter.blocked_byte_size += answer.byte_size
+        submitter.count_waiting()
         if answer.byte_size > submitter.lane.arena.small_byte_size:
             submitter.bulky.add((request.version, request.key))
         self.blocked[submitter] = None
@@ -312,11 +313,12 @@ class Outbox:
         """Places what fits by now and gives up on what waited too long. Returns requests that may be run again."""
         freed: list[Request] = []
         for submitter in list(self.blocked):
-            returned = submitter.lane.arena.returned
+            returned = submitter.returns
             if returned == submitter.returned and now_ns < submitter.blocked[0].give_up_ns:
                 continue  # there is as little room as before
             submitter.returned = returned
             self._retry(submitter, now_ns)
+            submitter.count_waiting()
             if submitter.blocked_byte_size <= self._bound(submitter):
                 freed += submitter.held
                 submitter.held = []
@@ -367,6 +369,7 @@ class Outbox:
         submitter.held.clear()
         submitter.bulky.clear()
         submitter.blocked_byte_size = 0
+        submitter.count_waiting()
         self.blocked.pop(submitter, None)
 
     def __repr__(self) -> str:
@@ -395,7 +398,9 @@ def _reason(request: Request, error: ServingError, result: Result) -> Failure:
 
 
 def _describe_full(submitter: Submitter[Request], byte_size: int) -> str:
-    found = submitter.lane.arena.statistics()
+    found, owner = submitter.lane.arena.statistics(), submitter.owner
+    if owner is not None and found["byte_size"] + byte_size <= found["max_byte_size"]:
+        return owner.describe_full(byte_size)
     return (
         f"no room for an answer of {byte_size} bytes in the response arena: "
         f"{found['leased_byte_size']} of {found['max_byte_size']} are in use"

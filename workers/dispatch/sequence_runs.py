@@ -55,18 +55,31 @@ class SequenceRuns:
         #: The control inputs of each.
         self._given: list[dict[str, Array]] = []
 
-    def choose(self, asked: list[Asked]) -> int:
-        """Returns how many of these requests, the first ones, run now: (correlation id, START, END)."""
+    def choose(self, asked: list[Asked], clients: list[int] | None = None) -> int:
+        """Returns how many of these requests, the first ones, run now: (correlation id, START, END).
+
+        ``clients``: the descriptors of the clients' lanes that they came on, -1 for a front's; None: fronts' alone.
+        """
         try:
             if self._controls is not None:
                 self._given = self._controls.of_each(asked)
                 asked = asked[: len(self._given)]
             self._asked = asked
             self._chosen = self._sequences.run_now(asked, time.monotonic_ns())
+            if clients is not None:
+                self._note_clients(clients)
         except Exception:  # a defect of ours: the ordinary way says what becomes of them
             _log.exception("finding the sequences of requests for model '%s' failed", self._version.name)
             return 0
         return len(self._chosen)
+
+    def _note_clients(self, clients: list[int]) -> None:
+        """Notes on whose lanes the chosen sequences are, with which they end."""
+        for live, fd in zip(self._chosen, clients, strict=False):
+            submitter = self._submitters.get(fd)
+            live.client = 0 if submitter is None else submitter.peer
+            if submitter is not None:
+                submitter.sequences = True
 
     def program(self, executable: Executable) -> Callable[[], list[Content]]:
         """Returns a function that runs the chosen requests, once their inputs are gathered in a program's memory."""

@@ -33,13 +33,33 @@ static PyObject *asked(const request_t *requests, int count) {
     return found;
 }
 
+/* Returns the descriptors of the clients' lanes that the requests came on, -1 for a front's; or None: all are fronts'. */
+static PyObject *clients_of(const request_t *requests, int count) {
+    int n = 0;
+    while (n < count && !requests[n].lane->most)
+        n++;
+    if (n == count) {
+        Py_INCREF(Py_None);
+        return Py_None;
+    }
+    PyObject *found = PyList_New(count);
+    for (n = 0; found != NULL && n < count; n++) {
+        PyObject *one = PyLong_FromLong(requests[n].lane->most ? requests[n].lane->fd : -1);
+        if (one == NULL || PyList_SetItem(found, n, one))
+            Py_CLEAR(found);
+    }
+    return found;
+}
+
 /* Returns how many of the first of these requests run now; 0: they are for Python; -1: an exception is set that ends the process. */
 int choose_requests(const request_t *requests, int count) {
     const batch_t *batch = requests->plan->batch;
     PyObject *list = asked(requests, count);
-    PyObject *given = list == NULL ? NULL : PyObject_CallFunctionObjArgs(batch->choose, list, NULL);
+    PyObject *clients = list == NULL ? NULL : clients_of(requests, count);
+    PyObject *given = clients == NULL ? NULL : PyObject_CallFunctionObjArgs(batch->choose, list, clients == Py_None ? NULL : clients, NULL);
     long chosen = given == NULL ? 0 : PyLong_AsLong(given);
     Py_XDECREF(given);
+    Py_XDECREF(clients);
     Py_XDECREF(list);
     if (PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(PyExc_Exception))

@@ -23,8 +23,8 @@ from tensord.workers.tensors.signature import Signature
 LENGTHS = (MOST, 4, 2, 1)
 #: By the number of requests that wait: the most of them that share a call.
 _LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(MOST + 1)]
-#: Requests with larger inputs gain nothing worth their neighbours' waiting.
-_SMALL_BYTE_SIZE = 16 << 10
+#: Requests with larger inputs gain little: what is saved is a call, and their inputs are better used where they lie.
+_SMALL_BYTE_SIZE = 48 << 10
 #: Makes the program of a shape, or finds it in the cache. Raises as ``GroupedProgramMaker.compile``.
 Make = Callable[[Shapes, Callable[[], CompiledProgram]], CompiledProgram]
 

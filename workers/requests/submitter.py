@@ -18,6 +18,7 @@ from tensord.shm.messages import AnswerRecord, Prepare, PreparedAnswer, Prepared
 from tensord.shm.prepared import Numbered, ReceivedNumbers
 from tensord.shm.record import encoder
 from tensord.workers.regions.lane_segments import LaneSegments
+from tensord.workers.requests.lane_owner import LaneOwner
 from tensord.workers.requests.response_kind import Described, ResponseKind
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Submitter(Generic[R]):
         "_prepared_size",
         "_prepared_sizes",
         "_response_kinds",
+        "_waiting_byte_size",
         "blocked",
         "blocked_byte_size",
         "bulky",
@@ -59,13 +61,16 @@ class Submitter(Generic[R]):
         "held",
         "in_flight",
         "lane",
+        "owner",
         "peer",
         "preparations",
         "protocol",
         "renumbered",
         "returned",
         "segments",
+        "sequences",
         "unflushed",
+        "unsent_byte_size",
     )
 
     def __init__(
@@ -75,6 +80,7 @@ class Submitter(Generic[R]):
         due: list[Submitter[R]] | None = None,
         segments: LaneSegments | None = None,
         protocol: str = "http",
+        owner: LaneOwner | None = None,
     ) -> None:
         """Begins without requests.
 
@@ -82,12 +88,18 @@ class Submitter(Generic[R]):
           due: submitters that have something to be flushed; the loop's list.
           segments: of a client's own lane; None: it is a front, which is believed.
           protocol: by which its clients ask, one of ``durations.PROTOCOLS``; a client's own lane is "lane".
+          owner: the user whose lane it is; None: it is a front.
         """
         self.peer = peer
         self.lane = lane
         self.segments = segments
         #: The place in PROTOCOLS.
         self.protocol = PROTOCOLS.index(protocol if segments is None else "lane")
+        self.owner = owner
+        if owner is not None:
+            owner.submitters.add(self)
+        #: Whether a sequence may end with this client's lane.
+        self.sequences = False
         self._due: list[Submitter[R]] = [] if due is None else due
         #: Request id -> request, from its validation to its final answer.
         self.in_flight: dict[int, R] = {}
@@ -98,6 +110,10 @@ class Submitter(Generic[R]):
         self.returned = NEVER_LOOKED
         #: Bytes those answers hold in the worker's own memory.
         self.blocked_byte_size = 0
+        #: Bytes of records that the socket of a client's lane did not take.
+        self.unsent_byte_size = 0
+        #: Both together, as the owner knows them.
+        self._waiting_byte_size = 0
         #: The kinds of requests (version and key) whose answers were too large while any was blocked.
         self.bulky: set[tuple[Hashable, Hashable]] = set()
         #: Requests of those that are not run until there is room again.
@@ -126,6 +142,18 @@ class Submitter(Generic[R]):
                 raise InvalidArgument(
                     f"{self._prepared_size} bytes of prepared requests, at most {_MAX_PREPARED} are kept for a lane"
                 )
+
+    @property
+    def returns(self) -> int:
+        """Counts leases that came back: to the lane, or to any lane of its user, whose room is that of all."""
+        return self.lane.arena.returned if self.owner is None else self.owner.returned
+
+    def count_waiting(self) -> None:
+        """Tells the lane's user how many bytes of answers wait for this client."""
+        if self.owner is not None:
+            waiting = 0 if self.closed else self.blocked_byte_size + self.unsent_byte_size
+            self.owner.waiting_byte_size += waiting - self._waiting_byte_size
+            self._waiting_byte_size = waiting
 
     def flush_soon(self) -> None:
         """Has the loop flush the lane once in this iteration."""

@@ -55,7 +55,18 @@ S = TypeVar("S", bound=Sequenced)
 class LiveSequence(Generic[S]):
     """One sequence, from its admission until its slot is free."""
 
-    __slots__ = ("begun", "cancelled", "closed", "correlation_id", "generation", "kept", "running", "slot", "waiting")
+    __slots__ = (
+        "begun",
+        "cancelled",
+        "client",
+        "closed",
+        "correlation_id",
+        "generation",
+        "kept",
+        "running",
+        "slot",
+        "waiting",
+    )
 
     def __init__(self, correlation_id: int | str, generation: int) -> None:
         self.correlation_id = correlation_id
@@ -71,6 +82,8 @@ class LiveSequence(Generic[S]):
         self.begun = False
         #: Whether its id is forgotten: nothing joins it any more, and the id may begin anew elsewhere.
         self.closed = False
+        #: The number of the client's lane that its last request came on; 0: a front's.
+        self.client = 0
         #: State that its last step left, where the model's state varies in size (``workers/models/free_state.py``).
         self.kept: Any = None
         #: Whether it lost requests that never ran: nothing more of it may run.

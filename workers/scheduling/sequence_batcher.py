@@ -200,6 +200,11 @@ class SequenceBatcher(Generic[S]):
         """Forgets the id of a sequence that goes on elsewhere; its waiting requests still run."""
         self._look(self.table.close(correlation_id))
 
+    def close_client(self, client: int) -> None:
+        """Ends the sequences whose last request came on that client's lane, which is gone; what waits of them still runs."""
+        for live in [live for live in self.table.sequences() if live.client == client and not live.closed]:
+            self.close(live.correlation_id)
+
     def close_all(self) -> None:
         """Ends every sequence once its waiting requests have run, because nobody will send more."""
         self.table.forget_all()

@@ -93,7 +93,7 @@ def multiplying(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return made | {"sum": made["sum"] + (square @ square).sum()}
 
 
-@pytest.mark.parametrize(("of", "size"), [(looping, 3), (multiplying, 3), (apply, 1 << 13)])
+@pytest.mark.parametrize(("of", "size"), [(looping, 3), (multiplying, 3), (apply, 1 << 14)])
 def test_what_has_much_to_do_or_nobody_knows_how_much_goes_alone(of: Apply, size: int) -> None:
     made, single = series(model(of, size))
     assert not made.wants(single)

@@ -1,0 +1,60 @@
+"""The user of clients' lanes, as a worker sees it: what answers to all of that user's lanes may hold of the worker's memory.
+
+answer ─▶ segment of a lane's response arena ─▶ held until the lane gives its leases back, or ends
+      ├▶ blocked: the arena is full           ─▶ held until there is room                           of all lanes of the user
+      └▶ record that the socket does not take ─▶ held until the client reads                       together: bounded
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tensord.shm.arena import Budget
+from tensord.shm.errors import Unavailable
+
+if TYPE_CHECKING:
+    from tensord.workers.requests.submitter import Submitter
+
+
+class LaneOwner(Budget):
+    """Counts what the lanes of one user hold in this worker. Owned by the worker's loop."""
+
+    def __init__(self, name: str, max_byte_size: int) -> None:
+        super().__init__(max_byte_size)
+        self.name = name
+        self.submitters: set[Submitter[Any]] = set()
+        #: Bytes of answers that are blocked, or that the sockets did not take.
+        self.waiting_byte_size = 0
+
+    def leave(self, submitter: Submitter[Any]) -> bool:
+        """Notes that a lane has ended. Returns whether it was the last one."""
+        self.submitters.discard(submitter)
+        return not self.submitters
+
+    def check(self) -> None:
+        """Raises Unavailable: answers to this user hold as much as they may, so that nothing more is taken from it."""
+        held = self.used + self.waiting_byte_size
+        if held > self.max_byte_size:
+            raise Unavailable(
+                f"{held} bytes of answers to clients of this user are held, at most {self.max_byte_size} may be "
+                "(clients.max_owner_response_byte_size)"
+            )
+
+    def reclaim(self) -> bool:
+        """Has a lane close a response segment that nothing lies in."""
+        for submitter in self.submitters:
+            if submitter.lane.arena.trim():
+                # The client is told, so that it unmaps it.
+                submitter.flush_soon()
+                return True
+        return False
+
+    def describe_full(self, byte_size: int) -> str:
+        """Words the error of an answer that waited in vain for room among those of this user."""
+        return (
+            f"no room for an answer of {byte_size} bytes in the response arenas of this user: {self.used} of "
+            f"{self.max_byte_size} are in use (clients.max_owner_response_byte_size)"
+        )
+
+    def __repr__(self) -> str:
+        return f"<LaneOwner of {len(self.submitters)} lanes, {self.used + self.waiting_byte_size} bytes>"
