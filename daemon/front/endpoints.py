@@ -134,7 +134,7 @@ class Endpoints:
         """Returns a JSON array of {name, version?, state?, reason?}; ``ready``: of ready models only."""
         return await self._calls.ask(RepositoryIndex(ready))
 
-    async def load(self, model: str, parameters: Mapping[str, Any]) -> None:
+    async def load(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
         """Loads a model; ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). Raises ServingError.
 
         With files the model consists of nothing else, so they need a ``config``.
@@ -157,14 +157,14 @@ class Endpoints:
                 f"failed to load '{model}': {len(files)} files of {total} bytes together are given, "
                 f"at most {MAX_FILES} of {MAX_FILES_BYTE_SIZE} are allowed"
             )
-        await self._calls.ask(LoadModel(model, config, files))
+        await self._calls.ask(LoadModel(model, config, files), peer)
 
-    async def unload(self, model: str, parameters: Mapping[str, Any]) -> None:
+    async def unload(self, model: str, parameters: Mapping[str, Any], peer: Peer = ANONYMOUS) -> None:
         """Unloads a model; ``parameters``: ``unload_dependents``, others are ignored. Raises ServingError."""
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise InvalidArgument("unload parameter 'unload_dependents' should be a boolean")
-        await self._calls.ask(UnloadModel(model, dependents))
+        await self._calls.ask(UnloadModel(model, dependents), peer)
 
     # ----------------------------------------------------------------------------------------------- regions
 
@@ -207,15 +207,15 @@ class Endpoints:
 
     # ---------------------------------------------------------------------------------------------- settings
 
-    async def log_settings(self, wanted: ChangeLog) -> bytes:
+    async def log_settings(self, wanted: ChangeLog, peer: Peer = ANONYMOUS) -> bytes:
         """Changes the given settings; returns all settings then in force, as a JSON object."""
-        return await self._calls.ask(wanted)
+        return await self._calls.ask(wanted, peer)
 
     async def check_traced(self, model: str) -> None:
         """Checks that a model ("": all) exists before its settings are read. Raises InvalidArgument: unknown."""
         if model:
             await self._calls.ask(ChangeTrace(model))
 
-    async def trace_settings(self, wanted: ChangeTrace) -> bytes:
+    async def trace_settings(self, wanted: ChangeTrace, peer: Peer = ANONYMOUS) -> bytes:
         """Changes the given settings (``tensord.daemon.tracing.trace_settings.parse``); returns those then in force, as JSON."""
-        return await self._calls.ask(wanted)
+        return await self._calls.ask(wanted, peer)

@@ -37,7 +37,12 @@ _LOG_KINDS = {
 }
 _LOG_SETTINGS = {"log_file", *_LOG_KINDS}
 #: What depends on who asks: these get the client's connection as well.
-_FOR_PEER = frozenset(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Register", "Unregister"))
+_FOR_PEER = frozenset(
+    [
+        *(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Register", "Unregister")),
+        *("RepositoryModelLoad", "RepositoryModelUnload", "LogSettings", "TraceSetting"),
+    ]
+)
 
 
 class Management:
@@ -96,14 +101,14 @@ class Management:
         models = msgspec.json.decode(await self._endpoints.index(request.ready))
         return _filled(grpc_service_pb2.RepositoryIndexResponse(), {"models": models})
 
-    async def RepositoryModelLoad(self, request: Any) -> Any:
+    async def RepositoryModelLoad(self, client: Connection, request: Any) -> Any:
         _refuse_repository(request)
-        await self._endpoints.load(request.model_name, _parameters(request))
+        await self._endpoints.load(request.model_name, _parameters(request), peer_of(client.fileno()))
         return grpc_service_pb2.RepositoryModelLoadResponse()
 
-    async def RepositoryModelUnload(self, request: Any) -> Any:
+    async def RepositoryModelUnload(self, client: Connection, request: Any) -> Any:
         _refuse_repository(request)
-        await self._endpoints.unload(request.model_name, _parameters(request))
+        await self._endpoints.unload(request.model_name, _parameters(request), peer_of(client.fileno()))
         return grpc_service_pb2.RepositoryModelUnloadResponse()
 
     # ----------------------------------------------------------------------------------------------- regions
@@ -140,7 +145,7 @@ class Management:
 
     # ---------------------------------------------------------------------------------------------- settings
 
-    async def LogSettings(self, request: Any) -> Any:
+    async def LogSettings(self, client: Connection, request: Any) -> Any:
         given = {name: value for name, value in request.settings.items() if name in _LOG_SETTINGS}
         if "log_file" in given:
             raise Unsupported(log_settings.FILE_REFUSED)
@@ -152,17 +157,19 @@ class Management:
                 wanted[field] = getattr(given[name], kind)
         if wanted.get("format", "default") not in log_settings.FORMATS:
             raise InvalidArgument(f"invalid argument for log_format, got: {wanted['format']}")
-        settings = msgspec.json.decode(await self._endpoints.log_settings(ChangeLog(**wanted)))
+        settings = msgspec.json.decode(
+            await self._endpoints.log_settings(ChangeLog(**wanted), peer_of(client.fileno()))
+        )
         answer = grpc_service_pb2.LogSettingsResponse()
         for name, value in settings.items():
             setattr(answer.settings[name], _LOG_KINDS.get(name, ("", "string_param", ""))[1], value)
         return answer
 
-    async def TraceSetting(self, request: Any) -> Any:
+    async def TraceSetting(self, client: Connection, request: Any) -> Any:
         await self._endpoints.check_traced(request.model_name)
         given = {name: list(value.value) for name, value in request.settings.items()}
         wanted = trace_settings.parse(request.model_name, given)
-        settings = msgspec.json.decode(await self._endpoints.trace_settings(wanted))
+        settings = msgspec.json.decode(await self._endpoints.trace_settings(wanted, peer_of(client.fileno())))
         answer = grpc_service_pb2.TraceSettingResponse()
         for name, value in settings.items():
             answer.settings[name].value.extend(value if isinstance(value, list) else [value])

@@ -173,11 +173,12 @@ class Routes:
         for key, value in parameters.items():
             if key.startswith("file:"):
                 parameters[key] = control_fields.base64_content(key, value)
-        await self._endpoints.load(request.path_params["model"], parameters)
+        await self._endpoints.load(request.path_params["model"], parameters, peer_of(_fd(request)))
         return Response()
 
     async def unload(self, request: Request) -> Response:
-        await self._endpoints.unload(request.path_params["model"], _parameters(await _fields(request)))
+        parameters = _parameters(await _fields(request))
+        await self._endpoints.unload(request.path_params["model"], parameters, peer_of(_fd(request)))
         return Response()
 
     async def named_repository(self, request: Request) -> Response:
@@ -207,7 +208,8 @@ class Routes:
         form = control_fields.text(given["log_format"]) if "log_format" in given else None
         if form is not None and form not in FORMATS:
             raise Unavailable(f"invalid argument for --log_format, got: {form}")
-        return _answer(await self._endpoints.log_settings(ChangeLog(info, warning, error, verbose, form)))
+        wanted = ChangeLog(info, warning, error, verbose, form)
+        return _answer(await self._endpoints.log_settings(wanted, peer_of(_fd(request))))
 
     async def trace_settings(self, request: Request) -> Response:
         return _answer(await self._endpoints.trace_settings(ChangeTrace(_traced(request))))
@@ -228,7 +230,8 @@ class Routes:
                 raise Unsupported(trace_settings.FILE_REFUSED)
             else:
                 wanted[name] = [control_fields.text(value)]
-        return _answer(await self._endpoints.trace_settings(trace_settings.parse(_traced(request), wanted)))
+        changed = trace_settings.parse(_traced(request), wanted)
+        return _answer(await self._endpoints.trace_settings(changed, peer_of(_fd(request))))
 
     # ----------------------------------------------------------------------------------------------- regions
 

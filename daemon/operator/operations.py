@@ -13,6 +13,7 @@ from tensord.daemon.models.changes import Models
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.versions import IndexState
 from tensord.daemon.operator import model_list
+from tensord.daemon.operator.audit import Audit
 from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.worker_pool import WorkerPool
@@ -68,13 +69,14 @@ class Operations:
         self._workers = workers
         self._readiness_query = ReadinessQuery(models.lifecycle, workers)
         self._fronts = fronts
+        self._audit = Audit()
 
-    async def reply(self, call: ControlCall, end: int = -1) -> Reply:
-        """Makes a record of the answer; every failure becomes a code and a sentence. ``end``: as in ``answer``."""
+    async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
+        """Makes a record of the answer; every failure becomes a code and a sentence. ``end``, ``by_model``: as in ``answer``."""
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
         try:
-            return Reply(call_id, result=await self.answer(operation, call.peer, end))
+            return Reply(call_id, result=await self.answer(operation, call.peer, end, by_model))
         except ServingError as error:
             return Reply(call_id, error.code, error.message)
         except Exception:
@@ -84,23 +86,26 @@ class Operations:
     async def reply_to_model(self, call: ControlCall) -> Reply:
         """Replies to a worker whose model asks."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
-            return await self.reply(call)
+            return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
 
-    async def answer(self, operation: Operation, peer: Peer, end: int = -1) -> bytes:
+    async def answer(self, operation: Operation, peer: Peer, end: int = -1, by_model: bool = False) -> bytes:
         """Returns an operation's result, JSON or empty, once every front acts upon it: the next request may come to any of them.
 
         Args:
           peer: who asks.
           end: as ``RegionRegistry.register`` takes it, owned by the caller; -1: none.
+          by_model: whether a model asks, and ``peer`` says nothing.
         Raises: ServingError.
         """
         try:
             result = await self._carry_out(operation, peer, end)
-        except ServingError:
+        except ServingError as error:
+            self._audit.note(operation, None if by_model else peer, error)
             # A load that failed has changed something, too.
             await self._fronts.settled()
             raise
+        self._audit.note(operation, None if by_model else peer)
         await self._fronts.settled()
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def serve(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> Callabl
     repositories.write_model(tmp_path / "models", "talks", TALKS, CONFIG)
 
     def start(**log: Any) -> DaemonProcess:
-        daemon = start_daemon(tmp_path / "models", log={"format": "json", **log}, http={"processes": 2})
+        options = {"http": {"processes": 2}, "clients": {"socket": str(tmp_path / "clients.sock")}}
+        daemon = start_daemon(tmp_path / "models", log={"format": "json", **log}, **options)
         daemon.wait_ready()
         return daemon
 
@@ -139,3 +141,37 @@ def test_the_access_log(serve: Callable[..., DaemonProcess]) -> None:
             client.infer("scale", [given])
         assert daemon.request("GET", "/v2/health/live")[0] == 200
         assert len(lines(daemon)) == 5
+
+
+def test_who_changed_something(serve: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. Settings are changed over TCP, over a unix socket, and over gRPC; and read. 2. A region without an object is registered.
+    Result: a line for each change with the client's address, or user and process as the kernel knows them; why one was refused.
+    """
+    daemon = serve()
+    assert daemon.request("GET", "/v2/logging")[0] == 200
+    body = b'{"log_verbose_level": 0}'
+    assert daemon.request("POST", "/v2/logging", body)[0] == 200
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(PATIENCE)
+        connection.connect(str(tmp_path / "http.sock"))
+        connection.sendall(b"POST /v2/logging HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert b" 200 " in connection.recv(1 << 16)
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
+        client.update_log_settings({"log_verbose_level": 1})
+        with pytest.raises(InferenceServerException):
+            client.register_system_shared_memory("r", "/tensord-test-no-such-object", 64)
+
+    def audited() -> list[str]:
+        messages = [json.loads(line)["message"] for line in daemon.log.splitlines() if line.startswith("{")]
+        return [message for message in messages if message.startswith("audit: ")]
+
+    wait_until(lambda: len(audited()) == 4, "four lines", daemon)
+    over_tcp, over_unix, over_grpc, region = audited()
+    assert over_tcp.startswith("audit: change of log settings (verbose=0) by 127.0.0.1:")
+    assert over_unix == f"audit: change of log settings (verbose=0) by uid {os.getuid()}, pid {os.getpid()}"
+    assert over_grpc.startswith("audit: change of log settings (verbose=1) by 127.0.0.1:")
+    assert region.startswith(
+        "audit: registration of region 'r' (64 bytes of '/tensord-test-no-such-object' from 0) by 127.0.0.1:"
+    )
+    assert ", refused: " in region

@@ -23,16 +23,18 @@ COUNTS = Counts(
     lost_sequences=3,
     replaced=12,
 )
+#: Of two buckets: counts, and sums in ns, of each kind.
+DURATIONS = {"lane": (1, 2, 3, 4_500_000_000, 6, 0, 0, 250, 0, 0, 6, 60_000_000_000, 1, 0, 0, 1000)}
 SNAPSHOT = MetricsSnapshot(
     False,
     {"m": True, "broken": False},
-    [Total("m", 3, COUNTS, 7, True, sequences=(5, 4)), Total('a "b"\n\\', 1, Counts(), 0)],
+    [Total("m", 3, COUNTS, 7, True, sequences=(5, 4), durations=DURATIONS), Total('a "b"\n\\', 1, Counts(), 0)],
     [
         WorkerSlot(
             "worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16), 8, 9, 4096, Compiles(3, 2_500_000_000, 11)
         )
     ],
-    [FrontSlot("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5)],
+    [FrontSlot("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5, {"200": 40, "400": 2, "503": 0})],
     [RegionTotals("system", 2, 8192, 3), RegionTotals("cuda", 0, 0, 0)],
     4096,
     1 << 44,
@@ -46,6 +48,7 @@ SNAPSHOT = MetricsSnapshot(
     deaths={("worker-0", "memory"): 2, ("http-0", "SIGSEGV"): 1},
     reloaded=False,
     reloaded_at=1_800_000_000.5,
+    buckets=[0.0005, 2.5],
 )
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 
@@ -117,6 +120,17 @@ def test_ours() -> None:
         'tensord_model_refused_total{model="m",reason="compiling",version="3"} 6.0',
         'tensord_model_refused_total{model="m",reason="answer_room",version="3"} 7.0',
         'tensord_front_refused_total{front="http-0",protocol="http",reason="in_flight"} 9.0',
+        'tensord_request_duration_seconds_bucket{model="m",protocol="lane",version="3",le="0.0005"} 1',
+        'tensord_request_duration_seconds_bucket{model="m",protocol="lane",version="3",le="2.5"} 3',
+        'tensord_request_duration_seconds_bucket{model="m",protocol="lane",version="3",le="+Inf"} 6',
+        'tensord_request_duration_seconds_count{model="m",protocol="lane",version="3"} 6',
+        'tensord_request_duration_seconds_sum{model="m",protocol="lane",version="3"} 4.5',
+        'tensord_queue_duration_seconds_bucket{model="m",protocol="lane",version="3",le="0.0005"} 6',
+        'tensord_compute_duration_seconds_sum{model="m",protocol="lane",version="3"} 60.0',
+        'tensord_first_response_duration_seconds_count{model="m",protocol="lane",version="3"} 1',
+        "# TYPE tensord_queue_duration_seconds histogram",
+        'tensord_front_requests_total{code="200",protocol="http"} 40.0',
+        'tensord_front_requests_total{code="400",protocol="http"} 2.0',
         'tensord_model_served{model="m"} 1.0',
         'tensord_model_state{model="m",state="READY",version="3"} 1.0',
         'tensord_model_state{model="m",state="LOADING",version="3"} 0.0',
@@ -151,6 +165,7 @@ def test_ours() -> None:
         'tensord_front_prepared_requests_evicted_total{front="http-0",protocol="http"} 5.0',
     ):
         assert line in lines
+    assert not any('code="503"' in line for line in lines)
     # A model without sequences has no such lines.
     assert sum(line.startswith("tensord_model_sequences") for line in lines) == 3
     assert 'tensord_process_resident_memory_bytes{process="supervisor"}' in text()

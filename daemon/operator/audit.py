@@ -1,0 +1,105 @@
+"""Says in the log who changed what: models, regions, settings. One line for each operation that is carried out, or refused.
+
+User and process are the kernel's word for clients on unix sockets; of others there is the address. Belongs to the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from tensord.shm.errors import ServingError
+from tensord.shm.operations import (
+    ChangeLog,
+    ChangeTrace,
+    LoadModel,
+    Operation,
+    Peer,
+    RegisterCudaRegion,
+    RegisterSystemRegion,
+    UnloadModel,
+    UnregisterRegion,
+)
+
+_log = logging.getLogger("tensord.audit")
+#: Lines in a second at most: who registers a region for each request shall not fill the log.
+_MAX_LINES = 20
+_SECOND_NS = 10**9
+#: Characters of a name or an error in a line.
+_MAX_TEXT = 200
+
+
+class Audit:
+    """Writes the lines of one daemon, up to a rate."""
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock = clock
+        self._window_ns = self._lines = self._left_out = 0
+
+    def note(self, operation: Operation, peer: Peer | None, error: ServingError | None = None) -> None:
+        """Writes the line about an operation, if it changes anything.
+
+        Args:
+          peer: who asked; None: a model.
+          error: why it was not carried out.
+        """
+        what = _described(operation)
+        if not what:
+            return
+        now_ns = self._clock()
+        if now_ns - self._window_ns >= _SECOND_NS:
+            self._window_ns, self._lines = now_ns, 0
+        self._lines += 1
+        if self._lines > _MAX_LINES:
+            self._left_out += 1
+            return
+        left_out = f" ({self._left_out} such lines before it were left out)" if self._left_out else ""
+        self._left_out = 0
+        refused = f", refused: {error.message[:_MAX_TEXT]}" if error is not None else ""
+        _log.info("audit: %s by %s%s%s", what, _named(peer), refused, left_out)
+
+
+def _described(operation: Operation) -> str:
+    """Words what an operation changes; "": nothing."""
+    match operation:
+        case LoadModel(name, config, files):
+            given = ", with a configuration" if config else ""
+            return f"load of model '{name[:_MAX_TEXT]}'{given}{f' and {len(files)} files' if files else ''}"
+        case UnloadModel(name):
+            return f"unload of model '{name[:_MAX_TEXT]}'"
+        case RegisterSystemRegion(name, key, offset, byte_size):
+            place = f"{byte_size} bytes of '{key[:_MAX_TEXT]}' from {offset}"
+            return f"registration of region '{name[:_MAX_TEXT]}' ({place})"
+        case RegisterCudaRegion(name, _, device, byte_size):
+            return f"registration of region '{name[:_MAX_TEXT]}' ({byte_size} bytes of GPU {device})"
+        case UnregisterRegion(kind, name):
+            return f"unregistration of region '{name[:_MAX_TEXT]}'" if name else f"unregistration of all {kind} regions"
+        case ChangeLog() | ChangeTrace():
+            changed = {
+                field: value
+                for field, value in msgspec.structs.asdict(operation).items()
+                if value is not None and value != () and field != "model"
+            }
+            if not changed:
+                return ""  # it only reads
+            kind = "log settings" if isinstance(operation, ChangeLog) else _traced(operation.model)
+            listed = ", ".join(f"{field}={value!r}" for field, value in changed.items())
+            return f"change of {kind} ({listed[:_MAX_TEXT]})"
+    return ""
+
+
+def _traced(model: str) -> str:
+    return f"trace settings of model '{model[:_MAX_TEXT]}'" if model else "trace settings"
+
+
+def _named(peer: Peer | None) -> str:
+    if peer is None:
+        return "a model"
+    if peer.kind == "unix":
+        return f"uid {peer.uid}, pid {peer.pid}"
+    if peer.kind == "operator":
+        return "tensorctl"
+    return peer.address or "a client that is gone"

@@ -1,0 +1,69 @@
+"""Who changed what is one line; what only reads is none; floods are cut with their number."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tensord.daemon.operator.audit import Audit
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.operations import (
+    ANONYMOUS,
+    ChangeLog,
+    ChangeTrace,
+    LoadModel,
+    ModelStatistics,
+    Operation,
+    Peer,
+    RegisterCudaRegion,
+    RegisterSystemRegion,
+    RepositoryIndex,
+    UnloadModel,
+    UnregisterRegion,
+)
+
+BY = " by uid 1000, pid 4711"
+UNIX, TCP = Peer("unix", "", 4711, 1000, 1000), Peer("tcp", "10.0.0.1:5000")
+
+
+@pytest.mark.parametrize(
+    ("operation", "peer", "expected"),
+    [
+        (LoadModel("m"), TCP, "load of model 'm' by 10.0.0.1:5000"),
+        (LoadModel("m", "{}", {"a": b"", "b": b""}), TCP, "load of model 'm', with a configuration and 2 files by 10.0.0.1:5000"),
+        (UnloadModel("m"), None, "unload of model 'm' by a model"),
+        (RegisterSystemRegion("r", "/k", 5, 64), UNIX, "registration of region 'r' (64 bytes of '/k' from 5)" + BY),
+        (RegisterCudaRegion("r", b"secret", 1, 64), TCP, "registration of region 'r' (64 bytes of GPU 1) by 10.0.0.1:5000"),
+        (UnregisterRegion("system", "r"), Peer("operator"), "unregistration of region 'r' by tensorctl"),
+        (UnregisterRegion("cuda", ""), ANONYMOUS, "unregistration of all cuda regions by a client that is gone"),
+        (ChangeLog(verbose=1, info=False), TCP, "change of log settings (info=False, verbose=1) by 10.0.0.1:5000"),
+        (ChangeTrace("m", rate=1), TCP, "change of trace settings of model 'm' (rate=1) by 10.0.0.1:5000"),
+        (ChangeTrace(cleared=("rate",)), TCP, "change of trace settings (cleared=('rate',)) by 10.0.0.1:5000"),
+        (ChangeLog(), TCP, ""),
+        (ChangeTrace("m"), TCP, ""),
+        (ModelStatistics("m"), TCP, ""),
+        (RepositoryIndex(), TCP, ""),
+    ],
+)  # fmt: skip
+def test_lines(operation: Operation, peer: Peer | None, expected: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    audit = Audit()
+    audit.note(operation, peer)
+    audit.note(operation, peer, InvalidArgument("it may not"))
+    lines = [f"audit: {expected}", f"audit: {expected}, refused: it may not"] if expected else []
+    assert [record.message for record in caplog.records] == lines
+
+
+def test_a_flood_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    now = [10**12]
+    audit = Audit(lambda: now[0])
+    for _ in range(100):
+        audit.note(UnloadModel("m"), TCP)
+    assert len(caplog.records) == 20
+    now[0] += 10**9
+    for _ in range(2):
+        audit.note(UnloadModel("m"), TCP)
+    assert caplog.records[20].message.endswith("by 10.0.0.1:5000 (80 such lines before it were left out)")
+    assert caplog.records[21].message.endswith("by 10.0.0.1:5000")
