@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, exposition
+from prometheus_client import exposition
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -23,7 +23,7 @@ from prometheus_client.core import (
     UnknownMetricFamily,
 )
 from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.metrics.snapshot import MetricsSnapshot
@@ -124,17 +124,35 @@ def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
     Args:
       accept: the request's header; names OpenMetrics where that is wanted.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshots(snapshot))
+    collector = _Snapshots(snapshot)
     wanted = {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
-    durations = _durations(snapshot)
     if "application/openmetrics-text" in wanted:
-        text = openmetrics.generate_latest(registry).removesuffix(_EOF) + durations + _EOF
-        return text, openmetrics.CONTENT_TYPE_LATEST
-    # The library knows no counters but those that end in _total. Triton's do not; their lines are right but for the type. No
-    # other line can end like this: samples end in a number, and a line break within a label is written \n.
-    text = exposition.generate_latest(registry).replace(b" untyped\n", b" counter\n")
-    return text + durations, exposition.CONTENT_TYPE_PLAIN_0_0_4
+        return _text(collector.collect(), True) + _durations(snapshot) + _EOF, openmetrics.CONTENT_TYPE_LATEST
+    return _text(collector.collect(), False) + _durations(snapshot), exposition.CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _text(families: Iterable[Metric], is_openmetrics: bool) -> bytes:
+    """Writes families as the library does, in half of its time: most of them have the same labels, which are written once."""
+    lines: list[str] = []
+    written: dict[tuple[tuple[str, str], ...], str] = {}
+    for family in families:
+        kind, help_ = family.type, family.documentation.replace("\\", r"\\").replace("\n", r"\n")
+        # In the older format the name of a counter is that of its samples. The library knows no counters but those that end in
+        # _total; Triton's do not, and are unknown there.
+        name = f"{family.name}_total" if kind == "counter" and not is_openmetrics else family.name
+        if kind == "unknown" and not is_openmetrics:
+            kind = "counter"
+        if is_openmetrics:
+            help_ = help_.replace('"', r"\"")
+        lines.append(f"# HELP {name} {help_}\n# TYPE {name} {kind}\n")
+        for sample in family.samples:
+            key = tuple(sample.labels.items())
+            labels = written.get(key)
+            if labels is None:
+                listed = ",".join([f'{label}="{_escaped(value)}"' for label, value in sorted(key)])
+                labels = written[key] = f"{{{listed}}}" if listed else ""
+            lines.append(f"{sample.name}{labels} {floatToGoString(sample.value)}\n")
+    return "".join(lines).encode()
 
 
 def _durations(snapshot: MetricsSnapshot) -> bytes:
@@ -168,8 +186,8 @@ def _escaped(label: str) -> str:
     return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-class _Snapshots(Collector):
-    """Presents one snapshot as a collector of the library."""
+class _Snapshots:
+    """Presents one snapshot as the library's families."""
 
     def __init__(self, snapshot: MetricsSnapshot) -> None:
         self._snapshot = snapshot

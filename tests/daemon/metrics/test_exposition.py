@@ -6,9 +6,11 @@ import os
 import re
 
 import pytest
-from prometheus_client import parser
+from prometheus_client import CollectorRegistry, generate_latest, parser
+from prometheus_client.openmetrics import exposition as openmetrics_text
 from prometheus_client.openmetrics import parser as openmetrics
 
+from tensord.daemon.metrics import exposition
 from tensord.daemon.metrics.exposition import render
 from tensord.daemon.metrics.ledger import Total
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
@@ -205,6 +207,22 @@ def test_both_formats_say_the_same(accept: str, read: object, content_type: str)
     assert samples["nv_inference_request_success", ("model", "m"), ("version", "3")] == 10
     assert samples["tensord_copied_bytes", ("model", "m"), ("version", "3")] == 1 << 40
     assert samples["tensord_region_bytes_max",] == 1 << 44
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_what_is_written_is_what_the_library_writes(accept: str) -> None:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(exposition._Snapshots(SNAPSHOT))  # type: ignore[arg-type]
+    if accept:
+        whole = openmetrics_text.generate_latest(registry).removesuffix(b"# EOF\n")
+        whole += exposition._durations(SNAPSHOT) + b"# EOF\n"
+    else:
+        whole = generate_latest(registry).replace(b" untyped\n", b" counter\n") + exposition._durations(SNAPSHOT)
+
+    def steady(text: bytes) -> list[bytes]:
+        return [line for line in text.splitlines() if b"resident_memory_bytes{" not in line]
+
+    assert steady(render(SNAPSHOT, accept)[0]) == steady(whole)
 
 
 def test_a_name_without_samples_is_not_there() -> None:
