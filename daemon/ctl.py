@@ -31,7 +31,8 @@ _REGION_COLUMNS = (
 )
 _MODEL_COLUMNS = ("name", "version", "state", "parameters", "programs", "program_bytes", "largest_batch", "reason")
 _CONFIG_COLUMNS = ("key", "value", "source", "next", "waits")
-_LOG_LEVELS = ("info", "warning", "error")
+_CONNECTION_COLUMNS = ("front", "owner", "pid", "requests", "idle_s", "request_bytes", "answer_bytes", "lanes")
+_SEQUENCE_COLUMNS = ("worker", "model", "version", "id", "slot", "begun", "running", "waiting", "idle_s")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -120,6 +121,9 @@ def _names(command: str, read: Callable[[Any], Sequence[str]]) -> Callable[..., 
 
 _model_name = _names("models", lambda rows: [row["name"] for row in rows])
 _region_name = _names("regions", lambda rows: [row["name"] for row in rows])
+
+
+_worker_name = _names("status", lambda status: [worker["name"] for worker in status["workers"]])
 
 
 # -------------------------------------------------------------------------------------------------------------- the daemon
@@ -215,6 +219,34 @@ def drain(daemon: _Daemon, wait: bool) -> None:
 def undrain(daemon: _Daemon) -> None:
     """Take requests again, and be ready as far as the models are."""
     daemon.do("undrain")
+
+
+@main.command()
+@click.argument("worker", shell_complete=_worker_name)
+@click.pass_obj
+def restart(daemon: _Daemon, worker: str) -> None:
+    """Replace WORKER (such as worker-0) by a new process, and wait until that has its models.
+
+    What it was asked is answered first; requests for models that no other worker has wait. Sequences on it are lost.
+    """
+    daemon.do("restart", name=worker)
+
+
+@main.command()
+@click.argument("worker", shell_complete=_worker_name)
+@click.argument("seconds", type=click.FloatRange(min=0, min_open=True, max=60))
+@click.argument("folder", type=click.Path(file_okay=False, resolve_path=True), required=False)
+@click.pass_obj
+def profile(daemon: _Daemon, worker: str, seconds: float, folder: str | None) -> None:
+    """Record what WORKER does for SECONDS, for XProf or Perfetto; requests are answered meanwhile.
+
+    Written by the daemon's user into FOLDER, or one of the daemon's own, whose name is printed.
+    """
+    result = daemon.ask("profile", name=worker, seconds=seconds, folder=folder or "")
+    if daemon.as_json:
+        _print_json(result)
+    else:
+        click.echo(result["folder"])
 
 
 @main.command()
@@ -348,6 +380,22 @@ def regions_list(daemon: _Daemon, watch: float | None) -> None:
 def regions_unregister(daemon: _Daemon, name: str) -> None:
     """Forget a region, of whatever kind, once no request uses it; "" is all of them."""
     daemon.do("unregister", name=name)
+
+
+@main.command()
+@_watched
+@click.pass_obj
+def connections(daemon: _Daemon, watch: float | None) -> None:
+    """Clients, by the front that serves them: whose, requests and bytes they hold, lanes; 1,000 of each front."""
+    daemon.show(watch, lambda rows: tables.show(_CONNECTION_COLUMNS, rows), "connections")
+
+
+@main.command()
+@_watched
+@click.pass_obj
+def sequences(daemon: _Daemon, watch: float | None) -> None:
+    """Sequences that live, by worker and model: their slots and what waits; 1,000 of each model version."""
+    daemon.show(watch, lambda rows: tables.show(_SEQUENCE_COLUMNS, rows), "sequences")
 
 
 def _print_json(result: Any) -> None:

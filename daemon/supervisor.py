@@ -493,6 +493,10 @@ class Supervisor:
             "clients": self._clients.describe(),
         }
 
+    def client_records(self) -> list[dict[str, Any]]:
+        """Describes the clients that are connected to the clients' socket."""
+        return self._lanes.records()
+
     def _drain_phase(self) -> str:
         if self.phase is not DaemonPhase.SERVING:
             return str(self.phase.value)

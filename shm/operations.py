@@ -155,6 +155,21 @@ class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
     """Asks a worker to end the clients' lanes on which nothing is in flight. Reply: JSON, how many others there are."""
 
 
+class TakeProfile(Record, frozen=True, tag="c.profile"):
+    """Has a worker record what it does for so many seconds, and write that below a folder. Reply, empty: it is written."""
+
+    seconds: float
+    folder: str
+
+
+class SequenceRecords(Record, frozen=True, tag="c.seqrec"):
+    """Asks a worker for its sequences. Reply: JSON array, 1,000 of a model version at most."""
+
+
+class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
+    """Asks a front for its connections. Reply: JSON array, 1,000 at most."""
+
+
 class ChangeLog(Record, frozen=True, tag="c.log"):
     """Changes the log settings that are not None. Reply: JSON, all settings then in force."""
 
@@ -197,4 +212,7 @@ Operation = (
     | WorkerFigures
     | AwaitIdle
     | EndIdleLanes
+    | TakeProfile
+    | SequenceRecords
+    | ConnectionRecords
 )

@@ -50,6 +50,8 @@ from tensord.shm.operations import (
     RegionRecords,
     RegisterCudaRegion,
     RegisterSystemRegion,
+    SequenceRecords,
+    TakeProfile,
     UnregisterRegion,
     WorkerFigures,
 )
@@ -68,6 +70,8 @@ if TYPE_CHECKING:
     from tensord.workers.worker import Worker
 
 _log = logging.getLogger(__name__)
+#: The most sequences of a model version that are described.
+_MAX_SEQUENCES = 1000
 
 
 class _Running(NamedTuple):
@@ -244,6 +248,10 @@ class Control:
                 self._channel.put(Reply(call.call_id, result=self._statistics(operation)))
             elif isinstance(operation, EndIdleLanes):
                 self._channel.put(Reply(call.call_id, result=json.dumps(self._worker.end_idle_lanes()).encode()))
+            elif isinstance(operation, SequenceRecords):
+                self._channel.put(Reply(call.call_id, result=json.dumps(self._sequences()).encode()))
+            elif isinstance(operation, TakeProfile):
+                self._profile(call, operation)
             elif isinstance(operation, WorkerFigures):
                 self._channel.put(Reply(call.call_id, result=self._figures()))
             else:
@@ -288,6 +296,22 @@ class Control:
             answered(True)
         else:
             found.ask(answered)
+
+    def _profile(self, call: ControlCall, operation: TakeProfile) -> None:
+        def taken(error: ServingError | None) -> None:
+            self._channel.put(Reply(call.call_id) if error is None else Reply(call.call_id, error.code, error.message))
+
+        self._worker.profiler.take(operation.seconds, operation.folder, taken)
+
+    def _sequences(self) -> list[dict[str, Any]]:
+        """Describes the sequences of each model version, those with a slot first."""
+        now_ns = time.monotonic_ns()
+        return [
+            {"model": version.name, "version": version.version, **record}
+            for version in self._models
+            if version.sequences is not None
+            for record in version.sequences.table.records(now_ns, _MAX_SEQUENCES)
+        ]
 
     def _statistics(self, operation: ModelStatistics) -> bytes:
         found: list[dict[str, Any]] = []

@@ -54,6 +54,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.outside_compiler import outside_compiler
+from tensord.workers.profiler import Profiler
 from tensord.workers.programs.run_errors import works
 from tensord.workers.regions.lane_segments import LaneSegments
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
@@ -146,6 +147,7 @@ class Worker:
             thread,
             operations,
         )
+        self.profiler = Profiler(self._inbox)
         self._cache = ResponseCache(options.response_cache.byte_size)
         #: By the descriptor of their lane; clients' lanes also by their number.
         self._submitters: dict[int, Submitter[Request]] = {}

@@ -321,6 +321,18 @@ class ClientLanes:
             "owners": {owner: {"connections": connections[owner], "lanes": lanes[owner]} for owner in owners},
         }
 
+    def records(self) -> list[dict[str, Any]]:
+        """Describes each client that is connected, for operators."""
+        return [
+            {
+                "front": "clients",
+                "owner": connection.peer.owner,
+                "pid": connection.peer.pid,
+                "lanes": len(connection.lanes),
+            }
+            for connection in self._connections
+        ]
+
     @property
     def connections(self) -> int:
         """Counts the clients that are connected."""

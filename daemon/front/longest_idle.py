@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, Protocol
+
+from tensord.daemon.submit.accounts import Account
 
 _log = logging.getLogger(__name__)
 #: Connections found in one search, so that not every new connection searches all others.
@@ -75,6 +77,16 @@ class LongestIdle:
         if now >= self._log_at:
             self._log_at = now + _LOG_SECONDS
             _log.warning("%d connections are allowed (max_connections): those idle longest make room", self._limit)
+
+
+def described(connection: IdleConnection, account: Account | None, now: float) -> dict[str, Any]:
+    """Describes a connection for operators: whose it is, bytes that it holds of the arenas, seconds since it asked something."""
+    return {
+        "owner": "" if account is None else account.client.owner,
+        "idle_s": round(max(0.0, now - connection.used_at), 1) if connection.asks_nothing else None,
+        "request_bytes": 0 if account is None else account.requests,
+        "answer_bytes": 0 if account is None else account.answers,
+    }
 
 
 def _used_at(guest: IdleConnection) -> float:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,7 +56,7 @@ from tensord.shm.control_records import (
 )
 from tensord.shm.errors import Unsupported
 from tensord.shm.extensions import missing
-from tensord.shm.operations import AwaitIdle
+from tensord.shm.operations import AwaitIdle, ConnectionRecords
 from tensord.shm.progress import Readiness
 from tensord.shm.record import decoder
 
@@ -63,6 +64,8 @@ from tensord.shm.record import decoder
 _KEPT_BYTE_SIZE = 64 << 20
 #: Between two looks whether anything is in flight, when the supervisor asks.
 _IDLE_POLL_SECONDS = 0.02
+#: The most connections that are described.
+_MAX_CONNECTIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,10 @@ class Front(ABC):
         """Accepts nothing new; returns when what was accepted is answered, after ``grace_ns`` at the latest."""
 
     @abstractmethod
+    def connections(self) -> Iterator[dict[str, Any]]:
+        """Yields a description of each connection, for operators."""
+
+    @abstractmethod
     def is_busy(self) -> bool:
         """Returns whether a client waits for an answer, or for the rest of one."""
 
@@ -186,6 +193,10 @@ class Front(ABC):
 
     async def _answer(self, call: ControlCall) -> None:
         """Answers a call of the supervisor."""
+        if isinstance(call.operation, ConnectionRecords):
+            records = list(itertools.islice(self.connections(), _MAX_CONNECTIONS))
+            self._connection.send(Reply(call.call_id, result=msgspec.json.encode(records)))
+            return
         if not isinstance(call.operation, AwaitIdle):
             message = f"a front does not answer {type(call.operation).__name__}"
             self._connection.send(Reply(call.call_id, Unsupported.code, message))

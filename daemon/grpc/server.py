@@ -9,7 +9,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, ClassVar
 
 from tensord.config import restrictions
@@ -19,6 +19,7 @@ from tensord.daemon.front.access import grpc_access
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.forwarding import Forwarding
+from tensord.daemon.front.longest_idle import described
 from tensord.daemon.front.process import Front
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.connection import Connection
@@ -95,6 +96,11 @@ class GrpcFront(Front):
         self._check.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._check
+
+    def connections(self) -> Iterator[dict[str, Any]]:
+        now = asyncio.get_running_loop().time()
+        for connection in self._serving.connections:
+            yield described(connection, connection.account, now) | {"requests": len(connection.http2.streams)}
 
     def is_busy(self) -> bool:
         return any(not connection.asks_nothing for connection in self._serving.connections)

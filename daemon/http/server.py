@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from typing import Any
 
 from tensord.config import restrictions
 from tensord.config.options import Options
@@ -12,7 +14,7 @@ from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.access import http_access
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.forwarding import Forwarding
-from tensord.daemon.front.longest_idle import LongestIdle
+from tensord.daemon.front.longest_idle import LongestIdle, described
 from tensord.daemon.front.process import Front
 from tensord.daemon.front.socket_watch import SocketWatch
 from tensord.daemon.http.connection import Connection
@@ -81,6 +83,11 @@ class HttpFront(Front):
         if self._serving.tasks:
             await asyncio.wait(self._serving.tasks, timeout=_LAST_CALL_NS / 1e9)
         self._check.cancel()
+
+    def connections(self) -> Iterator[dict[str, Any]]:
+        now = time.monotonic()
+        for connection in self._connections:
+            yield described(connection, connection.order.account, now) | {"requests": len(connection.order.requests)}
 
     def is_busy(self) -> bool:
         return any(not connection.asks_nothing for connection in self._connections)

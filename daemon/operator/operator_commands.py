@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
+import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from tensord.daemon.control.log_settings import MAX_VERBOSE
 from tensord.daemon.operator.operations import Operations
+from tensord.daemon.processes.child import Child
 from tensord.daemon.tracing import trace_settings
-from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm import descriptors
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 from tensord.shm.operations import (
     ChangeLog,
+    ConnectionRecords,
     LoadModel,
     ModelStatistics,
     Operation,
     Peer,
     RegionRecords,
     RepositoryIndex,
+    SequenceRecords,
+    TakeProfile,
     UnloadModel,
     UnregisterRegion,
 )
@@ -27,6 +35,8 @@ if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
 
 _OPERATOR = Peer("operator")
+#: How long a child may take to list what it has.
+_RECORDS_SECONDS = 5.0
 
 
 class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,6 +49,9 @@ class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
     wait: bool = True
     #: Settings of the log or of traces that change; None: they are only read.
     settings: dict[str, Any] | None = None
+    #: Of a profile: its length, and where it is written; "": in a folder of the daemon's own.
+    seconds: float = 0.0
+    folder: str = ""
 
 
 class _LogSettings(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,9 +89,42 @@ class OperatorCommands:
                 self._supervisor.drain.end()
                 await self._supervisor.fronts.settled()
                 return b"null"
+            case "restart":
+                await self._supervisor.workers.restart(question.name)
+                return b"null"
+            case "profile":
+                return await self._profile(question.name, question.seconds, question.folder)
+            case "connections":
+                return await self._connections()
+            case "sequences":
+                return await self._sequences()
             case "model":
                 return await self._operations.describe_model(question.name)
         return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
+
+    async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
+        """Has a worker take a profile. Returns its folder. Raises InvalidArgument: no such worker, or it cannot."""
+        worker = next((each for each in self._supervisor.workers.ready() if each.name == name), None)
+        if worker is None:
+            raise InvalidArgument(f"no worker '{name}' is up")
+        at = os.environ.get("STATE_DIRECTORY", "").split(":")[0] or tempfile.gettempdir()
+        folder = folder or f"{at}/tensord-profiles-{os.geteuid()}/{name}-{time.strftime('%Y%m%dT%H%M%S')}"
+        descriptors.close((await worker.call(TakeProfile(seconds, folder)))[1])
+        return msgspec.json.encode({"folder": folder})
+
+    async def _connections(self) -> bytes:
+        """Lists clients: those of each front, and those on the clients' socket."""
+        rows: list[dict[str, Any]] = []
+        for front in list(self._supervisor.fronts):
+            rows += [{"front": front.name, **row} for row in await _records(front, ConnectionRecords())]
+        return msgspec.json.encode([*rows, *self._supervisor.client_records()])
+
+    async def _sequences(self) -> bytes:
+        """Lists sequences, by their workers."""
+        rows: list[dict[str, Any]] = []
+        for worker in self._supervisor.workers.ready():
+            rows += [{"worker": worker.name, **row} for row in await _records(worker, SequenceRecords())]
+        return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
         """Reloads the configuration. Raises InvalidArgument: it is refused.  Unavailable: a load that it began has failed."""
@@ -91,6 +137,17 @@ class OperatorCommands:
                     + "; ".join(failures)
                 )
         return b"null"
+
+
+async def _records(child: Child, operation: Operation) -> list[dict[str, Any]]:
+    """Returns what a child lists; nothing where it does not answer in time, as a worker whose loop executes a long batch."""
+    try:
+        async with asyncio.timeout(_RECORDS_SECONDS):
+            result, fds = await child.call(operation)
+    except (ServingError, TimeoutError):
+        return []
+    descriptors.close(fds)
+    return msgspec.json.decode(result, type=list[dict[str, Any]])
 
 
 def _operation(question: OperatorQuestion) -> Operation:

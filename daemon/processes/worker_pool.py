@@ -21,7 +21,7 @@ from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import child_process, descriptors, device_names, marked_processes
 from tensord.shm.control_records import ChildReady, ControlCall, LaneClosed, Loaded, Reply, Unloaded
-from tensord.shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.marked_processes import MARK
 from tensord.shm.progress import Loading
 from tensord.shm.sequence_page import SequencePage
@@ -37,6 +37,8 @@ _DEATHS_WITHOUT_USE = 3
 _AGAIN_SECONDS = 1.0
 #: A dismissed worker is killed when it has not ended so many seconds after its time.
 _LATE_SECONDS = 2.0
+#: Between two looks whether a worker that is restarted has ended, or come up.
+_LOOK_SECONDS = 0.05
 
 
 class WorkerPool:
@@ -117,13 +119,38 @@ class WorkerPool:
         self._without_use.pop(device.name, None)
         for worker in [worker for worker in self if worker.name == name and not worker.stopping]:
             _log.info("%s (process %d) ends: its model needs it no more", worker.name, worker.pid)
-            grace = self._supervisor.options.supervisor.exit_timeout
-            worker.stop(int(grace * 1e9))
-            if worker.ready:
-                asyncio.get_running_loop().call_later(grace + _LATE_SECONDS, worker.kill)
-            else:
-                worker.kill()
-            self._supervisor.worker_dismissed(worker)
+            self._end(worker)
+
+    async def restart(self, name: str) -> None:
+        """Replaces a worker: what was accepted there is finished first, and requests for its models wait for the new one.
+
+        Returns when the new one is up. Raises: InvalidArgument: no worker of that name is up.  Unavailable: the new one died.
+        """
+        old = next((worker for worker in self.ready() if worker.name == name and not worker.stopping), None)
+        if old is None:
+            raise InvalidArgument(f"no worker '{name}' is up; there are {', '.join(sorted(self.slots)) or 'none'}")
+        device = (self._shared_slots | self._isolated)[name]
+        _log.info("%s (process %d) is restarted on request", name, old.pid)
+        self._end(old)
+        while old.alive:
+            await asyncio.sleep(_LOOK_SECONDS)
+        if self.is_vacant(name):
+            self.start(name, device)
+        while new := next((worker for worker in self if worker.name == name), None):
+            if new.ready and not new.owed:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+        raise Unavailable(f"the new {name} died")
+
+    def _end(self, worker: WorkerProcess) -> None:
+        """Stops a worker whose requests are to be finished; kills it where it does not end in time."""
+        grace = self._supervisor.options.supervisor.exit_timeout
+        worker.stop(int(grace * 1e9))
+        if worker.ready:
+            asyncio.get_running_loop().call_later(grace + _LATE_SECONDS, worker.kill)
+        else:
+            worker.kill()
+        self._supervisor.worker_dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
         """Fills a slot. Raises OSError: there is no room for a process."""

@@ -12,7 +12,7 @@ from bench.fronts import Server, closed, flags, opened
 from bench.open_loop import arrivals
 from tensord.config import layers
 from tensord.config.options import Options
-from tensord.daemon.flags import parse
+from tensord.daemon.flags import FlagCommand, settings
 from tests.daemon_process import ROOT, DaemonProcess
 
 
@@ -41,7 +41,10 @@ def test_daemons_beside_each_other_share_no_port(protocol: str) -> None:
         return {listener.port for listener in listeners if listener.enabled}
 
     config = ROOT / "bench" / "serve.toml"
-    every = [layers.load(config, {}, parse(flags(protocol, fronts))) for fronts in (1, 2, 64)]
+    every = []
+    for fronts in (1, 2, 64):
+        with FlagCommand("serve").make_context("serve", list(flags(protocol, fronts))) as context:
+            every.append(layers.load(config, {}, settings(context)))
     for one, other in itertools.combinations(every, 2):
         assert not ports(one) & ports(other)
     assert [getattr(options, protocol).processes for options in every] == [1, 2, 64]

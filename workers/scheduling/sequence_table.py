@@ -10,6 +10,7 @@ refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
@@ -336,6 +337,20 @@ class SequenceTable(Generic[S]):
         """Iterates over sequences with a slot, then over the backlog in its order."""
         yield from self._holders.values()
         yield from self._backlog
+
+    def records(self, now_ns: int, most: int) -> list[dict[str, str | float | None]]:
+        """Describes so many sequences at most, for operators: id, slot, requests that wait, seconds without one."""
+        return [
+            {
+                "id": live.correlation_id,
+                "slot": None if live.slot is None else live.slot.number,
+                "begun": live.begun,
+                "running": live.running,
+                "waiting": len(live.waiting),
+                "idle_s": round((now_ns - self._idle[live]) / 1e9, 1) if live in self._idle else None,
+            }
+            for live in itertools.islice(self.sequences(), most)
+        ]
 
     def check_invariants(self) -> None:
         """Asserts, for tests, that each sequence has one slot, each slot one sequence, and that the counters are right."""
