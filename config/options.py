@@ -197,6 +197,11 @@ class Workers(Section, frozen=True):
     isolated_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
     #: Host memory (arenas, system regions) that a GPU worker page-locks; 0: none.
     pinned_byte_size: ByteSize = 4 << 30
+    #: Bytes of one pushed parameter set, and of all of them on a worker's device, which those leave that nobody asks.
+    max_parameter_byte_size: ByteSize = 4 << 30
+    parameter_byte_size: ByteSize = 4 << 30
+    #: Parameter sets of one model version, ``main`` among them.
+    max_parameter_sets: Annotated[int, Meta(ge=1, le=1 << 16)] = 1024
     #: A worker that executes, compiles or loads longer than this without progress is killed and replaced; 0: never.
     execute_timeout: Seconds = 300.0
     load_timeout: Seconds = 1800.0

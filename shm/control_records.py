@@ -229,6 +229,13 @@ class RegionPlace(Record, frozen=True, tag="place"):
     device: str
 
 
+class KeptSet(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A parameter set that was pushed before and is kept."""
+
+    name: str
+    number: int
+
+
 class Load(Record, frozen=True, tag="load"):
     """Loads one version and warms it up; answered with Loaded. The version before it keeps serving meanwhile."""
 
@@ -243,6 +250,8 @@ class Load(Record, frozen=True, tag="load"):
     workers: int = 1
     #: Digest of its files and configuration except the number of instances: when it is unchanged, only that number has changed.
     content: str = ""
+    #: Parameter sets that it must have before it is reported: each is staged and committed by calls that follow this record.
+    sets: tuple[KeptSet, ...] = ()
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):

@@ -63,6 +63,27 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
         return Counts(*map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
 
 
+class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One parameter set of a model version on one worker."""
+
+    name: str
+    #: 0: what the repository has.
+    number: int
+    byte_size: int
+    on_device: bool
+
+
+class ParameterFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The parameter sets of one model version on one worker, and counters that only grow."""
+
+    sets: tuple[SetFigures, ...]
+    #: Pushes that were committed.
+    pushes: int = 0
+    #: Batches whose set had to be placed on the device first; sets that left it for others.
+    misses: int = 0
+    evictions: int = 0
+
+
 class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The counters of one model version on one worker, as long as it is served there."""
 
@@ -80,6 +101,8 @@ class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     sequences: tuple[int, int] | None = None
     #: Histograms of its clients' requests that were answered well, as ``tensord.shm.durations`` has them.
     durations: dict[str, tuple[int, ...]] = {}
+    #: None: parameters of this model cannot be pushed.
+    parameters: ParameterFigures | None = None
 
 
 class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

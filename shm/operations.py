@@ -136,6 +136,112 @@ class WorkerFigures(Record, frozen=True, tag="c.figures"):
     """Asks a worker for its metrics. Reply: ``tensord.shm.figures.Figures`` as JSON."""
 
 
+class FileSource(Record, frozen=True, tag="s.file"):
+    """Parameters in a file beside the model, or in an Orbax folder: whatever ``tensord.models.load`` reads."""
+
+    #: Relative to the version's folder or, where that has none of the name, to the model's; never leads out of the latter.
+    path: str
+
+
+class RegionSource(Record, frozen=True, tag="s.region"):
+    """Parameters in safetensors' layout in a registered region, of system or GPU memory."""
+
+    region: str
+    offset: int = 0
+    #: 0: as much as there is behind the offset.
+    byte_size: int = 0
+
+
+class MemorySource(Record, frozen=True, tag="s.memory"):
+    """Parameters in safetensors' layout in memory whose descriptor comes with the call."""
+
+    byte_size: int
+
+
+class LeafPlace(Record, frozen=True, tag="s.leaf"):
+    """The bytes of one leaf in a registered region."""
+
+    region: str
+    offset: int
+    byte_size: int
+    #: As the protocol names it: "FP32".
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class LeavesSource(Record, frozen=True, tag="s.leaves"):
+    """Parameters leaf by leaf."""
+
+    #: The leaf's name, keys joined by dots -> where it is.
+    leaves: dict[str, LeafPlace]
+
+
+ParameterSource = FileSource | RegionSource | MemorySource | LeavesSource
+#: The set that requests are answered with which name none.
+MAIN_SET = "main"
+
+
+class MakeParameters(Record, frozen=True, tag="c.makeparams"):
+    """Has a worker make one sealed memory of the parameters of a set, whole, in safetensors' layout.
+
+    Reply: JSON {"byte_size"}, with the memory's descriptor (a memfd, sealed SHRINK, GROW, WRITE and SEAL).
+    """
+
+    model: str
+    version: int
+    source: ParameterSource
+    set: str = MAIN_SET
+    #: Whether leaves that the source lacks are the set's newest, or main's where the worker has no set of that name.
+    partial: bool = False
+
+
+class StageParameters(Record, frozen=True, tag="c.stageparams"):
+    """Validates the parameters of a set, and places them on the device beside those that are in use. Comes with their memory.
+
+    They are whole and in safetensors' layout. Reply: JSON {"byte_size"}, or why they do not fit: then nothing has changed.
+    """
+
+    #: The supervisor's number of the push, by which it is committed or aborted.
+    push: int
+    model: str
+    version: int
+    set: str
+    #: Grows from one push of a set to the next.
+    number: int
+    #: Whether a value that is not finite is an error.
+    check_finite: bool = False
+
+
+class CommitParameters(Record, frozen=True, tag="c.commitparams"):
+    """Puts what was staged into use. Reply, JSON {}: every batch that begins from now on is computed with it."""
+
+    push: int
+    #: Whether sequences and stepped requests that have begun go on with it, too.
+    move_sequences: bool = False
+
+
+class AbortParameters(Record, frozen=True, tag="c.abortparams"):
+    """Forgets what was staged for a push, if anything. Reply: JSON {}."""
+
+    push: int
+
+
+class DropParameters(Record, frozen=True, tag="c.dropparams"):
+    """Forgets a set, which is not main. Reply: JSON {}."""
+
+    model: str
+    version: int
+    set: str
+
+
+class RevertParameters(Record, frozen=True, tag="c.revertparams"):
+    """Puts the parameters into use again that a set had before its newest. Reply: JSON {"number"}, which holds now."""
+
+    model: str
+    version: int
+    set: str
+
+
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
     """Asks for the status of a region, or of all (""), of a kind, "system" or "cuda". Reply: JSON array."""
 
@@ -215,4 +321,10 @@ Operation = (
     | TakeProfile
     | SequenceRecords
     | ConnectionRecords
+    | MakeParameters
+    | StageParameters
+    | CommitParameters
+    | AbortParameters
+    | DropParameters
+    | RevertParameters
 )
