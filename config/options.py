@@ -364,6 +364,10 @@ class SupervisorOptions(Section, frozen=True):
     restart_delay: Seconds = 0.1
     max_restart_delay: Seconds = 10.0
     start_timeout: Seconds = 120.0
+    #: Bytes of pushed parameters that are kept for workers that are replaced, of all models.
+    parameter_byte_size: ByteSize = 8 << 30
+    #: Users (names or numbers) that may push parameters over unix sockets, besides root and the daemon's own; empty: all.
+    parameter_owners: tuple[str, ...] = ()
     #: Unix socket for tensorctl; "": where tensorctl looks by itself (tensord.daemon.control.runtime_directory).
     control_socket: str = ""
 

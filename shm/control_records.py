@@ -13,7 +13,8 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened LaneClosed         ChildReady Loaded Reply
                 Load Unload CancelLoad                   Unloaded Loading
-                ControlCall Reply LogChanged             ControlCall LaneClosed
+                ServeLoaded LogChanged                   ControlCall LaneClosed
+                ControlCall Reply
 
 A ControlCall, by a front or a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
 ``tensord.shm.operations``.
@@ -229,13 +230,6 @@ class RegionPlace(Record, frozen=True, tag="place"):
     device: str
 
 
-class KeptSet(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A parameter set that was pushed before and is kept."""
-
-    name: str
-    number: int
-
-
 class Load(Record, frozen=True, tag="load"):
     """Loads one version and warms it up; answered with Loaded. The version before it keeps serving meanwhile."""
 
@@ -250,8 +244,15 @@ class Load(Record, frozen=True, tag="load"):
     workers: int = 1
     #: Digest of its files and configuration except the number of instances: when it is unchanged, only that number has changed.
     content: str = ""
-    #: Parameter sets that it must have before it is reported: each is staged and committed by calls that follow this record.
-    sets: tuple[KeptSet, ...] = ()
+    #: Whether no request may find the version before ServeLoaded: parameters that were pushed are restored first.
+    held: bool = False
+
+
+class ServeLoaded(Record, frozen=True, tag="serve-loaded"):
+    """Lets requests find a version that was loaded ``held``; ignored for any other."""
+
+    name: str
+    version: int
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
@@ -299,7 +300,7 @@ class Unloaded(Record, frozen=True, tag="unloaded"):
 class ControlCall(Record, frozen=True, tag="call"):
     """Asks for an operation; answered with Reply.
 
-    With a registration of a region travels a pidfd of the client's process, if any.
+    With a registration of a region travels a pidfd of the client's process, if any; with parameters the memory that holds them.
     """
 
     call_id: int
@@ -336,5 +337,7 @@ ToFront = (
     | Reply
 )
 FromFront = ChildReady | StateAcknowledged | ControlCall | Reply
-ToWorkerControl = Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | CancelLoad | Unload | ControlCall | Reply
+ToWorkerControl = (
+    Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | ServeLoaded | CancelLoad | Unload | ControlCall | Reply
+)
 FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | ControlCall | LaneClosed

@@ -193,12 +193,15 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
     set: str = MAIN_SET
     #: Whether leaves that the source lacks are the set's newest, or main's where the worker has no set of that name.
     partial: bool = False
+    #: The CRC-32 or SHA-256 of the bytes that came, as ``crc32:`` or ``sha256:`` and hexadecimal digits; "": not checked.
+    checksum: str = ""
 
 
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
     """Validates the parameters of a set, and places them on the device beside those that are in use. Comes with their memory.
 
-    They are whole and in safetensors' layout. Reply: JSON {"byte_size"}, or why they do not fit: then nothing has changed.
+    They are whole and in safetensors' layout. Without memory: what the worker kept of that set under that number; number 0 of
+    main is what the repository holds. Reply: JSON {"byte_size"}, or why they do not fit: then nothing has changed.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.
@@ -227,17 +230,48 @@ class AbortParameters(Record, frozen=True, tag="c.abortparams"):
 
 
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
-    """Forgets a set, which is not main. Reply: JSON {}."""
+    """Forgets a set, which is not main; no later request finds it. Reply: JSON {}."""
 
     model: str
+    #: To the supervisor 0: the newest that serves.
     version: int
     set: str
 
 
-class RevertParameters(Record, frozen=True, tag="c.revertparams"):
-    """Puts the parameters into use again that a set had before its newest. Reply: JSON {"number"}, which holds now."""
+class PushParameters(Record, frozen=True, tag="c.push"):
+    """Brings a new number of a parameter set to every worker that has the model version, or to none.
+
+    Reply: JSON {"model", "version", "set", "number", "byte_size"}.
+    """
 
     model: str
+    #: 0: the newest that serves.
+    version: int
+    set: str
+    source: ParameterSource
+    #: 0: one more than the last.
+    number: int = 0
+    #: As in MakeParameters.
+    partial: bool = False
+    checksum: str = ""
+    #: As in StageParameters and CommitParameters.
+    check_finite: bool = False
+    move_sequences: bool = False
+
+
+class ListParameters(Record, frozen=True, tag="c.listparams"):
+    """Asks for the parameter sets of a model ("": of all), a version (0: of all) and a name ("": all). Reply: JSON array."""
+
+    model: str = ""
+    version: int = 0
+    set: str = ""
+
+
+class RevertParameters(Record, frozen=True, tag="c.revertparams"):
+    """Asks the supervisor to put the parameters into use again that a set had before. Reply: as for PushParameters."""
+
+    model: str
+    #: 0: the newest that serves.
     version: int
     set: str
 
@@ -327,4 +361,6 @@ Operation = (
     | AbortParameters
     | DropParameters
     | RevertParameters
+    | PushParameters
+    | ListParameters
 )
