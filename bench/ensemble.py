@@ -10,6 +10,7 @@ the thread, which a busy machine changes less.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
@@ -84,7 +85,7 @@ class Bench:
         assert model is not None
         (shape,) = [spec.model_dims for spec in self._version(name).signature.inputs.values()]
         executable: Any = next(program for program in model.programs((shape,), 1) if program is not None)
-        return executable.call
+        return functools.partial(executable.call, executable.parameters())
 
     def bare(self) -> Any:
         """The programs, one after the other."""

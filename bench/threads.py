@@ -65,6 +65,7 @@ def main() -> None:
     name = DeviceName("cpu", 0)
     name.prepare_environment()
     from tensord.workers.devices.device_cpu import thread_count
+    from tensord.workers.loading.parameters import host_sets
     from tensord.workers.processor.single_thread import SingleThreadDevice
     from tensord.workers.processor.small_programs import placed
     from tensord.workers.programs.placement import Placement
@@ -72,7 +73,8 @@ def main() -> None:
     usual, single = name.open(), SingleThreadDevice(0).device
     model = ModelImports.of_version("mlp", [_MODEL.parent]).run(_MODEL)
     apply, parameters = model.create(_MODEL.parent, {}, usual)
-    placements = (Placement(parameters), placed(parameters, single))
+    sets = host_sets("mlp", parameters)
+    placements = (Placement(sets), placed(sets, single))
     print(f"{'':12}   {thread_count()} threads, us       one thread, us")
     print(f"{'rows':>4} {'Mflops':>7}   {'clock':>7} {'processor':>9}   {'clock':>7} {'processor':>9}")
     for rows in model.batch_buckets:

@@ -28,6 +28,8 @@ WIRE_VERSION = 2
 Parameter = bool | int | float | str
 #: The bit of ``RequestRecord.trace`` that asks for ``AnswerRecord.timing``.
 TIMING = 4
+#: The request parameter that names a parameter set, and the one with which answers say which set they are of.
+SET_PARAMETER, TELLING_PARAMETER = "parameter_set", "tensord_parameters"
 #: A key by which waiting requests replace one another has at most so many bytes.
 MAX_REPLACE_KEY = 128
 #: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two. A string has at most that many bytes.
@@ -134,6 +136,8 @@ class Timeline(Record, frozen=True, tag="tl"):
     version: int = 0
     #: Those of requests that were made for this one.
     children: tuple[Timeline, ...] = ()
+    #: Name and number of the pushed parameter set that it was computed with; None: of none.
+    parameters: tuple[str, int] | None = None
 
 
 class PreparedRequest(Record, frozen=True, tag="P"):

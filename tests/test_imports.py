@@ -68,25 +68,28 @@ INSIDE = {
     "workers.tensors": (),
     "workers.devices": ("threads", "jax_internals"),
     "workers.regions": ("devices",),
+    "workers.parameters": ("devices", "regions"),
     "workers.requests": ("scheduling", "native", "tensors", "devices", "regions"),
     "workers.calls": ("tensors", "requests"),
     "workers.python_backend": ("jax_internals", "requests", "calls"),
     "workers.imports": ("calls", "python_backend"),
     "workers.programs": (
         *("scheduling", "threads", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests"),
+        "parameters",
     ),
     "workers.processor": (
         *("threads", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests", "programs"),
+        "parameters",
     ),
-    "workers.gpu": ("jax_internals", "tensors", "devices", "requests", "programs"),
+    "workers.gpu": ("jax_internals", "tensors", "devices", "requests", "programs", "parameters"),
     "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "requests", "programs"),
     "workers.models": (
         *("scheduling", "threads", "native", "tensors", "devices", "requests", "calls", "python_backend", "imports"),
-        *("programs", "declarations"),
+        *("programs", "declarations", "parameters"),
     ),
     "workers.loading": (
         *("scheduling", "threads", "tensors", "devices", "calls", "imports", "programs", "processor", "gpu"),
-        *("declarations", "models"),
+        *("declarations", "models", "parameters"),
     ),
     "workers.dispatch": (
         *(
@@ -100,10 +103,12 @@ INSIDE = {
             "calls",
             "programs",
             "models",
+            "parameters",
         ),
     ),
     "workers": (
         *("threads", "jax_internals", "native", "calls", "imports", "devices", "regions", "requests", "programs"),
+        "parameters",
         *("processor", "models", "loading", "dispatch"),
     ),
 }

@@ -3,8 +3,9 @@
 LaneOpened + fd                 one more submitter, which may be a client
 LaneClosed                      a client's lane ends; said of each that has ended, too
 Load, Unload                    one version more or less; answered with Loaded (after Loading), Unloaded
+ServeLoaded                     requests find a version that was loaded and held back
 CancelLoad                      loads of a version are not wanted any more; each Load still has its answer
-Call                            answered with Reply: statistics, figures for metrics, register and unregister regions
+Call                            answered with Reply: statistics, figures for metrics, register and unregister regions, parameters
 Reply                           to a Call of this worker's models
 LogChanged                      another level or format of the log
 Stop                            finish, then exit
@@ -12,6 +13,7 @@ Stop                            finish, then exit
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import socket
@@ -35,6 +37,7 @@ from tensord.shm.control_records import (
     Loaded,
     LogChanged,
     Reply,
+    ServeLoaded,
     Stop,
     Unload,
     Unloaded,
@@ -62,6 +65,7 @@ from tensord.workers.loading.loader import Loader
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.parameter_pushes import ParameterOperation, ParameterPushes
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.threads.cancellation import REASON, Cancellation
 from tensord.workers.threads.work_thread import WorkThread
@@ -93,6 +97,7 @@ class Control:
         loader: Loader,
         thread: WorkThread,
         operations: DaemonOperations,
+        pushes: ParameterPushes,
     ) -> None:
         self._worker = worker
         self._channel = channel
@@ -101,6 +106,7 @@ class Control:
         self._loader = loader
         self._thread = thread
         self._operations = operations
+        self._pushes = pushes
         #: (name, version) -> its unanswered loads, the running one first: answers keep the order of loads.
         self._running: dict[tuple[str, int], deque[_Running]] = {}
 
@@ -113,6 +119,8 @@ class Control:
                 self._worker.end_lane(record.peer)
             elif isinstance(record, Load):
                 self._load(record)
+            elif isinstance(record, ServeLoaded):
+                self._models.serve_held(record.name, record.version)
             elif isinstance(record, CancelLoad):
                 self._cancel((record.name, record.version))
             elif isinstance(record, Unload):
@@ -196,7 +204,11 @@ class Control:
         if isinstance(outcome, Exception):
             self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
             return
-        self._models.add(self._worker.adopt(outcome))
+        version = self._worker.adopt(outcome)
+        if record.held:
+            self._models.hold(version)
+        else:
+            self._models.add(version)
         _log.info("model '%s' version %d is ready", record.name, record.version)
         self._channel.put(
             Loaded(
@@ -254,6 +266,8 @@ class Control:
                 self._profile(call, operation)
             elif isinstance(operation, WorkerFigures):
                 self._channel.put(Reply(call.call_id, result=self._figures()))
+            elif isinstance(operation, ParameterOperation):
+                self._pushes.carry_out(operation, fds, functools.partial(self._answer_push, call.call_id))
             else:
                 raise Unsupported(f"a worker does not answer {type(operation).__name__}")
         except ServingError as error:
@@ -261,6 +275,12 @@ class Control:
         except Exception as error:  # a defect of ours, and one call's
             _log.exception("%s failed", type(operation).__name__)
             self._channel.put(Reply(call.call_id, Internal.code, f"the call failed with {type(error).__name__}"))
+
+    def _answer_push(self, call_id: int, outcome: bytes | ServingError, fd: int | None) -> None:
+        if isinstance(outcome, ServingError):
+            self._channel.put(Reply(call_id, outcome.code, outcome.message))
+        else:
+            self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
         """Answers a call, or a client's lane, whose descriptor this process could not take.

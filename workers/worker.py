@@ -52,6 +52,7 @@ from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native import extensions
+from tensord.workers.parameter_pushes import ParameterPushes
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.outside_compiler import outside_compiler
 from tensord.workers.profiler import Profiler
@@ -146,6 +147,7 @@ class Worker:
             loader,
             thread,
             operations,
+            ParameterPushes(self._models, self._regions, WorkThread("parameters", self._inbox), options.workers),
         )
         self.profiler = Profiler(self._inbox)
         self._cache = ResponseCache(options.response_cache.byte_size)
@@ -528,7 +530,7 @@ class Worker:
         for fd, submitter in self._submitters.items():
             if submitter.in_flight or (submitter.lane.waiting and fd not in self._stalled):
                 return False
-        for version in list(self._models):
+        for version in (*self._models, *self._models.held.values()):
             self._models.remove(version.name, version.version, lambda: None)
         self._models.settle()
         return not self._models.draining

@@ -147,6 +147,7 @@ class Trace:
         "_id",
         "_model",
         "_next_id",
+        "_parameters",
         "_parent",
         "_sampler",
         "_spans",
@@ -175,6 +176,8 @@ class Trace:
         self._entries: list[dict[str, Any]] = []
         #: The timelines of the requests that were made for this one.
         self._children: tuple[Timeline, ...] = ()
+        #: As in Timeline.
+        self._parameters: tuple[str, int] | None = None
         #: The request's ``id``, once it is known.
         self.client_id = ""
         #: What it was answered instead of outputs.
@@ -196,11 +199,12 @@ class Trace:
             self._stamps += [(ns, name) for name, ns in timeline.moments]
             self._entries += _tensors(self._id, timeline)
             self._children = timeline.children
+            self._parameters = timeline.parameters
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
         """Writes the trace, and those of the requests made for it, each of which names its parent."""
-        entries = self._head(self._id, self._model, self._version)
+        entries = self._head(self._id, self._model, self._version, self._parameters)
         entries += self._stamped(self._id, self._stamps)
         entries += self._entries
         for child in self._children:
@@ -217,7 +221,7 @@ class Trace:
 
     def _of_child(self, child: Timeline, parent_id: int) -> list[dict[str, Any]]:
         number = self._next_id()
-        entries = self._head(number, child.model, child.version)
+        entries = self._head(number, child.model, child.version, child.parameters)
         entries[0]["parent_id"] = parent_id
         entries += self._stamped(number, [(ns, name) for name, ns in child.moments])
         entries += _tensors(number, child)
@@ -225,8 +229,10 @@ class Trace:
             entries += self._of_child(own, number)
         return entries
 
-    def _head(self, number: int, model: str, version: int) -> list[dict[str, Any]]:
+    def _head(self, number: int, model: str, version: int, parameters: tuple[str, int] | None) -> list[dict[str, Any]]:
         head: dict[str, Any] = {"id": number, "model_name": model, "model_version": version}
+        if parameters is not None:
+            head["parameter_set"], head["parameter_version"] = parameters
         return [head | {"request_id": self.client_id} if self.client_id else head]
 
     def _stamped(self, number: int, stamps: list[tuple[int, str]]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tensord.config.model_config import empty
-from tensord.config.options import RegionsOptions
+from tensord.config.options import RegionsOptions, Workers
 from tensord.shm.channel import DescriptorsLost, pair
 from tensord.shm.control_records import ControlCall, LaneClient, LaneClosed, LaneLimits, LaneOpened, Load, Stop, Unload
 from tensord.shm.cuda_regions import Driver
@@ -24,6 +24,7 @@ from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.parameter_pushes import ParameterPushes
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.threads.inbox import Inbox
 from tests.workers.models.test_model_table import version_of
@@ -50,10 +51,11 @@ class Bench:
             worker,
             channel := cast(Any, SimpleNamespace(put=lambda record, *fds: self.sent.append(record))),
             self.models,
-            RegionTable(RegionPolicy(RegionsOptions()), Driver(), None),
+            regions := RegionTable(RegionPolicy(RegionsOptions()), Driver(), None),
             cast(Any, SimpleNamespace(metrics=MetricRegistry())),
             thread := cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
             DaemonOperations(channel, thread, Inbox()),
+            ParameterPushes(self.models, regions, thread, Workers()),
         )
 
     def load(self) -> Callable[[Any], None]:

@@ -70,7 +70,7 @@ def complete(
         if places is not None:
             places.release()
         raise
-    parameters = result.parameters if isinstance(result, Response) else {}
+    parameters = {**(result.parameters if isinstance(result, Response) else {}), **request.told}
     prepared = PreparedAnswer(version, tuple(tensors), parameters, final)
     return AnswerRecord(request.request_id, prepared, tuple(contents), places.take_lease())
 

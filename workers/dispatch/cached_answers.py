@@ -45,7 +45,14 @@ class CachedAnswers:
                 self._outbox.fail(request, error.with_traceback(None))
                 return True
         wanted = tuple(request.outputs) if version.loaded.sees_outputs else ()
-        question = Question.of(version, wanted, request.arrays)
+        stamp, sets = None, version.sets
+        if sets is not None:
+            try:
+                stamp = sets.chosen_by([request]).stamp
+            except ServingError as error:
+                self._outbox.fail(request, error.with_traceback(None))
+                return True
+        question = Question.of(version, wanted, request.arrays, stamp)
         found = cache.find(question)
         if found is None:
             request.asked = question, self._clock() - began_ns
@@ -63,6 +70,9 @@ class CachedAnswers:
                 continue
             question, looked_ns = request.asked
             began_ns = self._clock()
+            ran = execution.parameters
+            if ran is not None and question.parameters is not ran.stamp:
+                continue  # other parameters were put into use while it waited
             try:
                 kept = cache.insert(question, result)
             except (

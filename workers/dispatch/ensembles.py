@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tensord.shm.arrays import Array
-from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, from_code
-from tensord.shm.messages import PreparedRequest, RequestRecord
+from tensord.shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, from_code
+from tensord.shm.messages import SET_PARAMETER, PreparedRequest, RequestRecord
 from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.dispatch.answer_controls import controls_said
 from tensord.workers.dispatch.outbox import Outbox
@@ -112,8 +112,13 @@ class EnsembleRuns:
 
         Returns whether they have run.
         """
-        # A trace has each step, and of what was being executed when a worker died each step is blamed for itself.
-        steps = [request for request in batch if request.timeline is not None or request.own.strikes]
+        # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
+        # the parameter set that its request names.
+        steps = [
+            request
+            for request in batch
+            if request.timeline is not None or request.own.strikes or SET_PARAMETER in request.prepared.parameters
+        ]
         together = [request for request in batch if request not in steps] if steps else batch
         found = self.pipelines.find(version, graph, together) if together else None
         ran = found is not None and self._run_pipeline(version, *found, together, now_ns)
@@ -155,6 +160,7 @@ class EnsembleRuns:
                     controls = controls_of(request.own)
                     member = self._models.home(member, controls.correlation_id, controls.start)
                 run.members[number] = member
+            _check_set(version, request, run.members.values())
         except ServingError as error:
             self._fail(run, error)
         if version.loaded.streams:
@@ -225,7 +231,11 @@ class EnsembleRuns:
         controls = start.controls or controls_of(own)
         if start.controls is not None and member.sequences is not None:
             member = self._models.home(member, controls.correlation_id, controls.start)
-        prepared = PreparedRequest(member.name, member.version, parameters=request.prepared.parameters)
+        parameters = request.prepared.parameters
+        if SET_PARAMETER in parameters and not _has_set(member, parameters[SET_PARAMETER]):
+            # It is another step's.
+            parameters = {name: value for name, value in parameters.items() if name != SET_PARAMETER}
+        prepared = PreparedRequest(member.name, member.version, parameters=parameters)
         said = RequestRecord(
             request.request_id,
             prepared,
@@ -387,6 +397,20 @@ class EnsembleRuns:
 
     def __repr__(self) -> str:
         return f"<EnsembleRuns {len(self._runs)} under way>"
+
+
+def _has_set(member: ModelVersion, name: object) -> bool:
+    """Returns whether a model has a parameter set of some name; an ensemble hands it on to its own."""
+    if member.loaded.ensemble is not None:
+        return True
+    return member.sets is not None and isinstance(name, str) and member.sets.newest(name) is not None
+
+
+def _check_set(version: ModelVersion, request: Request, members: Iterable[ModelVersion]) -> None:
+    """Raises NotFound if a request names a parameter set that none of an ensemble's models has."""
+    name = request.prepared.parameters.get(SET_PARAMETER)
+    if name is not None and not any(_has_set(member, name) for member in members):
+        raise NotFound(f"{request.label}no model of the ensemble has a parameter set '{name}'")
 
 
 def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import select
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 from tensord.shm.arrays import address_of
@@ -33,7 +33,8 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.sequence_register import SequenceRegister
 from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.native.extensions import available
-from tensord.workers.programs.executable import Executable
+from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.pipeline_program import PipelineProgram
 from tensord.workers.regions.lane_segments import LaneSegments
@@ -42,6 +43,7 @@ from tensord.workers.requests.answer_plan import AnswerPlan
 from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter import Submitter
+from tensord.workers.scheduling.queue import SetKey, shapes_of
 from tensord.workers.tensors.buckets import Shapes
 
 if available:
@@ -56,16 +58,18 @@ class _Batch:
     """Requests of one load and one shape, which can share a run."""
 
     def __init__(
-        self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes, runs: SequenceRuns | None = None
+        self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Hashable, runs: SequenceRuns | None = None
     ) -> None:
         """``runs``: runs the requests of a model with sequences; None: it has none."""
         self.version = version
         self.model = model
-        self._key = key
+        self._key = cast(Shapes, shapes_of(key))
+        #: The parameter set that its requests name; None: they name none.
+        self._set = key.set if isinstance(key, SetKey) else None
         self._runs = runs
         most = version.planner.at_once(key)
         #: By the number of rows that wait, one and more.
-        self.programs: Sequence[AnyProgram | None] = model.programs(key, most) if most <= _native.MAX_ROWS else []
+        self.programs: Sequence[AnyProgram | None] = model.programs(self._key, most) if most <= _native.MAX_ROWS else []
         #: Runs of other sizes have computed something for nobody.
         self._full = None if isinstance(model, EnsemblePipeline) else model.full_sizes
 
@@ -97,7 +101,10 @@ class _Batch:
         )
 
     def _callable(self, program: AnyProgram) -> _native.Program:
-        memory, run = tuple([(address, step) for _, address, step in program.memory]), program.run
+        memory = tuple([(address, step) for _, address, step in program.memory])
+        run: Callable[[], list[Content]] = program.run
+        if self._set is not None and not isinstance(program, PipelineProgram):
+            run = functools.partial(program.run, self._set)
         if self._runs is not None and isinstance(program, Executable):
             run = self._runs.program(program)
         return run, program.rows, program.clears, memory
@@ -243,6 +250,8 @@ class FastPath(Poller):
             plan = None if preparation is None else preparation.plans.get(made.layout)
             if preparation is None or plan is None or submitter.closed:
                 continue
+            if not _says_what_holds(request, execution):
+                continue
             known = preparation.number in self._numbers.get(submitter.lane.fileno(), ())
             if known or (preparation.own and not request.small):
                 continue  # or its tensors lie in an arena: such are never gathered here
@@ -251,12 +260,12 @@ class FastPath(Poller):
             if self._seen == self._changes and preparation.load is version.checked:
                 batch = self._batches.get((model, request.key))
                 if batch is None:
-                    batch = self._batches[model, request.key] = self._batch(version, model, cast(Shapes, request.key))
+                    batch = self._batches[model, request.key] = self._batch(version, model, request.key)
                 # The plan says how that program's outputs lie; those of the others lie alike.
                 if program in batch.programs:
                     self._learn(batch, request, preparation, plan)
 
-    def _batch(self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Shapes) -> _Batch:
+    def _batch(self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Hashable) -> _Batch:
         runs: SequenceRuns | None = None
         if version.sequences is not None and isinstance(model, JaxModel):
             runs = SequenceRuns(version, model, version.sequences, self._submitters, self._register)
@@ -317,6 +326,8 @@ class FastPath(Poller):
         if regions is None:
             return
         if request.submitter.closed or not isinstance(executable, Executable) or not preparation.checked.plain:
+            return
+        if not _says_what_holds(request, execution):
             return
         fd, number = lane.fileno(), preparation.number
         if (
@@ -384,6 +395,12 @@ class FastPath(Poller):
 
     def __repr__(self) -> str:
         return f"<FastPath {sum(map(len, self._numbers.values()))} numbers of {len(self._batches)} kinds>"
+
+
+def _says_what_holds(request: Request, execution: Execution) -> bool:
+    """Returns whether the next answers to such requests say the same of their parameters, until others are put into use."""
+    ran = execution.parameters
+    return not request.tells or (ran is not None and ran.is_newest and not isinstance(request.chosen, ParameterSet))
 
 
 def _is_large(request: Request) -> bool:

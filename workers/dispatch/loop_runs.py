@@ -20,6 +20,7 @@ from tensord.workers.programs.grouped_calls import GroupedCalls
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.requests.request import Request
+from tensord.workers.scheduling.queue import shapes_of
 
 #: Answers of several runs share a flush while so many requests wait: what fewer wait for leaves at once, so that the front is not
 #: idle meanwhile.
@@ -105,7 +106,7 @@ def _extend(version: ModelVersion, grouped: GroupedCalls, batch: list[Request]) 
     """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""
     key = batch[0].key
     waiting = version.queue.rows(key)
-    program = grouped.find(key, waiting + 1)
+    program = grouped.find(shapes_of(key), waiting + 1)
     if program is not None and waiting and program.rows > 1:
         batch += version.queue.take(key, program.rows - 1)
     return program

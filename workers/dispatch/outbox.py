@@ -160,6 +160,8 @@ class Outbox:
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
+            if (ran := execution.parameters) is not None and ran.number:
+                request.timeline.parameters = ran.name, ran.number
         if request.sink is not None:
             given = self._hand_over(request, result, execution.moments)
         else:
@@ -186,6 +188,8 @@ class Outbox:
             return False
         version, preparation = request.version, request.preparation
         plan = None if preparation is None else preparation.plans.get(made.layout)
+        if plan is not None and request.tells and plan.told != request.told:
+            plan = None
         plan = plan or self._plan(request, made.layout)
         if plan is None:
             return False
@@ -379,8 +383,8 @@ class Outbox:
 def _numbered(request: Request, answer: AnswerRecord) -> tuple[AnswerRecord, Numbered[PreparedAnswer] | None]:
     """Has a number stand for what a large answer has in common with others to such requests."""
     preparation, prepared = request.preparation, cast(PreparedAnswer, answer.prepared)
-    # Parameters are each answer's own.
-    if preparation is None or prepared.parameters:
+    # Parameters are each answer's own, but for what it says of the parameter set.
+    if preparation is None or len(prepared.parameters) > len(request.told):
         return answer, None
     if answer.lease is None and not any(tensor.region is not None for tensor in prepared.outputs):
         return answer, None

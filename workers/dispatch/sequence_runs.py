@@ -60,6 +60,8 @@ class SequenceRuns:
 
         ``clients``: the descriptors of the clients' lanes that they came on, -1 for a front's; None: fronts' alone.
         """
+        if self._sequences.table.holding:
+            return 0  # not all of them are computed with the same parameters
         try:
             if self._controls is not None:
                 self._given = self._controls.of_each(asked)

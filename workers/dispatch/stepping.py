@@ -27,11 +27,12 @@ from tensord.workers.dispatch.step_rows import MANY, StepRows
 from tensord.workers.models.execution import Execution, own_failure
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.stepped_model import DeviceRun
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
-from tensord.workers.scheduling.step_batcher import SlotAnswer, Step
+from tensord.workers.scheduling.step_batcher import SlotAnswer, SlotHolder, Step
 
 _log = logging.getLogger(__name__)
 
@@ -131,12 +132,26 @@ class Stepping:
         # What is done at once is answered first.
         while not (given and given[-1].run.ready) and (step := batcher.step()) is not None:
             try:
-                run = self._model.step(max([holder.number for holder in step.holders]), step.masked)
+                for part in self._parts(step) if self._version.steps_hold else (step,):
+                    last = max([holder.number for holder in part.holders])
+                    run = self._model.step(last, part.masked, _held(part.holders[0].request))
+                    given.append(_Given(part, run, now_ns))
             except BaseException as error:  # also sys.exit() in a callback of the model
                 self._lose(error)
                 break
-            given.append(_Given(step, run, now_ns))
         return bool(given) or batcher.due_ns() is not None
+
+    def _parts(self, step: Step[Request]) -> list[Step[Request]]:
+        """Returns a step in parts, one for each parameter set that its requests go on with."""
+        groups: dict[ParameterSet | None, list[SlotHolder[Request]]] = {}
+        for holder in step.holders:
+            groups.setdefault(_held(holder.request), []).append(holder)
+        if len(groups) > 1:
+            return step.parts(list(groups.values()))
+        if None in groups:
+            # Paused ones may go on with others yet.
+            self._version.steps_hold = any(_held(request) is not None for request in self._batcher.with_slots())
+        return [step]
 
     def _begin(self, requests: list[Request], now_ns: int) -> None:
         """Opens senders for requests that have got slots, and inserts them."""
@@ -151,7 +166,13 @@ class Stepping:
     def _insert(self, requests: list[Request], now_ns: int) -> None:
         """Inserts requests, one by one where they fail together, so that each failure ends one request only."""
         try:
-            run = self._model.insert(requests, [self._batcher.slot(request) for request in requests])
+            sets = self._model.executables.sets
+            chosen = sets.chosen_by(requests)
+            run = self._model.insert(requests, [self._batcher.slot(request) for request in requests], chosen)
+            if chosen is not sets.main:
+                self._version.steps_hold = True
+                for request in requests:
+                    request.chosen = chosen
         except StateLost as lost:
             self._lose(lost.__cause__ or lost)
         except BaseException as error:
@@ -259,3 +280,8 @@ class Stepping:
 
     def __repr__(self) -> str:
         return f"<Stepping of {self._version.name!r}: {len(self.given)} on their way>"
+
+
+def _held(request: Request) -> ParameterSet | None:
+    """Returns the parameters that a request with a slot goes on with, although they are not those of main; None: they are."""
+    return request.chosen if isinstance(request.chosen, ParameterSet) else None

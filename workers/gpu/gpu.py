@@ -12,6 +12,7 @@ from tensord.shm.cuda_regions import CudaError, DeviceLost
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.gpu.device_inputs import DeviceInputs
 from tensord.workers.gpu.gpu_executable import GpuExecutable, stays
+from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.executable import Content, Executable, Wanted
 from tensord.workers.programs.execution_device import Argument, ExecutionDevice, Inputs
 from tensord.workers.programs.placement import CompiledProgram
@@ -37,7 +38,7 @@ class Gpu(ExecutionDevice):
         fetched = self._cuda.take(made)
         return [np.asarray(array) for array in made] if fetched is None else [*fetched]
 
-    def small_programs(self, signature: Signature, parameters: Any) -> None:
+    def small_programs(self, signature: Signature, sets: ParameterSets) -> None:
         """Returns None: small programs run on the GPU as well."""
 
     def keeps(self, request: Request) -> bool:

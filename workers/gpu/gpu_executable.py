@@ -97,8 +97,10 @@ class GpuExecutable(Executable):
         with precision(self._signature):
             return self._cuda.gather(parts)
 
-    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> RunOutputs:
-        made = self.call(arguments)
+    def _compute(
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
+    ) -> RunOutputs:
+        made = self.call(parameters, arguments)
         return self.outputs(made, requests) if places is None else self._delivered(made, requests[0], places)
 
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:

@@ -11,7 +11,7 @@ from tensord.shm.control_records import Load
 from tensord.workers.declarations import artifact
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.imports.model_imports import python_source
-from tensord.workers.loading.parameters import parted
+from tensord.workers.loading.parameters import array_names, parted
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.free_state import FreeState, travelling
 from tensord.workers.models.jax_model import JaxModel
@@ -67,6 +67,7 @@ def jitted_model(
     if described.free and initial is not None:
         free = FreeState(described, buckets, initial, limits.max_state_byte_size)
         apply, initial = travelling(apply, described), None
+    names = array_names(parameters)
     apply, parameters = parted(apply, parameters)
     source = python_source(Path(record.version_path)) + artifact.digest(Path(record.version_path))
     executables = Executables(
@@ -80,6 +81,8 @@ def jitted_model(
         target.execution if several is None else Processor(),
         initial,
         several,
+        names,
+        target.room,
     )
     return JaxModel(
         record.version, buckets.signature, buckets, executables, instances, alone or several is not None, free

@@ -49,7 +49,7 @@ from tensord.workers.imports.process_state import ProcessState
 from tensord.workers.loading.ensemble_declaration import load_ensemble
 from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone
 from tensord.workers.loading.jax_loading import jitted_model, run_samples
-from tensord.workers.loading.parameters import warn_of_keys, warn_of_leaves
+from tensord.workers.loading.parameters import host_sets, warn_of_keys, warn_of_leaves
 from tensord.workers.loading.step_loading import load_stepped
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.author_error import described_failure, without_frames
@@ -65,6 +65,7 @@ from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.python_model import PythonModel, auto_complete
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.models.warmup import prepared_samples
+from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.carry import check_state_size
 from tensord.workers.programs.load_progress import LoadProgress, Tell, nobody
 from tensord.workers.programs.precision import precision
@@ -209,10 +210,12 @@ class Loader:
         instances: tuple[Instance, ...] = ()
         maker: InstanceMaker | None = None
         is_ready_calls: IsReadyCalls | None = None
+        sets: ParameterSets | None = None
         if steps is not None:
             with self._compiling(progress):
                 stepped = load_stepped(record, message, module, taken, steps, asked, flags, progress, self._target)
                 stepped.warm(prepared_samples(record, message, taken, made_inputs))
+                sets = stepped.executables.sets
         elif message.backend == "python":
             if not callable(getattr(module.TritonPythonModel, "execute", None)):
                 raise InvalidArgument(
@@ -232,7 +235,7 @@ class Loader:
             )
             instances = self._starting.start(message, maker, None, progress.cancellation)
         else:
-            jitted, instances, maker = self._create(
+            jitted, instances, maker, sets = self._create(
                 record, message, module, taken, progress, made_inputs, imports, flags, run_on
             )
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
@@ -258,6 +261,7 @@ class Loader:
             is_passive=not self._starting.groups(message).active,
             sequences=sequences,
             made_inputs=made_inputs,
+            sets=sets,
             stepped=stepped,
             footprint=progress.footprint(),
             record=record,
@@ -277,11 +281,13 @@ class Loader:
         imports: ModelImports,
         flags: OwnFlags,
         run_on: Sequence[int],
-    ) -> tuple[JaxModel | None, tuple[Instance, ...], InstanceMaker]:
-        def started(host: Instantiated) -> tuple[None, tuple[Instance, ...], InstanceMaker]:
+    ) -> tuple[JaxModel | None, tuple[Instance, ...], InstanceMaker, ParameterSets]:
+        def started(
+            host: Instantiated, sets: ParameterSets
+        ) -> tuple[None, tuple[Instance, ...], InstanceMaker, ParameterSets]:
             prepared = prepared_samples(record, message, described, made_inputs)
             maker = InstanceMaker(lambda *_: lambda _: host, prepared, flags.code, imports, run_on)
-            return None, self._starting.start(message, maker, None, progress.cancellation), maker
+            return None, self._starting.start(message, maker, None, progress.cancellation), maker, sets
 
         host = bool(getattr(module, "host", False))
         if host and described.states:
@@ -306,15 +312,17 @@ class Loader:
         apply, parameters, first = created(module, described, returned, made_inputs.asked)
         if is_generator(returned):
             declare_streams(message)
-            streaming = GeneratorModel(record.version, described, apply, parameters, imports.port)
-            return started(streaming)
+            sets = host_sets(message.name, parameters, self._target.room)
+            streaming = GeneratorModel(record.version, described, apply, sets, imports.port)
+            return started(streaming, sets)
         if message.model_transaction_policy.decoupled:
             raise InvalidArgument(
                 f"model '{message.name}' is decoupled: create() must return a generator function, which yields its responses"
             )
         if host:
-            model = HostModel(record.version, described, apply, parameters, imports.port)
-            return started(model)
+            sets = host_sets(message.name, parameters, self._target.room)
+            model = HostModel(record.version, described, apply, sets, imports.port)
+            return started(model, sets)
         if flags.wide:
             described = dataclasses.replace(described, doubles=True)
             buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
@@ -348,7 +356,7 @@ class Loader:
             spread is not None,
         )
         instances = self._starting.start(message, maker, jitted, progress.cancellation) if threads else ()
-        return jitted, instances, maker
+        return jitted, instances, maker, jitted.sets
 
     def _jitted_instances(self, _: ModelConfig, jitted: JaxModel | None) -> Callable[[str], Instantiated]:
         assert jitted is not None

@@ -15,6 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tensord.workers.parameters.device_room import DeviceRoom
+from tensord.workers.parameters.leaves import Leaves, names_of
+from tensord.workers.parameters.parameter_set import ParameterSets
+
 _log = logging.getLogger(__name__)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 #: Bytes of a thousand numbers: fewer are flags, sizes, rates.
@@ -53,6 +57,29 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
         jax.tree_util.keystr(path, simple=True, separator="."),
         type(leaf).__name__,
     )
+
+
+def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> ParameterSets:
+    """Makes the parameter sets of a model that runs on the host, whose parameters may be anything and stay where they are."""
+    try:
+        leaves, structure = jax.tree.flatten(parameters)
+        names = array_names(parameters)
+    except (TypeError, ValueError):  # dicts whose keys have no order are no tree to JAX
+        return ParameterSets(Leaves(model, (), ()), parameters, lambda _: parameters, room, host=())
+    arrays: list[Any] = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+    on_device = [isinstance(leaf, jax.Array) for leaf in arrays]
+    fixed = [_ARRAY if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+
+    def place(host: Sequence[Any]) -> Any:
+        given = iter([jnp.asarray(array) if was else array for array, was in zip(host, on_device, strict=True)])
+        return jax.tree.unflatten(structure, [next(given) if leaf is _ARRAY else leaf for leaf in fixed])
+
+    return ParameterSets(Leaves(model, names, arrays), parameters, place, room, host=arrays)
+
+
+def array_names(parameters: Any) -> list[str]:
+    """Returns the names of the arrays among a model's parameters, in the order in which ``parted`` returns them."""
+    return names_of(parameters, _ARRAYS)
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:

@@ -20,7 +20,7 @@ from tensord.workers.declarations.request_inputs import RequestInputs
 from tensord.workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
 from tensord.workers.imports.model_imports import python_source
 from tensord.workers.imports.own_flags import OwnFlags
-from tensord.workers.loading.parameters import parted, warn_of_leaves
+from tensord.workers.loading.parameters import array_names, parted, warn_of_leaves
 from tensord.workers.loading.target import LoadTarget
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.programs.load_progress import LoadProgress
@@ -75,6 +75,8 @@ def load_stepped(
         target.cache,
         python_source(folder),
         target.execution,
+        array_names(parameters),
+        target.room,
     )
     executables.check_size(target.options.executables.max_state_byte_size)
     executables.warm(progress)

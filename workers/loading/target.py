@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
 from tensord.config.options import Options
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.gpu.gpu import Gpu
+from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.processor.outside_compiler import OutsideCompiler
 from tensord.workers.processor.processor import Processor
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
@@ -29,6 +30,8 @@ class LoadTarget:
     execution: ExecutionDevice
     #: Whether process-wide state is left alone, because the process also serves others, or is one model's own.
     shared: bool = True
+    #: The room on the device for parameters that are pushed.
+    room: DeviceRoom = field(default_factory=lambda: DeviceRoom(0))
 
     @classmethod
     def configured(
@@ -49,7 +52,7 @@ class LoadTarget:
         directory = cache_directory(options.executables.cache_directory)
         cache = ExecutableCache(directory, use_persistent_cache(directory), outside)
         execution = Gpu(cuda) if cuda is not None else Processor.opened(device, options.workers.single_thread_flops)
-        return cls(options, device, gpu, cache, execution, alone)
+        return cls(options, device, gpu, cache, execution, alone, DeviceRoom(options.workers.parameter_byte_size))
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:

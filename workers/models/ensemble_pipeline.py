@@ -15,6 +15,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import NotFound
+from tensord.shm.messages import SET_PARAMETER
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
@@ -176,6 +177,8 @@ class EnsemblePipelines:
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:
             self._known.clear()
             self._changes = self._models.changes
+        if any(SET_PARAMETER in request.prepared.parameters for request in requests):
+            return None
         first = requests[0].outputs
         alike = all(request.outputs.keys() == first.keys() for request in requests)
         needed = graph.needed(first if alike else ())

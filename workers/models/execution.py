@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from tensord.shm.cuda_regions import CudaError
 from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.workers.calls.caller import Caller, ModelPort
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.grouped_program import GroupedProgram
@@ -49,6 +50,7 @@ class Execution:
         "lost",
         "outputs",
         "padding",
+        "parameters",
         "places",
         "requests",
         "responder",
@@ -86,6 +88,8 @@ class Execution:
         self.runs = 1
         #: Of a jitted model, where it is known already.
         self.executable = executable
+        #: The parameters that all of it is computed with, of a model that has sets of them; None: it has not begun.
+        self.parameters: ParameterSet | None = None
         self._results: list[Result] = []
         #: Makes ``results`` once they are asked for; None: they are there.
         self.cut: Callable[[], list[Result]] | None = None
@@ -187,6 +191,7 @@ def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) 
             for request in requests:
                 single = Execution([request], execution.began_ns)
                 single.responder, single.whole = execution.responder, execution.whole or execution
+                single.parameters = execution.parameters
                 run(model, single, check)
                 execution.by_senders |= single.by_senders
                 execution.results += single.results

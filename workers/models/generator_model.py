@@ -18,6 +18,7 @@ from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import Caller, ModelPort, calling
 from tensord.workers.models.execution import Execution, describe_failure, own_failure
+from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.lowering import check_output
 from tensord.workers.programs.precision import precision
 from tensord.workers.requests.request import Request
@@ -36,14 +37,14 @@ class GeneratorModel:
         version: int,
         signature: Signature,
         apply: Callable[[Any, dict[str, Array]], Generator[Any, None, None]],
-        parameters: Any,
+        sets: ParameterSets,
         port: ModelPort,
     ) -> None:
         self.port = port
         self._version = version
         self._signature = signature
         self._apply = apply
-        self._parameters = parameters
+        self._sets = sets
 
     def execute(self, execution: Execution) -> None:
         (request,) = execution.requests
@@ -53,7 +54,8 @@ class GeneratorModel:
             array.nbytes for array in request.arrays.values() if not isinstance(array, np.ndarray)
         )
         execution.gathered_ns = time.monotonic_ns()
-        run = _Run(self, self._signature, request, execution, self._apply(self._parameters, inputs))
+        chosen = execution.parameters = self._sets.chosen_by([request])
+        run = _Run(self, self._signature, request, execution, self._apply(chosen.on(0), inputs))
         with precision(self._signature), calling(execution.caller(self.port)) as caller:
             run.go_on(alone=False)
         caller.close()

@@ -15,6 +15,7 @@ from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import Internal
 from tensord.workers.calls.caller import ModelPort, calling
 from tensord.workers.models.execution import Execution, describe_failure
+from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.lowering import check_cut, check_output
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
@@ -30,17 +31,18 @@ class HostModel:
         version: int,
         signature: Signature,
         apply: Callable[[Any, dict[str, Array]], Any],
-        parameters: Any,
+        sets: ParameterSets,
         port: ModelPort,
     ) -> None:
         self._port = port
         self._version = version
         self._signature = signature
         self._apply = apply
-        self._parameters = parameters
+        self._sets = sets
 
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
+        chosen = execution.parameters = execution.parameters or self._sets.chosen_by(requests)
         if self._signature.ragged:
             inputs = self._laid_out(requests)
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
@@ -58,7 +60,7 @@ class HostModel:
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
         execution.gathered_ns = time.monotonic_ns()
         with calling(execution.caller(self._port)) as caller:
-            made = self._apply(self._parameters, inputs)
+            made = self._apply(chosen.on(0), inputs)
         caller.close()
         rows = sum(request.rows for request in requests)
         outputs = {spec.name: self._checked(spec, made, rows, inputs) for spec in self._signature.outputs.values()}

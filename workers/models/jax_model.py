@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from tensord.shm.errors import Unsupported
 from tensord.workers.models.execution import Execution, describe_failure
 from tensord.workers.models.free_state import FreeState
 from tensord.workers.models.statistics import NativeRuns
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted
 from tensord.workers.programs.executables import Executables
@@ -23,6 +25,7 @@ from tensord.workers.programs.grouped_program import MOST, GroupedProgram
 from tensord.workers.programs.lowering import is_numeric
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.result import Result
+from tensord.workers.scheduling.queue import shapes_of
 from tensord.workers.tensors.buckets import Buckets, RequestShapes, Shapes, sliced
 from tensord.workers.tensors.ragged import cut
 from tensord.workers.tensors.signature import Signature
@@ -53,6 +56,8 @@ class JaxModel:
                     "declare 'host = True' in model.py"
                 )
         self.executables = executables
+        #: Its parameters.
+        self.sets = executables.sets
         reshaped = any(spec.reshaped for spec in signature.outputs.values())
         #: Where requests cannot share a batch, quick ones may share a call.
         alone = bool(alone or signature.batches or buckets.axes or reshaped or instances > 1)
@@ -90,7 +95,7 @@ class JaxModel:
         """Returns the shapes of the executable for a batch of compatible requests."""
         first = requests[0]
         # A request that must run alone has a key of its own, which says more than its shapes.
-        shapes: Shapes = self.key(first.arrays) if first.own.strikes else first.key  # type: ignore[assignment]
+        shapes: Shapes = self.key(first.arrays) if first.own.strikes else shapes_of(first.key)  # type: ignore[assignment]
         if self.ragged:
             return Wanted(*self._buckets.settled(shapes, requests))
         rows = first.rows if len(requests) == 1 else sum([request.rows for request in requests])
@@ -179,8 +184,9 @@ class JaxModel:
                 raise LookupError(f"no executable for {self.wanted_by(requests)}")
             execution.executable = executable
         carry = carry or self._carry
+        chosen = execution.parameters = execution.parameters or self.sets.chosen_by(requests)
         if isinstance(executable, GroupedProgram):
-            self._execute_grouped(execution, executable)
+            self._execute_grouped(execution, executable, chosen)
             return
         # Where the device has the carry already, a failure is reported as a loss.
         execution.intact = carry is not None or self.free_state is not None
@@ -188,9 +194,9 @@ class JaxModel:
         execution.gathered_ns = time.monotonic_ns()
         places = execution.places
         if carry is None:
-            outputs = executable.compute(arguments, requests, places)
+            outputs = executable.compute(executable.parameters(chosen), arguments, requests, places)
         else:
-            outputs = self._step(carry, executable, arguments, requests)
+            outputs = self._step(carry, executable, chosen, arguments, requests)
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
         execution.cut = lambda: self._split(requests, rows, outputs.arrays)
@@ -229,18 +235,24 @@ class JaxModel:
         return rows, elements * max(0, byte_size - given) // byte_size if byte_size else 0
 
     def _step(
-        self, carry: Carry, executable: Executable, arguments: dict[str, Any], requests: Sequence[Request]
+        self,
+        carry: Carry,
+        executable: Executable,
+        chosen: ParameterSet,
+        arguments: dict[str, Any],
+        requests: Sequence[Request],
     ) -> RunOutputs:
-        made = carry.run(executable.call, arguments, executable.wanted.rows, requests)
+        step = functools.partial(executable.call, executable.parameters(chosen))
+        made = carry.run(step, arguments, executable.wanted.rows, requests)
         try:
             return executable.outputs(made, requests)
         except BaseException as error:
             raise carry.failed() from error
 
-    def _execute_grouped(self, execution: Execution, program: GroupedProgram) -> None:
+    def _execute_grouped(self, execution: Execution, program: GroupedProgram, chosen: ParameterSet) -> None:
         execution.copied_byte_size = program.gather(execution.requests)
         execution.gathered_ns = time.monotonic_ns()
-        stacks = program.run()
+        stacks = program.compute(chosen)
         execution.computed_ns = time.monotonic_ns()
         execution.runs = len(execution.requests)
         execution.cut = lambda: program.split(stacks)

@@ -13,6 +13,7 @@ from tensord.workers.models.instance_maker import InstanceMaker
 from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.stepped_model import SteppedModel
+from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
@@ -53,6 +54,8 @@ class LoadedModel:
     sequences: SequencePlan | None = None
     #: What it takes besides what clients send.
     made_inputs: MadeInputs = field(default_factory=MadeInputs)
+    #: Its parameter sets; None: it has no parameters that are arrays.
+    sets: ParameterSets | None = None
     #: The model that is stepped, if it is one.
     stepped: SteppedModel | None = None
     #: Of an ensemble, which has nothing else to run.

@@ -20,6 +20,8 @@ class ModelTable:
         self._found: dict[tuple[str, int], ModelVersion] = {}
         #: Those that only hold their model.
         self._passive: set[tuple[str, int]] = set()
+        #: Versions that were loaded and that no request finds before their parameters are restored.
+        self.held: dict[tuple[str, int], ModelVersion] = {}
         #: Versions that are not gone yet.
         self.draining: list[ModelVersion] = []
         #: How often anything came, went, or came into use: versions, and programs of theirs.
@@ -48,6 +50,7 @@ class ModelTable:
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
         """Removes a version, which no request finds any more; ``done`` is called once it has finished and is gone."""
+        self.discard_held(name, number)
         version = self._serving.pop((name, number), None)
         for gone in (version, *self.draining):
             if gone is not None and (gone.name, gone.version) == (name, number):
@@ -57,6 +60,23 @@ class ModelTable:
             return
         self._index(name)
         self._drain(version, done)
+
+    def hold(self, version: ModelVersion) -> None:
+        """Keeps a version that no request finds before ``serve_held``; one that was held before ends."""
+        self.discard_held(version.name, version.version)
+        self.held[version.name, version.version] = version
+
+    def serve_held(self, name: str, number: int) -> None:
+        """Lets requests find a version that was held. Ignores any other."""
+        version = self.held.pop((name, number), None)
+        if version is not None:
+            self.add(version)
+
+    def discard_held(self, name: str, number: int) -> None:
+        """Ends a version that is held, if there is such."""
+        version = self.held.pop((name, number), None)
+        if version is not None:
+            self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
         """Returns a version, if it serves, or only holds its model; else None."""

@@ -6,6 +6,7 @@ SERVING ──unload──▶ DRAINING: takes no request, finishes those it has 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -13,12 +14,14 @@ from tensord.config.options import Metrics
 from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import VersionFigures
+from tensord.shm.operations import MAIN_SET
 from tensord.shm.status_page import model_key
 from tensord.workers.models.host_model import shapes_key
 from tensord.workers.models.instance import Instance
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from tensord.workers.models.statistics import VersionStatistics
+from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
 from tensord.workers.requests.prepared import CheckedInputs
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
@@ -28,6 +31,7 @@ from tensord.workers.scheduling.parked import ParkedRequests
 from tensord.workers.scheduling.planner import Planner
 from tensord.workers.scheduling.queue import RequestQueue
 from tensord.workers.scheduling.response_order import ResponseOrder
+from tensord.workers.scheduling.sequence import LiveSequence
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 from tensord.workers.scheduling.step_batcher import StepBatcher
 
@@ -71,6 +75,8 @@ class ModelVersion:
         self.repeatable = loaded.repeatable
         self.ordered = loaded.ordered
         self.jitted = loaded.jitted
+        #: Its parameter sets, if it has parameters that are arrays.
+        self.sets = loaded.sets
         #: Whether a request is given something besides what its client has sent, or may be refused for its sequence.
         self.joins = loaded.sequences is not None or bool(loaded.made_inputs)
         #: Whether the C part may answer requests to it. It knows neither rules of queues nor requests that answers depend on, and
@@ -114,6 +120,10 @@ class ModelVersion:
         self.take: Callable[[int, int], list[Request]] = self.planner.take
         if self.jitted is not None and self.jitted.ragged:
             self.take = self._take_fitting
+        if self.sequences is not None and self.sets is not None:
+            self.take = functools.partial(self._take_of_one_set, self.take, self.sequences, self.sets)
+        #: Whether any request of a stepped model that has a slot may go on with other parameters than main's newest.
+        self.steps_hold = False
         self.statistics = VersionStatistics(loaded.name, loaded.version, buckets)
         #: Of requests to it, and what stands for this load.
         self.checked = CheckedInputs()
@@ -163,6 +173,71 @@ class ModelVersion:
             del batch[fitting:]
         return batch
 
+    def _take_of_one_set(
+        self,
+        take: Callable[[int, int], list[Request]],
+        sequences: SequenceBatcher[Request],
+        sets: ParameterSets,
+        now_ns: int,
+        instance: int = 0,
+    ) -> list[Request]:
+        """Takes as much of the next batch as is computed with the same parameters: a sequence keeps those that it began with."""
+        batch, table = take(now_ns, instance), sequences.table
+        # What a thread is given may begin when others are in use.
+        main = sets.main if self.loaded.instances else None
+        if main is None and not table.holding and not any(request.chosen for request in batch):
+            return batch
+        for request in batch:
+            live: LiveSequence[Request] = request.live
+            if isinstance(request.chosen, str) and request.controls.start:
+                # Where it has been dropped meanwhile, the run finds that out.
+                if (named := sets.newest(request.chosen)) is None:
+                    continue
+                table.hold(live, named)
+            request.chosen = live.parameters or main
+        others = [request for request in batch if request.chosen is not batch[0].chosen]
+        if others:
+            sequences.restore(others, now_ns)
+        return [request for request in batch if request.chosen is batch[0].chosen]
+
+    def commit(self, parameters: ParameterSet, moves: bool) -> list[object]:
+        """Puts staged parameters into use. Returns what is not used any more, to be freed.
+
+        ``moves``: also for sequences and stepped requests that have begun.
+        """
+        assert self.sets is not None
+        former = self.sets.newest(parameters.name)
+        now = None if parameters.name == MAIN_SET else parameters
+        held = False
+        if former is not None and former is not parameters:
+            held = self._hold_sequences(former, now, moves) | self._hold_steps(former, parameters, now, moves)
+        return self.sets.commit(parameters, stays=held)
+
+    def _hold_sequences(self, former: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
+        """Has live sequences keep a set that is about to be replaced, or move on. Returns whether any keeps it."""
+        if self.sequences is None:
+            return False
+        table, held = self.sequences.table, False
+        for live in table.sequences():
+            if live.begun and (live.parameters is former or (live.parameters is None and former.name == MAIN_SET)):
+                table.hold(live, now if moves else former)
+                held = not moves
+        return held
+
+    def _hold_steps(self, former: ParameterSet, new: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
+        """As ``_hold_sequences``, of requests of a stepped model that have a slot."""
+        if self.steps is None:
+            return False
+        held = False
+        for request in self.steps.with_slots():
+            if request.chosen is former or (request.chosen is None and former.name == MAIN_SET):
+                request.chosen = now if moves else former
+                held = not moves
+                if moves and request.tells:
+                    request.told = new.said()
+        self.steps_hold |= held
+        return held
+
     def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
         """Ends an instance's sequences, whose state is gone. Returns the answers of their waiting requests."""
         if self.sequences is None:
@@ -187,6 +262,7 @@ class ModelVersion:
         sequences = None if table is None else (table.with_slot(now_ns), table.backlog)
         cached = self.cache is not None
         counts, streams = statistics.counts(), self.loaded.streams
+        parameters = None if self.sets is None else self.sets.figures()
         return VersionFigures(
             self.name,
             self.version,
@@ -197,6 +273,7 @@ class ModelVersion:
             streams,
             sequences,
             dict(statistics.all_durations()),
+            parameters,
         )
 
     @property
@@ -275,6 +352,8 @@ class ModelVersion:
     def _closed(self) -> None:
         if self._heir is None:
             self.loaded.imports.forget()
+            if self.sets is not None:
+                self.sets.close()
         waiting, self._on_closed = self._on_closed, []
         for call in waiting:
             call()

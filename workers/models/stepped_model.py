@@ -20,6 +20,7 @@ from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.workers.declarations.step_declaration import StepDeclaration
 from tensord.workers.models.execution import describe_failure
 from tensord.workers.models.warmup import Sample
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.gather_buffer import copy_into
 from tensord.workers.programs.precision import precision
@@ -96,8 +97,10 @@ class SteppedModel:
 
     # ---------------------------------------------------------------------------------------------------------- running
 
-    def insert(self, requests: Sequence[Request], slots: Sequence[int]) -> DeviceRun:
-        """Has requests of one key begin in these slots.
+    def insert(
+        self, requests: Sequence[Request], slots: Sequence[int], chosen: ParameterSet | None = None
+    ) -> DeviceRun:
+        """Has requests of one key begin in these slots. ``chosen``: the parameters; None: those of main.
 
         Raises: StateLost: it failed and the carry is gone.  Or whatever else fails, while all slots are as they were.
         """
@@ -113,24 +116,25 @@ class SteppedModel:
                     target.reshape(-1)[row] = lengths[name]
                 else:
                     copy_into(target[row] if self._insert_rows else target, arrays[name])
-        return self._run(self.executables.inserts[key], (inputs, numbers))
+        return self._run(self.executables.inserts[key], (inputs, numbers), chosen)
 
-    def step(self, last: int, masked: frozenset[int]) -> DeviceRun:
-        """Steps the slots up to ``last``, perhaps more, but not masked ones. Raises as ``insert``."""
+    def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
+        """Steps the slots up to ``last``, perhaps more, but not masked ones. ``chosen``, raises: as ``insert``."""
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):
             unmasked = np.ones(self._slots, np.bool_)
             unmasked[list(masked)] = False
             self._unmasked = count, masked, jax.device_put(unmasked[:count], self.executables.device)
-        return self._run(self.executables.steps[count], (self._unmasked[2],))
+        return self._run(self.executables.steps[count], (self._unmasked[2],), chosen)
 
-    def _run(self, call: DeviceCall, given: tuple[Any, ...]) -> DeviceRun:
+    def _run(self, call: DeviceCall, given: tuple[Any, ...], chosen: ParameterSet | None) -> DeviceRun:
+        parameters = self.executables.parameters(chosen)
         with precision(self._signature):
             if self._carry is None:
-                self._carry = self.executables.init()
+                self._carry = self.executables.init(parameters)
             carry = self._carry
             try:
-                made, self._carry = call(*given, carry)
+                made, self._carry = call(parameters, *given, carry)
                 if self._remote:
                     # The rows are on their way to the host as soon as they are there.
                     made.copy_to_host_async()

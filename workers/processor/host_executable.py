@@ -100,23 +100,25 @@ class HostExecutable(Executable):
             return False
         return array.nbytes <= 4096 or not array.__array_interface__["data"][0] % ALIGNMENT
 
-    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> RunOutputs:
-        made = self.computed(arguments, {} if places is None else places.addresses)
+    def _compute(
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
+    ) -> RunOutputs:
+        made = self.computed(parameters, arguments, {} if places is None else places.addresses)
         outputs = self.outputs(made, requests)
         if places is not None:
             places.written = self.written(outputs.arrays, places.addresses)
         return outputs
 
-    def computed(self, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
+    def computed(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
         """Runs the program. ``addresses``: memory that is offered for outputs."""
         learned = self.memory_of_outputs
         if learned is None and self.placement.several is None and output_memory.attached():
-            run = functools.partial(self.call, arguments)
+            run = functools.partial(self.call, parameters, arguments)
             made, self.memory_of_outputs = output_memory.watched(run, self._signature.outputs)
             return made
         if learned is not None and addresses:
-            return learned.run(functools.partial(self.call, arguments), addresses)
-        return self.call(arguments)
+            return learned.run(functools.partial(self.call, parameters, arguments), addresses)
+        return self.call(parameters, arguments)
 
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
         """Waits for all outputs and returns them: only then has the program read its last input."""
@@ -181,7 +183,9 @@ class HostExecutable(Executable):
         if answer is None or checked is None:
             return None
         lane, prepared = execution.requests[0].submitter.lane, preparation.prepared
-        run = SingleRun(self, lane, prepared.inputs, checked.sizes, answer, regions)
+        chosen = execution.requests[0].chosen
+        name = None if chosen is None else str(chosen)
+        run = SingleRun(self, lane, prepared.inputs, checked.sizes, answer, regions, name)
         return run if run.is_aligned else None
 
     def __repr__(self) -> str:

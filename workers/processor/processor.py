@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.processor import single_thread
 from tensord.workers.processor.host_executable import HostExecutable
 from tensord.workers.processor.single_thread import SingleThreadDevice
@@ -43,8 +44,8 @@ class Processor(ExecutionDevice):
     def contents_of(self, made: Sequence[Any]) -> list[Content]:
         return [np.asarray(array) for array in made]
 
-    def small_programs(self, signature: Signature, parameters: Any) -> SmallPrograms | None:
-        return None if self._single is None else SmallPrograms(signature, self._single, parameters)
+    def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
+        return None if self._single is None else SmallPrograms(signature, self._single, sets)
 
     def keeps(self, request: Request) -> bool:
         return False

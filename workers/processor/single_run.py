@@ -97,14 +97,17 @@ class SingleRun:
         sizes: Sequence[int],
         answer: SingleAnswer,
         regions: Mapping[str, Region],
+        name: str | None = None,
     ) -> None:
         """Finds what lies in regions.
 
         Args:
           sizes: the bytes of each input.
           regions: those that the request names.
+          name: of their parameter set; None: they name none.
         """
         self._executable = executable
+        self._set = name
         self._lane = lane
         self._regions = tuple(regions.values())
         #: Inputs that each request has of its own; and those that are always at the same place.
@@ -153,7 +156,7 @@ class SingleRun:
         if self.answer.byte_size or self._placed:
             made = self._run_placed(arguments)
         else:
-            outputs = _waited_for(self._executable.computed(arguments, {}))
+            outputs = _waited_for(self._executable.computed(self._executable.named(self._set), arguments, {}))
             made = -1, 0, 0, [outputs[name] for name in self.answer.inside]
         if self._regions:
             # After the last byte was read and written: a page that was missing meanwhile makes the answer void.
@@ -187,7 +190,7 @@ class SingleRun:
         """Returns the outputs that have no memory given, or None where some output that should be there is not."""
         executable = self._executable
         addresses = {name: address_of(memory) for name, memory in memories.items()}
-        outputs = _waited_for(executable.computed(arguments, addresses))
+        outputs = _waited_for(executable.computed(executable.named(self._set), arguments, addresses))
         written = executable.written(outputs, addresses)
         inside = [outputs[name] for name in self.answer.inside]
         del outputs

@@ -7,6 +7,7 @@ which is logged once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from tensord.workers.compiling.compilers import CompilerDied
+from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.processor.single_thread import SingleThreadDevice, share
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision
@@ -31,11 +33,11 @@ _OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
 class SmallPrograms:
     """The small programs of one version. The threads that make its programs use it."""
 
-    def __init__(self, signature: Signature, device: SingleThreadDevice, parameters: Any) -> None:
-        """``parameters`` are on the worker's own device, and must live as long as this object."""
+    def __init__(self, signature: Signature, device: SingleThreadDevice, sets: ParameterSets) -> None:
+        """``sets``: the version's parameters, which are on the worker's own device."""
         self._signature = signature
         self._device = device
-        self._given = parameters
+        self._sets = sets
         self._placement: Placement | None = None
         self._opening = threading.Lock()
         self._possible = True
@@ -45,8 +47,7 @@ class SmallPrograms:
         with self._opening:
             if self._placement is None and self._possible:
                 try:
-                    with precision(self._signature):
-                        self._placement = placed(self._given, self._device.device)
+                    self._placement = placed(self._sets, self._device.device, self._signature)
                 except Exception as error:
                     self.give_up(error)
             return self._placement
@@ -104,11 +105,18 @@ class SmallPrograms:
         return f"<SmallPrograms of {self._device}>"
 
 
-def placed(parameters: Any, device: jax.Device) -> Placement:
-    """Returns a placement on a device that shares the parameters' memory. Raises as ``share``."""
-    return Placement(
-        share(parameters, device), device, None, SingleDeviceSharding(device), MappingProxyType(_OPTIONS), device.client
-    )
+def placed(sets: ParameterSets, device: jax.Device, signature: Signature | None = None) -> Placement:
+    """Returns a placement on a device that shares the memory of all parameters. Raises as ``share``.
+
+    ``signature``: says in which precision they are placed.
+    """
+
+    def shared(parameters: Any) -> Any:
+        with contextlib.nullcontext() if signature is None else precision(signature):
+            return share(parameters, device)
+
+    sets.share_by(shared)
+    return Placement(sets, device, None, SingleDeviceSharding(device), MappingProxyType(_OPTIONS), device.client)
 
 
 def _has_open_sizes(lowered: jax.stages.Lowered) -> bool:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from tensord.shm.arrays import Array, address_of
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.execution_device import ExecutionDevice, Inputs
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.plain_program import is_plain
@@ -80,9 +81,10 @@ class Executable(ABC):
         self.placement: Placement = program.placement
         #: The device, as its thread uses it.
         self.device = device
-        #: The program with its parameters, which takes inputs.
-        several, call = program.placement.several, functools.partial(program.call, program.placement.parameters)
-        self.call: Callable[..., dict[str, Any]] = call if several is None else several.alone(call)
+        #: The program as it is to be called, with parameters and inputs.
+        several = program.placement.several
+        self.call: Callable[..., dict[str, Any]] = program.call if several is None else several.alone(program.call)
+        self._sets, self._at = program.placement.sets, program.placement.at
         self._signature = signature
         self._batches = signature.batches
         self._inputs = inputs
@@ -130,10 +132,22 @@ class Executable(ABC):
         with precision(self._signature):
             return self._inputs.send()
 
-    def run(self) -> list[Content]:
-        """Computes the inputs in ``memory``. Returns the contents of its layout, once ``memory`` may be written again."""
+    def parameters(self, chosen: ParameterSet | None = None) -> Any:
+        """Returns the parameters of a set, as ``call`` takes them; None: those of requests that name no set."""
+        return (self._sets.main if chosen is None else chosen).on(self._at)
+
+    def named(self, name: str | None) -> Any:
+        """Returns the parameters of a set by its name, as ``parameters``. Raises NotFound: there is none of that name."""
+        return (self._sets.main if name is None else self._sets.find(name)).on(self._at)
+
+    def run(self, name: str | None = None) -> list[Content]:
+        """Computes the inputs in ``memory``. Returns the contents of its layout, once ``memory`` may be written again.
+
+        ``name``: of the parameter set; None: requests name none. Raises NotFound: there is no set of that name any more.
+        """
+        parameters = self.named(name)
         with precision(self._signature):
-            made = self.call(self._inputs.send())
+            made = self.call(parameters, self._inputs.send())
         return self.read(made)
 
     def read(self, made: Mapping[str, Any]) -> list[Content]:
@@ -146,15 +160,19 @@ class Executable(ABC):
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """Gathers a batch. Returns the arguments, and how many bytes were copied."""
 
-    def compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> RunOutputs:
+    def compute(
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
+    ) -> RunOutputs:
         """Runs the program. ``places``: of a single request's outputs, which it may write there. Raises what the run raises."""
         if self._signature.wide:
             with precision(self._signature):
-                return self._compute(arguments, requests, places)
-        return self._compute(arguments, requests, places)
+                return self._compute(parameters, arguments, requests, places)
+        return self._compute(parameters, arguments, requests, places)
 
     @abstractmethod
-    def _compute(self, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None) -> RunOutputs:
+    def _compute(
+        self, parameters: Any, arguments: dict[str, Any], requests: Sequence[Request], places: Places | None
+    ) -> RunOutputs:
         """Implements ``compute`` in the right precision."""
 
     @abstractmethod

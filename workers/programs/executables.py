@@ -21,6 +21,7 @@ import jax
 
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
+from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.constants import warn_of_constants
@@ -29,6 +30,7 @@ from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.lowering import Lowering
+from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.weight import work_of
@@ -57,12 +59,16 @@ class Executables:
         device: ExecutionDevice,
         initial: InitialState | None = None,
         several: SeveralDevices | None = None,
+        names: Sequence[str] | None = None,
+        room: DeviceRoom | None = None,
     ) -> None:
         """
         Args:
           device: the device, as the running thread uses it.
           initial: the initial state, of a model with state.
           several: the devices that programs run on, where that is not the worker's own.
+          names: names of the parameters' leaves; None: those that they have in ``parameters``.
+          room: for parameters that are pushed; None: there is none.
         Raises: Internal: there is no memory for the parameters.
         """
         self._initial = initial
@@ -78,10 +84,9 @@ class Executables:
         if several is None:
             fresh = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters) if not isinstance(leaf, jax.Array))
             device_memory.check(signature.model, "its parameters need", fresh, jax.local_devices()[:1])
-            with precision(signature):
-                parameters = jax.device_put(parameters)
-        self._usual = Placement(parameters, None, several)
-        self._small = device.small_programs(signature, self._usual.parameters)
+        self.sets = placed_sets(signature, parameters, names, several, room)
+        self._usual = Placement(self.sets, None, several)
+        self._small = device.small_programs(signature, self.sets)
         #: Parts of the cache's keys that all programs of the version share.
         self._identity: tuple[str | bytes, ...] = ()
         self._planned: dict[Wanted, Executable] = {}
@@ -118,7 +123,9 @@ class Executables:
             compiled, is_new = next(made)
             if not self._planned and self._usual.several is not None:
                 # Puts the parameters where the first program wants them.
-                compiled = compiled._replace(placement=self._placed(self._usual.several, compiled.call))
+                with precision(self._signature):
+                    placed = self._usual.several.place(self._signature.model, self._usual.parameters, compiled.call)
+                self.sets.main.moved(placed)
                 progress.parameters(self._usual.parameters)
             progress.made(wanted, compiled, is_new)
             self._planned[wanted] = self.device.executable(wanted, self._signature, compiled)
@@ -147,17 +154,9 @@ class Executables:
 
         return make
 
-    def _placed(self, several: SeveralDevices, program: jax.stages.Compiled) -> Placement:
-        with precision(self._signature):
-            placed = several.place(self._signature.model, self._usual.parameters, program)
-        self._usual = Placement(placed, None, several)
-        return self._usual
-
     def _place(self, planned: Sequence[Wanted]) -> None:
         """Chooses one placement for all programs, because they share the carry: that of the largest one."""
         small, self._small = self._small, None
-        # Kept alive, because its parameters share the memory of those on the worker's own device.
-        self._shared = small
         if small is None or not planned or not small.suits(self._lowering.lower(*planned[-1], self._usual)):
             return
         if (placement := small.open()) is not None:
@@ -193,7 +192,8 @@ class Executables:
                 return
             inputs = self._lowering.zeros(*wanted)
             with precision(self._signature):
-                made = executable.call(inputs) if carry is None else carry.run(executable.call, inputs, wanted.rows, ())
+                step = functools.partial(executable.call, executable.parameters())
+                made = step(inputs) if carry is None else carry.run(step, inputs, wanted.rows, ())
                 jax.block_until_ready(made)
 
     def compile(self, wanted: Wanted) -> Executable:

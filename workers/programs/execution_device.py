@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tensord.shm.arrays import Array
+from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.programs.placement import CompiledProgram
 from tensord.workers.tensors.signature import Signature
 
@@ -61,7 +62,7 @@ class ExecutionDevice(ABC):
         """Copies outputs of a program to host memory. Raises what the run raised."""
 
     @abstractmethod
-    def small_programs(self, signature: Signature, parameters: Any) -> SmallPrograms | None:
+    def small_programs(self, signature: Signature, sets: ParameterSets) -> SmallPrograms | None:
         """Returns the placement of a version's small programs; None: that of all programs."""
 
     @abstractmethod

@@ -6,6 +6,7 @@ next begins.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from tensord.workers.programs.carry import Carry
@@ -35,9 +36,11 @@ class GatheredRun:
         if used < self._used:
             rows[:, used : self._used] = self._nobody[:, used : self._used]
         self._used = used
-        made = self._carry.run_rows(self._executable.call, self._executable.arguments(), rows)
+        executable = self._executable
+        step = functools.partial(executable.call, executable.parameters())
+        made = self._carry.run_rows(step, executable.arguments(), rows)
         try:
-            return self._executable.read(made)
+            return executable.read(made)
         except BaseException as error:
             raise self._carry.failed() from error
 

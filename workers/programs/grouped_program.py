@@ -29,6 +29,7 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from tensord.shm.arrays import Array, address_of
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.programs.executables import Apply
 from tensord.workers.programs.execution_device import Inputs
@@ -103,13 +104,13 @@ class GroupedMemory:
 class GroupedProgram:
     """A compiled program for ``rows`` requests; those of one shape share its memory. The execution thread alone uses it."""
 
-    __slots__ = ("_call", "_layout", "_memory", "_outputs", "_read", "_signature", "rows")
+    __slots__ = ("_layout", "_memory", "_outputs", "_program", "_read", "_signature", "rows")
 
     def __init__(
         self,
         rows: int,
         signature: Signature,
-        call: functools.partial[Any],
+        program: CompiledProgram,
         memory: GroupedMemory,
         outputs: Packing,
         read: Callable[[Sequence[Any]], list[Content]],
@@ -117,12 +118,12 @@ class GroupedProgram:
         """
         Args:
           rows: the number of requests that it is for.
-          call: the compiled program with its parameters.
+          program: the compiled program.
           read: copies its results to host memory.
         """
         self.rows = rows
         self._signature = signature
-        self._call = call
+        self._program = program
         self._memory = memory
         self._outputs = outputs
         self._read = read
@@ -131,7 +132,7 @@ class GroupedProgram:
     @property
     def memory_needed(self) -> int | None:
         """The program's ``run_errors.memory_needed``."""
-        return memory_needed(self._call.func)
+        return memory_needed(self._program.call)
 
     #: Rows of earlier requests behind the present ones are not read.
     clears = False
@@ -173,12 +174,21 @@ class GroupedProgram:
                 copied += len(target)
         return copied
 
-    def run(self) -> list[Content]:
-        """Computes the gathered requests, and waits for it. The results' first dimension counts the requests."""
+    def run(self, name: str | None = None) -> list[Content]:
+        """Computes the gathered requests, and waits for it. The results' first dimension counts the requests.
+
+        ``name``: as for ``Executable.run``.
+        """
+        sets = self._program.placement.sets
+        return self.compute(sets.main if name is None else sets.find(name))
+
+    def compute(self, chosen: ParameterSet) -> list[Content]:
+        """Computes the gathered requests with the parameters of a set. Otherwise as ``run``."""
+        parameters = chosen.on(self._program.placement.at)
         if self._signature.wide:
             with precision(self._signature):
-                return self._read(self._call(self._memory.send(self.rows))[0])
-        return self._read(self._call(self._memory.send(self.rows))[0])
+                return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
+        return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])
 
     def uncut(self, stacks: Sequence[Content]) -> BatchOutputs | None:
         """Returns ``run``'s results as bytes that answers are cut from, or None where they are too large."""
@@ -266,11 +276,10 @@ class GroupedProgramMaker:
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []
-        call = functools.partial(compiled.call, compiled.placement.parameters)
         made: Any = self._single.program.out_info
         memory, outputs = GroupedMemory(self._inputs, inputs), _packing(self._signature, made)
         read = self._single.device.contents_of
-        return [GroupedProgram(length, self._signature, call, memory, outputs, read) for length in lengths]
+        return [GroupedProgram(length, self._signature, compiled, memory, outputs, read) for length in lengths]
 
     def __repr__(self) -> str:
         return f"<GroupedProgramMaker of {self._inputs}>"

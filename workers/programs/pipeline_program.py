@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,8 +66,8 @@ class PipelineProgram:
         """
         self.rows = rows
         self._outputs = tuple(outputs)
-        self._links: list[tuple[Callable[..., dict[str, Any]], Any, Any]] = [
-            (link.executable.call, link.inputs, link.outputs) for link in links
+        self._links: list[tuple[Executable, Any, Any]] = [
+            (link.executable, link.inputs, link.outputs) for link in links
         ]
         taken = {tensor for link in links for _, tensor, _ in link.inputs}
         self._specs = [spec for spec in signature.inputs.values() if spec.name in taken]
@@ -140,9 +140,10 @@ class PipelineProgram:
         tensors = dict(arguments)
         with enable_x64(True) if self._wide else contextlib.nullcontext():
             began = time.monotonic_ns()
-            for number, (call, inputs, outputs) in enumerate(self._links):
-                made = call(
-                    {name: np.asarray(tensors[tensor]) if moved else tensors[tensor] for name, tensor, moved in inputs}
+            for number, (executable, inputs, outputs) in enumerate(self._links):
+                made = executable.call(
+                    executable.parameters(),
+                    {name: np.asarray(tensors[tensor]) if moved else tensors[tensor] for name, tensor, moved in inputs},
                 )
                 for name, tensor in outputs:
                     tensors[tensor] = made[name]

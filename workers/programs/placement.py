@@ -11,12 +11,14 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from tensord.workers.devices.several_devices import SeveralDevices
+from tensord.workers.parameters.parameter_set import ParameterSets
 
 
 class Placement(NamedTuple):
     """A device with a version's parameters on it."""
 
-    parameters: Any
+    #: The version's parameter sets; which one programs run with is said with each run.
+    sets: ParameterSets
     #: Device for ``jax.device_put``; None: the worker's own.
     device: jax.Device | None = None
     #: The devices of a model that runs on several; a program decides where its parameters lie.
@@ -31,6 +33,16 @@ class Placement(NamedTuple):
     def spec(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
         """Returns an argument's shape and dtype, for lowering."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+    @property
+    def at(self) -> int:
+        """The number of the placement, by which a set finds its parameters here (``ParameterSet.on``)."""
+        return int(self.is_single_thread)
+
+    @property
+    def parameters(self) -> Any:
+        """The parameters that requests get which name no set."""
+        return self.sets.main.on(self.at)
 
     @property
     def is_single_thread(self) -> bool:

@@ -9,10 +9,9 @@ A stepped model has no shapes but those of its buckets: nothing is compiled for 
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,18 +19,21 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
+from tensord.workers.parameters.device_room import DeviceRoom
+from tensord.workers.parameters.parameter_set import ParameterSet
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.constants import constant_byte_size, warn_of_constants
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.execution_device import ExecutionDevice
 from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.placed_sets import placed_sets
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.precision import precision
 from tensord.workers.programs.step_program import INSERT_CARRY, STEP_CARRY, StepPrograms
 from tensord.workers.tensors.buckets import Buckets, Shapes
 from tensord.workers.tensors.signature import Signature
 
-#: A program with its parameters.
+#: A program, which takes parameters first.
 DeviceCall = Callable[..., Any]
 
 
@@ -65,8 +67,13 @@ class StepExecutables:
         cache: ExecutableCache,
         source: bytes,
         device: ExecutionDevice,
+        names: Sequence[str] | None = None,
+        room: DeviceRoom | None = None,
     ) -> None:
-        """``step_slots``: ascending, the last one is ``slots``. ``insert_rows``: as in ``StepPrograms``."""
+        """``step_slots``: ascending, the last one is ``slots``. ``insert_rows``: as in ``StepPrograms``.
+
+        ``names``, ``room``: as in ``Executables``.
+        """
         self._step_slots = step_slots
         self._signature = signature
         self._slots = slots
@@ -81,15 +88,19 @@ class StepExecutables:
         self._init = jax.jit(programs.init)
         self._insert = jax.jit(programs.insert, donate_argnums=INSERT_CARRY)
         self._step = jax.jit(programs.step, donate_argnums=STEP_CARRY)
-        with precision(signature):
-            self._place = Placement(jax.device_put(parameters))
-        self._small = device.small_programs(signature, self._place.parameters)
-        #: () -> carry.
+        self.sets = placed_sets(signature, parameters, names, None, room)
+        self._place = Placement(self.sets)
+        self._small = device.small_programs(signature, self.sets)
+        #: (parameters) -> carry.
         self.init: DeviceCall
-        #: Shapes of one request's inputs -> program: (inputs, slots, carry) -> (rows, carry).
+        #: Shapes of one request's inputs -> program: (parameters, inputs, slots, carry) -> (rows, carry).
         self.inserts: dict[Shapes, DeviceCall] = {}
-        #: Number of slots -> program: (unmasked, carry) -> (rows, carry).
+        #: Number of slots -> program: (parameters, unmasked, carry) -> (rows, carry).
         self.steps: dict[int, DeviceCall] = {}
+
+    def parameters(self, chosen: ParameterSet | None = None) -> Any:
+        """Returns the parameters of a set as the programs take them; None: those of requests that name no set."""
+        return (self.sets.main if chosen is None else chosen).on(self._place.at)
 
     @property
     def device(self) -> jax.Device | None:
@@ -146,7 +157,7 @@ class StepExecutables:
         for what in progress.through(wanted):
             compiled, is_new = next(made)
             progress.made(what, compiled, is_new)
-            self._adopt(what, functools.partial(compiled.call, self._place.parameters))
+            self._adopt(what, compiled.call)
         self._run_once()
 
     def _compile(self, lowered: jax.stages.Lowered) -> CompiledProgram:
@@ -197,12 +208,13 @@ class StepExecutables:
 
     def _run_once(self) -> None:
         """Runs each program once: a model that fails does not serve, and no request pays for a first run."""
+        parameters = self.parameters()
         with precision(self._signature):
-            carry = self.init()
+            carry = self.init(parameters)
             for shapes, insert in self.inserts.items():
-                _, carry = insert(*self.zeros(shapes), carry)
+                _, carry = insert(parameters, *self.zeros(shapes), carry)
             for count, step in self.steps.items():
-                _, carry = step(np.ones(count, np.bool_), carry)
+                _, carry = step(parameters, np.ones(count, np.bool_), carry)
             jax.block_until_ready(carry)
 
     def __repr__(self) -> str:

@@ -14,14 +14,14 @@ in nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.cuda_regions import CudaRegion
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedTensor, RegionSlice
+from tensord.shm.messages import AnswerRecord, Parameter, PreparedAnswer, PreparedTensor, RegionSlice
 from tensord.shm.prepared import Numbered
 from tensord.shm.record import encoder
 from tensord.workers.regions.region_table import check_intact
@@ -58,6 +58,8 @@ class AnswerPlan(NamedTuple):
     row_byte_size: int
     #: Whether all of them go into the record.
     inside: bool
+    #: What it says of the parameter set.
+    told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
         """Returns the plan of answers with that number."""
@@ -112,9 +114,9 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
                 return None
         tensors.append(PreparedTensor(name, datatype, (rows, *shape) if layout.batches else shape, region))
         parts.append(PlannedOutput(content, start, step, size, region))
-    prepared = PreparedAnswer(request.version.version, tuple(tensors))
+    prepared = PreparedAnswer(request.version.version, tuple(tensors), dict(request.told))
     inside = all(part.region is None for part in parts)
-    return AnswerPlan(prepared, None, parts, sum([part.byte_size for part in parts]), inside)
+    return AnswerPlan(prepared, None, parts, sum([part.byte_size for part in parts]), inside, request.told)
 
 
 class AnswerRows:

@@ -24,6 +24,8 @@ from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import (
     MAX_REPLACE_KEY,
+    SET_PARAMETER,
+    TELLING_PARAMETER,
     PreparedAnswer,
     PreparedRequest,
     PreparedTensor,
@@ -35,6 +37,7 @@ from tensord.shm.messages import (
 )
 from tensord.shm.open_shape import OPEN, closed, elements
 from tensord.shm.open_shape import check as check_shape
+from tensord.shm.operations import MAIN_SET
 from tensord.shm.prepared import Numbered
 from tensord.shm.regions import Region, check_range
 from tensord.shm.snapshot_region import SnapshotRegion
@@ -45,6 +48,7 @@ from tensord.workers.regions.region_tensor import LateTensor, RegionTensor
 from tensord.workers.requests.answer_plan import AnswerPlan
 from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.request import Request, Sink, label
+from tensord.workers.scheduling.queue import SetKey
 from tensord.workers.tensors.batch_outputs import OutputLayout
 from tensord.workers.tensors.signature import Signature, TensorSpec
 
@@ -65,6 +69,8 @@ _BATCH_NOTE = (
     "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
 )
 
+#: Of a request that names no parameter set, and does not ask for it.
+_MAIN: tuple[str | None, bool] = (None, False)
 Content = bytes | memoryview | LateTensor
 #: (name, datatype, shape) of each input, in the order of the request.
 Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -192,10 +198,13 @@ def validate(
         if not known:
             preparation.learn(version.checked, checked if prepared is preparation.prepared else None, outputs)
         key, repeats = checked.key, preparation.number != _INLINE and preparation.checked is not None
+        name, tells = _choice(prepared, own, version) if prepared.parameters and version.sets is not None else _MAIN
+        if name is not None and version.sequences is None:
+            key = SetKey(key, name)
         if own.strikes:
             # A request under which a worker has died runs alone, so that it cannot take others with it.
             key, repeats = (key, own.request_id, submitter.peer), False
-        return Request(
+        request = Request(
             version,
             submitter,
             prepared,
@@ -210,10 +219,33 @@ def validate(
             named,
             preparation if repeats else None,
         )
+        if name is not None or tells:
+            request.chosen, request.tells = name, tells
+        return request
     except BaseException:
         for region in leased:
             region.unlease()
         raise
+
+
+def _choice(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> tuple[str | None, bool]:
+    """Returns the parameter set that a request names, None for main, and whether its answers say which it is.
+
+    Raises: NotFound: the model has no set of that name.  InvalidArgument: it is no name.
+    """
+    sets, name, tells = version.sets, prepared.parameters.get(SET_PARAMETER), prepared.parameters.get(TELLING_PARAMETER)
+    assert sets is not None
+    for parameter, value, kind in ((SET_PARAMETER, name, str), (TELLING_PARAMETER, tells, bool)):
+        if value is not None and type(value) is not kind:
+            wanted = "a text" if kind is str else "true or false"
+            raise InvalidArgument(f"{label(own.client_id)}parameter '{parameter}' is {value!r}, {wanted} is expected")
+    if name == MAIN_SET:
+        name = None
+    if name is not None:
+        sets.find(cast(str, name))
+    if tells:
+        sets.told = True
+    return cast("str | None", name), bool(tells)
 
 
 def _check_replace_key(own: RequestRecord) -> None:
@@ -260,8 +292,13 @@ def validate_inner(
     for name in outputs:
         if name not in signature.outputs:
             raise InvalidArgument(f"unexpected inference output '{name}' for model '{version.name}'")
-    key = (checked.key, own.request_id, submitter.peer) if own.strikes else checked.key
-    return InnerRequest(version, submitter, prepared, own, key, checked.rows, taken, outputs, now_ns, sink, origin)
+    chosen, tells = _choice(prepared, own, version) if prepared.parameters and version.sets is not None else _MAIN
+    key = checked.key if chosen is None or version.sequences is not None else SetKey(checked.key, chosen)
+    if own.strikes:
+        key = (key, own.request_id, submitter.peer)
+    request = InnerRequest(version, submitter, prepared, own, key, checked.rows, taken, outputs, now_ns, sink, origin)
+    request.chosen, request.tells = chosen, tells
+    return request
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tensord.shm.arrays import DTYPES, Array
-from tensord.shm.messages import TIMING, AnswerRecord, PreparedRequest, RequestedOutput, RequestRecord
+from tensord.shm.messages import TIMING, AnswerRecord, Parameter, PreparedRequest, RequestedOutput, RequestRecord
 from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.regions.region_tensor import LateTensor
 from tensord.workers.requests.response_cache import Question
@@ -23,6 +23,7 @@ from tensord.workers.scheduling.sequence import Controls, Sequenced
 
 if TYPE_CHECKING:
     from tensord.workers.models.model_version import ModelVersion
+    from tensord.workers.parameters.parameter_set import ParameterSet
     from tensord.workers.requests.prepared import Preparation
 
 #: When a run began, had its inputs, had computed; in ns.
@@ -31,6 +32,7 @@ Moments = tuple[int, int, int]
 #: last; None with the last: there is no further one.
 Sink = Callable[["Request", "Result | None", "Moments | None", bool], None]
 _NONE: Mapping[str, Array] = {}
+_UNTOLD: Mapping[str, Parameter] = {}
 
 
 class Request(Sequenced):
@@ -41,6 +43,7 @@ class Request(Sequenced):
         "_arrays",
         "asked",
         "cancelled",
+        "chosen",
         "contents",
         "copied_byte_size",
         "outputs",
@@ -51,7 +54,9 @@ class Request(Sequenced):
         "regions",
         "request_id",
         "submitter",
+        "tells",
         "timeline",
+        "told",
         "version",
     )
 
@@ -83,6 +88,11 @@ class Request(Sequenced):
 
         ``preparation``: what is known of it; None: it repeats nothing.
         """
+        #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
+        self.chosen: str | ParameterSet | None = None
+        #: Whether its answers say which parameter set they are of, and, once it has run, what they say.
+        self.tells = False
+        self.told: Mapping[str, Parameter] = _UNTOLD
         #: What it says of itself: ids, moments, priority, timeout, sequence, strikes.
         self.own = own
         # As Waiting.__init__, which is another call for every request.

@@ -3,8 +3,8 @@
     digest of a question ─▶ entry ─▶ its question, compared as a whole ─▶ its answer
 
 Pure. A digest only finds an entry; what decides is that every input is the same, byte for byte, and that the same load of a model
-is asked for the same outputs. Entries are private copies: nobody else can write to them. Where there is no room the entry goes
-that was not used for the longest time.
+is asked for the same outputs with the same parameters. Entries are private copies: nobody else can write to them. Where there is
+no room the entry goes that was not used for the longest time.
 """
 
 from __future__ import annotations
@@ -49,16 +49,20 @@ class Question(NamedTuple):
     digest: bytes
     #: Stands for the load of the model version that is asked: another load may answer differently.
     load: object
+    #: Stands for the parameter set that it is asked with; None: the model has none.
+    parameters: object
     #: The outputs that the model was asked for, sorted; empty: all, or the model does not see them.
     outputs: tuple[str, ...]
     #: Sorted by name.
     inputs: tuple[Input, ...]
 
     @classmethod
-    def of(cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array]) -> Question:
+    def of(
+        cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: object = None
+    ) -> Question:
         """Makes the question of a request's tensors, which it reads where they are, and keeps."""
         wanted = tuple(sorted(outputs))
-        digest = hashlib.blake2b(repr((id(load), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
+        digest = hashlib.blake2b(repr((id(load), id(parameters), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
         inputs: list[Input] = []
         for name in sorted(arrays):
             array = arrays[name]
@@ -66,11 +70,13 @@ class Question(NamedTuple):
             digest.update(repr((*each[:3], len(each.content))).encode())
             digest.update(each.content.data)
             inputs.append(each)
-        return cls(digest.digest(), load, wanted, tuple(inputs))
+        return cls(digest.digest(), load, parameters, wanted, tuple(inputs))
 
     def same(self, other: Question) -> bool:
         """Returns whether two questions have the same answer."""
-        if self.load is not other.load or self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
+        if self.load is not other.load or self.parameters is not other.parameters:
+            return False
+        if self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
             return False
         return all(one.same(two) for one, two in zip(self.inputs, other.inputs, strict=True))
 

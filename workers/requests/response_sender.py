@@ -106,8 +106,10 @@ class ResponseSender:
         self.returned = False
         #: The thread with the event loop of the coroutine that answers, if one does.
         self.thread = 0
-        #: Whether its outputs go into the record or the arena, and as they are.
-        self.plain = not any(wanted.region or wanted.classification for wanted in request.outputs.values())
+        #: Whether its outputs go into the record or the arena, as they are, and with nothing beside them.
+        self.plain = not (
+            request.tells or any(wanted.region or wanted.classification for wanted in request.outputs.values())
+        )
         #: Encodes responses like the last one that was encoded. Belongs to whoever sends.
         self.alike: ResponsesAlike | None = None
         #: Those that the last one was put with.

@@ -30,11 +30,13 @@ _MAX_CHARACTERS = 1 << 20
 class RequestTimeline:
     """Belongs to a request."""
 
-    __slots__ = ("_characters", "_children", "_count", "_moments", "_tensors", "level")
+    __slots__ = ("_characters", "_children", "_count", "_moments", "_tensors", "level", "parameters")
 
     def __init__(self, level: int, queued_ns: int) -> None:
         #: The trace level for ``RequestRecord.trace`` of requests that are made for this one.
         self.level = level
+        #: Name and number of the pushed parameter set that it was computed with, if it was.
+        self.parameters: tuple[str, int] | None = None
         self._moments = [(trace_stamps.QUEUE_START, queued_ns)]
         self._tensors: list[TracedTensor] = []
         self._children: list[Timeline] = []
@@ -71,7 +73,7 @@ class RequestTimeline:
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()
-        return Timeline(stamps, tuple(self._tensors), children=tuple(self._children))
+        return Timeline(stamps, tuple(self._tensors), children=tuple(self._children), parameters=self.parameters)
 
 
 def _described(activity: str, name: str, array: Array) -> TracedTensor:

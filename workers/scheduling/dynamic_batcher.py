@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from tensord.shm.errors import ServingError
 from tensord.workers.scheduling.planner import Decision, Refuse, Run, WaitUntil
-from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W
+from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W, shapes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return first.line, first.sequence
 
     def _limit(self, key: Hashable) -> int:
-        return self._limits.get(key, self._rules.max_rows)
+        return self._limits.get(shapes_of(key), self._rules.max_rows) if self._limits else self._rules.max_rows
 
     def check_invariants(self) -> None:
         """Asserts, for tests, that due times and limits fit the queue."""

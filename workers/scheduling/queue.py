@@ -64,6 +64,18 @@ class Waiting:
         self.sequence = 0
 
 
+class SetKey(NamedTuple):
+    """The key of requests that name a parameter set: only those of one set run together."""
+
+    shapes: Hashable
+    set: str
+
+
+def shapes_of(key: Hashable) -> Hashable:
+    """Returns a key without the parameter set that it may name."""
+    return key.shapes if type(key) is SetKey else key
+
+
 W = TypeVar("W", bound=Waiting)
 
 

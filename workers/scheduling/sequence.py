@@ -63,6 +63,7 @@ class LiveSequence(Generic[S]):
         "correlation_id",
         "generation",
         "kept",
+        "parameters",
         "running",
         "slot",
         "waiting",
@@ -86,6 +87,8 @@ class LiveSequence(Generic[S]):
         self.client = 0
         #: State that its last step left, where the model's state varies in size (``workers/models/free_state.py``).
         self.kept: Any = None
+        #: The parameters that it goes on with, although they are not the newest of main; None: they are.
+        self.parameters: Any = None
         #: Whether it lost requests that never ran: nothing more of it may run.
         self.cancelled = False
 

@@ -62,6 +62,8 @@ class SequenceTable(Generic[S]):
         self._waiting = 0
         #: Ids whose state went with a run that failed -> since when; kept until a client was told, or the idle time is over.
         self._lost: dict[int | str, int] = {}
+        #: Sequences that go on with parameters that are not the newest of main.
+        self.holding = 0
         #: Whether new sequences are refused, because the worker is to stop.
         self.stopping = False
 
@@ -253,7 +255,13 @@ class SequenceTable(Generic[S]):
         self._give_slot(first, slot)
         return first
 
+    def hold(self, live: LiveSequence[S], parameters: object | None) -> None:
+        """Has a sequence go on with some parameters; None: with the newest of main."""
+        self.holding += (parameters is not None) - (live.parameters is not None)
+        live.parameters = parameters
+
     def _gone(self, live: LiveSequence[S]) -> None:
+        self.hold(live, None)
         self._forget(live)
         self._events.gone(live.correlation_id, live.generation)
 

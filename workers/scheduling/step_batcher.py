@@ -69,6 +69,17 @@ class Step(NamedTuple, Generic[W]):
     last: frozenset[int]
     #: Slots that must not be stepped although the device knows of a request there.
     masked: frozenset[int]
+    #: Whether another part of the same step comes behind it.
+    goes_on: bool = False
+
+    def parts(self, groups: Sequence[Sequence[SlotHolder[W]]]) -> list[Step[W]]:
+        """Returns the step in parts, which are to be run one after the other: each leaves the others' slots alone."""
+        numbers = [frozenset([holder.number for holder in group]) for group in groups]
+        whole = frozenset().union(*numbers)
+        return [
+            Step(group, self.last & own, self.masked | (whole - own), own is not numbers[-1])
+            for group, own in zip(groups, numbers, strict=True)
+        ]
 
 
 class SlotAnswer(NamedTuple, Generic[W]):
@@ -237,7 +248,7 @@ class StepBatcher(QueuePlanner[W]):
 
         Returns: the requests' answers; and the slots among ``joined`` that emit and go on.
         """
-        self._on_their_way -= 1
+        self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []
         going: list[int] = []
         last, joined = step.last, joined or [False] * len(says)

@@ -35,6 +35,21 @@ def test_rate_count_and_inheritance(tmp_path: Path) -> None:
     budget.close()
 
 
+def test_a_trace_says_which_parameters_its_request_was_computed_with(tmp_path: Path) -> None:
+    """Where any were pushed; and likewise of requests that were made for it."""
+    tracer = Tracer(7, 1 << 20, 1000)
+    tracer.changed(TraceChanged("", 1, 1, 0, str(tmp_path / "t")), [SampleCounter.create(1).fd])
+    trace = tracer.sample("m")
+    assert trace is not None
+    child = Timeline((), model="n", version=2, parameters=("customer-7", 3))
+    trace.completed(4, Timeline((), children=(child, Timeline((), model="o", version=1)), parameters=("main", 17)))
+    trace.end()
+    tracer.close()
+    heads = [entry for entry in json.loads((tmp_path / "t").read_text()) if "model_name" in entry]
+    said = [(head["model_name"], head.get("parameter_set"), head.get("parameter_version")) for head in heads]
+    assert said == [("m", "main", 17), ("n", "customer-7", 3), ("o", None, None)]
+
+
 def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None:
     path = tmp_path / "t"
     tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))

@@ -14,13 +14,14 @@ from tensord.workers.models.execution import Execution
 from tensord.workers.models.host_model import HostModel, shapes_key
 from tensord.workers.tensors.signature import signature
 from tests.workers.made_requests import request_of
+from tests.workers.parameters.made_sets import loaded
 
 
 def model_of(apply: Any, max_batch_size: int = 0, reshape: str = "") -> HostModel:
     text = f"""name: "m" max_batch_size: {max_batch_size}
         input {{ name: "x" data_type: TYPE_STRING dims: [ -1 ] }}
         output {{ name: "y" data_type: TYPE_STRING dims: [ 2 ] {reshape} }}"""
-    return HostModel(1, signature(parse_pbtxt(text, "m"), {}, {}), apply, "parameter", ModelPort("m", 1, None))
+    return HostModel(1, signature(parse_pbtxt(text, "m"), {}, {}), apply, loaded("parameter"), ModelPort("m", 1, None))
 
 
 def words(*rows: list[str]) -> Any:

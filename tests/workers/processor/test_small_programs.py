@@ -45,7 +45,7 @@ def placed(model: JaxModel) -> list[bool]:
     for rows in (1, FEW, MANY):
         executable = model.executables.find(Wanted(rows, ((WIDTH,),)))
         assert executable is not None
-        (device,) = executable.call({"x": np.zeros((rows, WIDTH), np.float32)})["y"].devices()
+        (device,) = executable.call(executable.parameters(), {"x": np.zeros((rows, WIDTH), np.float32)})["y"].devices()
         assert device == (executable.placement.device or jax.devices()[0])
         found.append(executable.placement.device is not None)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Sequence
@@ -191,7 +192,8 @@ def test_a_run_is_given_to_the_device_before_the_one_before_it_was_read() -> Non
         executable = model.find(requests)
         assert executable is not None
         inputs, _ = executable.gather(requests)
-        outputs.append(carry.run(executable.call, {name: array.copy() for name, array in inputs.items()}, 1, requests))
+        program = functools.partial(executable.call, executable.parameters())
+        outputs.append(carry.run(program, {name: array.copy() for name, array in inputs.items()}, 1, requests))
     assert [np.asarray(each["y"]).ravel()[0] for each in outputs] == [101, 102, 103, 104, 105]
 
 

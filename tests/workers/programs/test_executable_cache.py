@@ -16,8 +16,9 @@ from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.programs.jax_cache import JaxCache
 from tensord.workers.programs.placement import CompiledProgram, Placement
+from tests.workers.parameters.made_sets import loaded
 
-USUAL = Placement(None)
+USUAL = Placement(loaded(None))
 KEY = ExecutableCache.key(("a", b"b"))
 
 

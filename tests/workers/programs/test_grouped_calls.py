@@ -79,7 +79,7 @@ def test_one_program_for_all_of_them() -> None:
     made, single = series(model())
     programs = made.compile(single)
     assert [program.rows for program in programs] == list(LENGTHS)
-    assert len({program._call for program in programs}) == 1
+    assert len({program._program.call for program in programs}) == 1
 
 
 def looping(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:

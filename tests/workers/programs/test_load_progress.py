@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.placement import CompiledProgram, Placement
+from tests.workers.parameters.made_sets import loaded
 
 
 def test_what_a_load_comes_to() -> None:
@@ -17,7 +18,9 @@ def test_what_a_load_comes_to() -> None:
     for rows in progress.through([1, 4]):
         x = jnp.ones((rows, 64))
         made = jax.jit(lambda params, x: x @ params["w"]).lower(parameters, x).compile()
-        progress.made(f"{rows} rows", CompiledProgram(made, Placement(parameters), 1000 + rows), compiled=rows == 1)
+        progress.made(
+            f"{rows} rows", CompiledProgram(made, Placement(loaded(parameters)), 1000 + rows), compiled=rows == 1
+        )
     assert told == [(1, 2, 0), (2, 2, 1)]
     footprint = progress.footprint()
     assert (footprint.programs, footprint.compiled, footprint.largest) == (2, 1, "4 rows")

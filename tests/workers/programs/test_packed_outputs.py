@@ -17,6 +17,7 @@ from tensord.workers.programs.packed_outputs import PACKED, starts
 from tensord.workers.programs.placement import Placement
 from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Signature
+from tests.workers.parameters.made_sets import loaded
 from tests.workers.programs.test_executables import of
 
 NUMERIC = sorted(set(DTYPES) - {"BYTES"})
@@ -26,7 +27,7 @@ def made_by(signature: Signature, apply: Any, **inputs: np.ndarray) -> dict[str,
     """What its program makes of one row."""
     rows, lead = 1, 1 if signature.max_batch_size else 0
     shapes = tuple(array.shape[lead:] for array in inputs.values())
-    lowering, here = Lowering(signature, apply, pack=True), Placement(None)
+    lowering, here = Lowering(signature, apply, pack=True), Placement(loaded(None))
     lowered = lowering.lower(rows, shapes, here)
     lowering.check(rows, shapes, lowered)
     with precision(signature):

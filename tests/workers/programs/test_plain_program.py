@@ -16,6 +16,7 @@ from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.plain_program import is_plain
+from tests.workers.parameters.made_sets import loaded
 
 X = jax.ShapeDtypeStruct((64, 64), np.float32)
 CONSTANT = np.arange(90_000, dtype=np.float32).reshape(300, 300)
@@ -94,10 +95,10 @@ def test_of_a_program_from_the_cache(tmp_path: Path) -> None:
     cache = ExecutableCache(CacheDirectory(tmp_path))
     for name, function in (("plain", PLAIN["half"]), ("other", OTHERS["sort"]), ("sharing", SHARING["softmax"])):
         key = cache.key((name.encode(),))
-        cache.store(key, CompiledProgram(compiled(function), Placement(())))
-        loaded = cache.load(key, Placement(()))
-        assert loaded is not None
-        assert is_plain(loaded.call) == (name == "plain")
+        cache.store(key, CompiledProgram(compiled(function), Placement(loaded(()))))
+        found = cache.load(key, Placement(loaded(())))
+        assert found is not None
+        assert is_plain(found.call) == (name == "plain")
 
 
 class Text:

@@ -35,6 +35,7 @@ from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature, signature
 from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of
+from tests.workers.parameters.made_sets import loaded
 from tests.workers.processor.test_output_memory import Lying
 from tests.workers.worker_loop import DEVICE
 
@@ -144,7 +145,9 @@ def executable_of(program: Any, sizes: Mapping[str, int], unknown: tuple[str, ..
     allocations = [
         (made[name].nbytes, made[name].__array_interface__["data"][0]) for name in sizes if name not in unknown
     ]
-    executable = HostExecutable(Wanted(1, ((4,),)), SIGNATURE, CompiledProgram(program, Placement({})), Processor())
+    executable = HostExecutable(
+        Wanted(1, ((4,),)), SIGNATURE, CompiledProgram(program, Placement(loaded({}))), Processor()
+    )
     executable.memory_of_outputs = OutputMemory(made, allocations)
     return executable
 
@@ -419,14 +422,14 @@ def test_an_output_that_is_kept(lane: ALane, monkeypatch: pytest.MonkeyPatch) ->
     spec = jax.ShapeDtypeStruct((LARGE // 4,), np.float32)
     compiled = jax.jit(lambda _, inputs: {"y": inputs["x"] + 1}).lower({}, {"x": spec}).compile()
     executable = HostExecutable(
-        Wanted(1, ((LARGE // 4,),)), SIGNATURE, CompiledProgram(compiled, Placement({})), Processor()
+        Wanted(1, ((LARGE // 4,),)), SIGNATURE, CompiledProgram(compiled, Placement(loaded({}))), Processor()
     )
     # Pages begin at a multiple of 64.
     x = np.frombuffer(mmap.mmap(-1, LARGE), np.float32)
-    executable.computed({"x": x}, {})
+    executable.computed({}, {"x": x}, {})
     places = found(request_for(lane), {"y": LARGE})
     executable.offer(request_for(lane), places)
-    kept = np.asarray(executable.computed({"x": x}, places.addresses)["y"])
+    kept = np.asarray(executable.computed({}, {"x": x}, places.addresses)["y"])
     assert output_memory.address_of(kept) == places.addresses["y"]
     assert executable.written({"y": kept}, places.addresses) == ["y"]
     assert executable.memory_of_outputs is not None

@@ -1,0 +1,50 @@
+"""Parameter sets for tests, and memory in safetensors' layout as clients write it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tensord.shm.arrays import Array
+from tensord.workers.loading.parameters import host_sets
+from tensord.workers.parameters.layout import LaidLeaf, NewMemory
+from tensord.workers.parameters.parameter_set import ParameterSets
+
+LIMIT = 1 << 30
+
+
+def loaded(parameters: Any) -> ParameterSets:
+    """The sets of a model that was loaded with some parameters, which stay where they are."""
+    return host_sets("m", parameters)
+
+
+def sealed(leaves: Mapping[str, Array]) -> int:
+    """A descriptor of sealed memory with leaves; the caller's."""
+    described = [LaidLeaf(name, array.dtype, array.shape) for name, array in leaves.items()]
+    memory, places = NewMemory.laid_out(described, LIMIT, "these")
+    while places:
+        name, place = places.popitem()
+        np.copyto(place, leaves[name])
+        del place
+    return memory.sealed()
+
+
+def sealed_bytes(content: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE) -> int:
+    """A descriptor of memory with any bytes; the caller's."""
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.write(fd, content)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def layout_bytes(leaves: Mapping[str, Array]) -> bytes:
+    """The bytes of memory with leaves."""
+    fd = sealed(leaves)
+    try:
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+    finally:
+        os.close(fd)

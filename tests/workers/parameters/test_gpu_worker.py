@@ -1,0 +1,99 @@
+"""Parameters are exchanged in a GPU worker, over the tests' stand-in for the driver; XLA:CPU plays XLA on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tensord.shm.cuda_regions import Driver
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.devices.host_staging import StagingPool
+from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.gpu.gpu import Gpu
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.parameters.device_room import DeviceRoom
+from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.executables import Executables
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.scheduling.queue import SetKey
+from tensord.workers.tensors.buckets import Buckets
+from tests.cuda_stub.library import CudaStub
+from tests.workers.made_requests import request_of
+from tests.workers.parameters.pushing import numbered
+from tests.workers.programs.test_executables import of
+
+ROOM = 3 * 32
+
+
+@pytest.fixture
+def model(cuda_stub: CudaStub) -> Iterator[JaxModel]:
+    driver = Driver()
+    pieces = StagingPool(driver.context(0), PinnedBudget(1 << 20))
+    device = CudaDevice(driver.context(0), jax.devices()[0], pieces)
+
+    def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"y": inputs["x"] + jnp.concatenate([parameters["w"], parameters["deep"][0]["v"]])}
+
+    signature = of({"x": "FP32[8]"}, {"y": "FP32[8]"}, 8)
+    buckets = Buckets(signature, (1, 8), {})
+    zeros = np.zeros(4, np.float32)
+    parameters = {"w": zeros, "deep": [{"v": zeros}]}
+    executables = Executables(
+        signature, buckets, apply, parameters, ExecutableCache(None), b"", 4, Gpu(device), room=DeviceRoom(ROOM)
+    )
+    made = JaxModel(1, signature, buckets, executables)
+    executables.warm(LoadProgress("m", 1))
+    yield made
+    device.close()
+    pieces.close()
+    driver.close()
+
+
+def push(model: JaxModel, number: int, name: str = "main") -> None:
+    """As the worker does it, in one thread."""
+    made = ParameterSet(model.sets, name, number, model.sets.leaves.fitted(numbered(number), "these"))
+    model.sets.staged.add(made)
+    made.prepare()
+    model.sets.main.hosted()
+    model.sets.commit(made)
+
+
+def run(model: JaxModel, rows: int, name: str | None = None) -> tuple[float, int]:
+    """The one value in all outputs of a batch, and the bytes copied for its inputs."""
+    requests = []
+    for _ in range(rows):
+        arrays = {"x": np.zeros((1, 8), np.float32)}
+        key = model.key(arrays)
+        request = request_of(arrays, 1, key if name is None else SetKey(key, name))
+        request.chosen = name
+        requests.append(request)
+    execution = Execution(requests, 0)
+    model.execute(execution)
+    (value,) = {each for result in execution.results for each in np.asarray(result["y"]).ravel().tolist()}
+    return value, execution.copied_byte_size
+
+
+def test_every_answer_is_of_one_set_and_no_input_is_copied_once_more(model: JaxModel) -> None:
+    assert run(model, 8) == (0, 8 * 32)
+    for number in range(1, 100):
+        push(model, number)
+        for rows in (1, 8):
+            assert run(model, rows) == (number, rows * 32)
+    assert (model.sets.pushes, model.sets.misses, model.sets.evictions) == (99, 0, 0)
+
+
+def test_sets_leave_the_device_and_come_back(model: JaxModel) -> None:
+    for number in range(1, 6):
+        push(model, number, f"c{number}")
+    for _ in range(3):
+        for number in range(1, 6):
+            assert run(model, 8, f"c{number}") == (number, 8 * 32)
+    assert model.sets.room.byte_size == ROOM
+    assert (model.sets.misses, model.sets.evictions) == (15, 17)

@@ -1,0 +1,227 @@
+"""Many sets of one model: batches never mix them, and those that nobody asks leave the device and come back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tensord.config.options import Options
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.figures import Figures, ParameterFigures
+from tensord.shm.operations import WorkerFigures
+from tests.records import Tensor
+from tests.workers.parameters.pushing import PushingLoop, numbered, said, value, write_numbered
+from tests.workers.worker_loop import OPTIONS
+
+BATCHES, GROUPED = "max_batch_size: 8", ""
+
+
+def of_workers(**fields: Any) -> Options:
+    return msgspec.structs.replace(OPTIONS, workers=msgspec.structs.replace(OPTIONS.workers, **fields))
+
+
+@pytest.fixture
+def loop() -> Iterator[PushingLoop]:
+    worker = PushingLoop()
+    yield worker
+    worker.close()
+
+
+def figures(loop: PushingLoop) -> ParameterFigures:
+    found = msgspec.json.decode(msgspec.json.encode(loop.call(WorkerFigures())), type=Figures)
+    (version,) = found.versions
+    assert version.parameters is not None
+    return version.parameters
+
+
+@pytest.mark.parametrize("config", [BATCHES, GROUPED], ids=["batches", "grouped"])
+def test_batches_never_mix_sets(loop: PushingLoop, tmp_path: Path, config: str) -> None:
+    """Requests of all sets wait together, while sets are pushed anew; in Python at first, then in C."""
+    loop.load(write_numbered(tmp_path, "m", config))
+    names = ["main", "a", "b", "c"]
+    newest = dict.fromkeys(names, 0)
+    for number, name in enumerate(names[1:], 1):
+        loop.push("m", numbered(number), number, name)
+        newest[name] = number
+    chance = random.Random(1)
+    for turn in range(300):
+        asked: dict[int, tuple[str, bool]] = {}
+        for _ in range(12):
+            name, tells = chance.choice(names), chance.random() < 0.2
+            given = None if name == "main" and chance.random() < 0.5 else name
+            asked[loop.submit_value("m", 0.0, 1, given, tells, batches=bool(config))] = name, tells
+        for answer in loop.answers(len(asked)):
+            name, tells = asked.pop(answer.request_id)
+            assert value(answer) == newest[name]
+            assert said(answer) == ((name, newest[name]) if tells else (None, None))
+        name = chance.choice(names)
+        loop.push("m", numbered(100 + turn), 100 + turn, name)
+        newest[name] = 100 + turn
+
+
+def test_a_set_that_is_not_there_or_was_dropped(loop: PushingLoop, tmp_path: Path) -> None:
+    loop.load(write_numbered(tmp_path, "m", BATCHES))
+    unknown = "parameter set 'a' of model 'm' is not found"
+    for _ in range(3):
+        assert loop.ask_value("m", set="a").message == unknown
+        loop.push("m", numbered(4), 4, "a")
+        for _ in range(5):
+            assert value(loop.ask_value("m", set="a")) == 4
+        loop.drop("m", "a")
+    assert loop.ask_value("m", set="a").message == unknown
+    assert value(loop.ask_value("m")) == 0
+    with pytest.raises(InvalidArgument, match="parameter set 'main' of model 'm' cannot be dropped"):
+        loop.drop("m", "main")
+
+
+def test_a_set_that_is_dropped_while_its_requests_wait(loop: PushingLoop, tmp_path: Path) -> None:
+    loop.load(
+        write_numbered(tmp_path, "m", "max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 50000 }")
+    )
+    loop.push("m", numbered(4), 4, "a")
+    for _ in range(2):
+        loop.submit_value("m", 0.0, 1, "a")
+    loop.front.flush()
+    loop.worker.iterate()
+    loop.drop("m", "a")
+    messages = {answer.message for answer in loop.answers(2)}
+    assert messages == {"parameter set 'a' of model 'm' is not found"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"parameter_set": 3}, "parameter 'parameter_set' is 3, a text is expected"),
+        ({"tensord_parameters": "yes"}, "parameter 'tensord_parameters' is 'yes', true or false is expected"),
+    ],
+)
+def test_what_is_no_name(loop: PushingLoop, tmp_path: Path, parameters: dict[str, Any], message: str) -> None:
+    loop.load(write_numbered(tmp_path, "m", BATCHES))
+    loop.submit("m", [Tensor("x", "FP32", (1, 8), bytes(32))], parameters=parameters)
+    assert loop.answers(1)[0].message.endswith(message)
+
+
+def test_sets_leave_the_device_and_come_back(tmp_path: Path) -> None:
+    """With room for three: every answer is right whoever has to come back, and those that were asked last stay."""
+    width = 1 << 10
+    loop = PushingLoop(of_workers(parameter_byte_size=3 * 4 * width))
+    try:
+        loop.load(write_numbered(tmp_path, "m", BATCHES, width=width))
+        for number in range(1, 11):
+            loop.push("m", numbered(number, width), number, f"c{number}")
+        found = figures(loop)
+        assert [each.name for each in found.sets if each.on_device] == ["main", "c8", "c9", "c10"]
+        assert (found.pushes, found.evictions, found.misses) == (10, 7, 0)
+        chance = random.Random(2)
+        for _ in range(300):
+            number = chance.randint(1, 10)
+            assert value(loop.ask_value("m", set=f"c{number}")) == number
+        for _ in range(5):
+            for number in (2, 5, 9):
+                assert value(loop.ask_value("m", set=f"c{number}")) == number
+        found = figures(loop)
+        assert {each.name for each in found.sets if each.on_device} == {"main", "c2", "c5", "c9"}
+        assert found.misses == found.evictions - 7 > 100
+        # Main takes its part of the room once it was pushed, and never leaves.
+        loop.push("m", numbered(50, width), 50)
+        for number in range(1, 11):
+            assert value(loop.ask_value("m", set=f"c{number}")) == number
+            assert value(loop.ask_value("m")) == 50
+        on_device = [each.name for each in figures(loop).sets if each.on_device]
+        assert on_device == ["main", "c9", "c10"]
+    finally:
+        loop.close()
+
+
+def test_room_and_count_are_bounded(tmp_path: Path) -> None:
+    loop = PushingLoop(of_workers(parameter_byte_size=100, max_parameter_sets=3))
+    try:
+        loop.load(write_numbered(tmp_path, "m", BATCHES))
+        loop.push("m", numbered(1), 1)
+        message = (
+            "number 2 of parameter set 'main' of model 'm' has 32 bytes beside 96 of other sets that stay on the device, "
+            "workers.parameter_byte_size allows 100"
+        )
+        loop.stage("m", numbered(9), 9, "a")
+        loop.stage("m", numbered(9), 9, "b")
+        with pytest.raises(Unavailable, match=message):
+            loop.stage("m", numbered(2), 2)
+        for push in (2, 3):
+            loop.abort(push)
+        loop.push("m", numbered(2), 2)
+        loop.push("m", numbered(3), 3, "a")
+        loop.push("m", numbered(3), 3, "b")
+        with pytest.raises(InvalidArgument, match=r"has 3 parameter sets, workers.max_parameter_sets allows 3"):
+            loop.stage("m", numbered(3), 3, "c")
+        assert [value(loop.ask_value("m", set=name)) for name in ("main", "a", "b")] == [2, 3, 3]
+    finally:
+        loop.close()
+
+
+def test_a_shape_that_is_compiled_for_requests_of_several_sets(loop: PushingLoop, tmp_path: Path) -> None:
+    path = write_numbered(tmp_path, "m", BATCHES)
+    source = path / "1" / "model.py"
+    source.write_text(source.read_text().replace('"FP32[8]"', '"FP32[n, 8]"'))
+    loop.load(path)
+    for number, name in enumerate(("a", "b"), 1):
+        loop.push("m", numbered(number), number, name)
+    asked = {}
+    for turn in range(12):
+        name = ("main", "a", "b")[turn % 3]
+        content = np.zeros((1, 3, 8), np.float32)
+        id = loop.submit(
+            "m", [Tensor("x", "FP32", content.shape, content.tobytes())], parameters={"parameter_set": name}
+        )
+        asked[id] = float(turn % 3)
+    for answer in loop.answers(12):
+        assert value(answer) == asked[answer.request_id]
+
+
+def test_the_response_cache_has_the_set_in_its_key(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(
+        OPTIONS, response_cache=msgspec.structs.replace(OPTIONS.response_cache, byte_size=1 << 20)
+    )
+    loop = PushingLoop(options)
+    try:
+        loop.load(write_numbered(tmp_path, "m", "max_batch_size: 8 response_cache { enable: true }"))
+        for number in range(1, 6):
+            loop.push("m", numbered(number), number)
+            loop.push("m", numbered(-number), number, "a")
+            for _ in range(3):
+                for name, wanted in (("main", number), ("a", -number)):
+                    answer = loop.ask_value("m", set=name, tells=True)
+                    assert (value(answer), said(answer)) == (wanted, (name, number))
+        (version,) = loop.worker._models
+        assert version.statistics.counts().cache_hit == 5 * 2 * 2
+    finally:
+        loop.close()
+
+
+def test_steps_of_an_ensemble_take_the_set_that_they_have(loop: PushingLoop, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        loop.load(write_numbered(tmp_path, name, BATCHES))
+    steps = " ".join(
+        f'step {{ model_name: "{name}" model_version: -1 input_map {{ key: "x" value: "{given}" }} '
+        f'output_map {{ key: "y" value: "{made}" }} }}'
+        for name, given, made in (("first", "x", "between"), ("second", "between", "y"))
+    )
+    (tmp_path / "both" / "1").mkdir(parents=True)
+    (tmp_path / "both" / "config.pbtxt").write_text(
+        'name: "both" platform: "ensemble" max_batch_size: 8 '
+        'input { name: "x" data_type: TYPE_FP32 dims: [ 8 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 8 ] } '
+        f"ensemble_scheduling {{ {steps} }}"
+    )
+    loop.load(tmp_path / "both")
+    loop.push("first", numbered(1), 1)
+    loop.push("second", numbered(10), 1)
+    assert "no model of the ensemble has a parameter set 'a'" in loop.ask_value("both", set="a").message
+    loop.push("second", numbered(500), 2, "a")
+    assert [value(loop.ask_value("both", set=name)) for name in (None, "a", "a", None)] == [11, 501, 501, 11]
+    loop.push("first", numbered(7), 3, "a")
+    assert value(loop.ask_value("both", set="a")) == 507

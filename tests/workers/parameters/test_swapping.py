@@ -1,0 +1,199 @@
+"""Parameters are exchanged between two batches: every answer is of exactly one set, and none older than what was committed."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tensord.shm.errors import NotFound
+from tests.records import Tensor, WholeAnswer
+from tests.workers.parameters.pushing import (
+    PushingLoop,
+    mapped,
+    numbered,
+    said,
+    value,
+    write_numbered,
+)
+
+SWAPS = 1000
+
+
+@pytest.fixture
+def loop() -> Iterator[PushingLoop]:
+    worker = PushingLoop()
+    yield worker
+    worker.close()
+
+
+def swap(loop: PushingLoop, model: str, batches: bool = True, swaps: int = SWAPS, width: int = 8) -> int:
+    """Exchanges parameters again and again while requests wait, come and are answered. Returns how many were answered."""
+    asked: dict[int, tuple[float, int, bool]] = {}
+    answered = 0
+
+    def check(answers: list[WholeAnswer], newest: int) -> None:
+        for answer in answers:
+            given, since, tells = asked.pop(answer.request_id)
+            number = value(answer) - given
+            assert since <= number <= newest, "older than what was committed before it was asked"
+            assert said(answer) == (("main", number) if tells else (None, None))
+
+    committed = 0
+    for number in range(1, swaps + 1):
+        # Some are answered between staging and committing, some wait then.
+        for turn in range(6):
+            rows = 1 + (number + turn) % 3 if batches else 1
+            tells = turn % 3 == 2
+            id = loop.submit_value(model, float(turn), rows, tells=tells, batches=batches)
+            asked[id] = float(turn), committed, tells
+            answered += 1
+            if turn == 2:
+                check(loop.answers(3), committed)
+                push = loop.stage(model, numbered(number, width), number)
+        loop.front.flush()
+        loop.commit(push)
+        committed = number
+        check(loop.answers(3), committed)
+    assert not asked
+    return answered
+
+
+@pytest.mark.parametrize(
+    ("config", "batches"),
+    [
+        ("max_batch_size: 8", True),
+        ("max_batch_size: 8 dynamic_batching { max_queue_delay_microseconds: 300 }", True),
+        ("", False),
+        ("max_batch_size: 8 instance_group { count: 2 kind: KIND_CPU }", True),
+    ],
+    ids=["batches", "delayed", "grouped", "instances"],
+)
+def test_a_jitted_model(loop: PushingLoop, tmp_path: Path, config: str, batches: bool) -> None:
+    """The C part answers as soon as it has learned: a swap makes it forget only what says which set it is of."""
+    loop.load(write_numbered(tmp_path, "m", config))
+    swap(loop, "m", batches)
+
+
+def test_a_program_of_all_threads(loop: PushingLoop, tmp_path: Path) -> None:
+    """Small programs, as above, use the same memory on another device."""
+    loop.load(write_numbered(tmp_path, "m", "max_batch_size: 4", width=4 << 20))
+    swap(loop, "m", swaps=30, width=4 << 20)
+
+
+def test_a_host_model(loop: PushingLoop, tmp_path: Path) -> None:
+    path = write_numbered(tmp_path, "m", "max_batch_size: 8", "host = True")
+    source = path / "1" / "model.py"
+    source.write_text(source.read_text().replace("jnp.", "np."))
+    loop.load(path)
+    swap(loop, "m", swaps=300)
+
+
+def test_a_fused_ensemble_sees_the_new_sets_of_its_models_at_once(loop: PushingLoop, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        loop.load(write_numbered(tmp_path, name, "max_batch_size: 8"))
+    steps = " ".join(
+        f'step {{ model_name: "{name}" model_version: -1 input_map {{ key: "x" value: "{given}" }} '
+        f'output_map {{ key: "y" value: "{made}" }} }}'
+        for name, given, made in (("first", "x", "between"), ("second", "between", "y"))
+    )
+    (tmp_path / "both" / "1").mkdir(parents=True)
+    (tmp_path / "both" / "config.pbtxt").write_text(
+        'name: "both" platform: "ensemble" max_batch_size: 8 '
+        'input { name: "x" data_type: TYPE_FP32 dims: [ 8 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 8 ] } '
+        f"ensemble_scheduling {{ {steps} }}"
+    )
+    loop.load(tmp_path / "both")
+    for number in range(1, 200):
+        loop.push("first", numbered(number), number)
+        loop.push("second", numbered(1000 * number), number)
+        for _ in range(3):
+            assert value(loop.ask_value("both")) == 1001 * number
+
+
+def test_what_was_staged_and_aborted_is_never_used(loop: PushingLoop, tmp_path: Path) -> None:
+    loop.load(write_numbered(tmp_path, "m", "max_batch_size: 8"))
+    loop.push("m", numbered(1), 1)
+    push = loop.stage("m", numbered(2), 2)
+    assert value(loop.ask_value("m")) == 1
+    loop.abort(push)
+    with pytest.raises(NotFound, match=f"nothing is staged for push {push}"):
+        loop.commit(push)
+    assert value(loop.ask_value("m")) == 1
+
+
+def test_the_set_before_is_staged_again_without_memory(loop: PushingLoop, tmp_path: Path) -> None:
+    loop.load(write_numbered(tmp_path, "m", "max_batch_size: 8"))
+    loop.push("m", numbered(1), 1)
+    for number in (0, 1, 0, 1):
+        loop.commit(loop.stage("m", -1, number))
+        answer = loop.ask_value("m", tells=True)
+        assert (value(answer), said(answer)) == (number, ("main", number))
+    with pytest.raises(NotFound, match="number 7 of parameter set 'main' of model 'm' is not kept"):
+        loop.stage("m", -1, 7)
+
+
+def test_memory_is_flat(loop: PushingLoop, tmp_path: Path) -> None:
+    """What was replaced twice is gone: its mapping, its descriptor, its pages."""
+    width = 1 << 18
+    loop.load(write_numbered(tmp_path, "m", "max_batch_size: 2", width=width))
+
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = files = held = 0
+    for number in range(1, 121):
+        loop.push("m", numbered(number, width), number)
+        assert value(loop.ask_value("m")) == number
+        loop.stage("m", numbered(-1, width), number)
+        loop.abort(loop.pushes)
+        if number == 20:
+            before, files = resident(), len(os.listdir("/proc/self/fd"))
+            held = mapped()
+    assert resident() - before < 40 * width
+    assert mapped() <= held + 1
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_a_model_that_is_loaded_anew_has_its_own_parameters(loop: PushingLoop, tmp_path: Path) -> None:
+    path = write_numbered(tmp_path, "m", "max_batch_size: 8")
+    loop.load(path)
+    loop.push("m", numbered(5), 5)
+    push = loop.stage("m", numbered(6), 6)
+    loop.load(path)
+    assert value(loop.ask_value("m")) == 0
+    # What was staged was for the load before.
+    loop.commit(push)
+    assert value(loop.ask_value("m")) == 0
+
+
+def test_a_trace_says_which_set_was_used(loop: PushingLoop, tmp_path: Path) -> None:
+    loop.load(write_numbered(tmp_path, "m", "max_batch_size: 8"))
+    found = []
+    for number in range(3):
+        if number:
+            loop.push("m", numbered(number), number)
+        answer = loop.ask_value("m", own={"trace": 1})
+        assert value(answer) == number
+        assert answer.trace is not None
+        found.append(answer.trace.parameters)
+    assert found == [None, ("main", 1), ("main", 2)]
+
+
+def test_a_bucket_that_is_compiled_for_a_request_gets_the_newest(loop: PushingLoop, tmp_path: Path) -> None:
+    path = write_numbered(tmp_path, "m", "max_batch_size: 8")
+    source = path / "1" / "model.py"
+    text = source.read_text().replace('"FP32[8]"', '"FP32[n, 8]"')
+    source.write_text(text)
+    loop.load(path)
+    for number, rows in enumerate((3, 5, 3), 1):
+        loop.push("m", numbered(number), number)
+        content = np.zeros((1, rows, 8), np.float32)
+        loop.submit("m", [Tensor("x", "FP32", content.shape, content.tobytes())])
+        (answer,) = loop.answers(1)
+        assert value(answer) == number

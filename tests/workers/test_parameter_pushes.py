@@ -1,0 +1,451 @@
+"""What the supervisor asks about parameters: made of any source, checked before anything changes, and gone with its model."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import posix_ipc
+import pytest
+
+from tensord.config import model_config
+from tensord.config.options import RegionsOptions
+from tensord.shm.arrays import Array
+from tensord.shm.control_records import Load, Loaded, ServeLoaded, Unload, Unloaded
+from tensord.shm.errors import InvalidArgument, NotFound, ServingError, Unsupported
+from tensord.shm.operations import (
+    CommitParameters,
+    DropParameters,
+    FileSource,
+    LeafPlace,
+    LeavesSource,
+    MemorySource,
+    ParameterSource,
+    RegionSource,
+    RegisterSystemRegion,
+    StageParameters,
+    UnregisterRegion,
+)
+from tensord.workers.parameters import layout
+from tensord.workers.parameters.layout import SealedMemory
+from tests.repositories import write_model
+from tests.workers.parameters.made_sets import layout_bytes, sealed, sealed_bytes
+from tests.workers.parameters.pushing import PushingLoop, numbered, value, write_numbered
+from tests.workers.worker_loop import OPTIONS
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+BATCHES = "max_batch_size: 8"
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[PushingLoop]:
+    worker = PushingLoop()
+    worker.load(write_numbered(tmp_path, "m", BATCHES))
+    yield worker
+    worker.close()
+
+
+class Memory:
+    """A client's POSIX object, registered with the worker."""
+
+    def __init__(self, loop: PushingLoop, content: bytes, name: str = "region") -> None:
+        self.key = f"/setworker-{os.getpid()}-{name}"
+        memory = posix_ipc.SharedMemory(self.key, posix_ipc.O_CREX, size=len(content))
+        self.fd = memory.fd
+        os.pwrite(self.fd, content, 0)
+        self._loop, self.name = loop, name
+        loop.call(RegisterSystemRegion(name, self.key, 0, len(content)))
+
+    def close(self) -> None:
+        self._loop.call(UnregisterRegion("system", self.name))
+        os.close(self.fd)
+        posix_ipc.unlink_shared_memory(self.key)
+
+
+@pytest.fixture
+def registered(loop: PushingLoop) -> Iterator[Callable[..., Memory]]:
+    made: list[Memory] = []
+
+    def register(content: bytes, name: str = "region") -> Memory:
+        made.append(Memory(loop, content, name))
+        return made[-1]
+
+    yield register
+    for memory in made:
+        memory.close()
+
+
+def content(fd: int) -> dict[str, Array]:
+    """The leaves in memory that the worker has made, which is sealed for good; closes it."""
+    try:
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+        return {name: np.array(leaf) for name, leaf in layout.read(SealedMemory(fd).view, "these").items()}
+    finally:
+        os.close(fd)
+
+
+def same(found: dict[str, Array], number: float) -> bool:
+    wanted = numbered(number)
+    return found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def use(loop: PushingLoop, made: int, number: int = 1, set: str = "main") -> float:
+    """Stages and commits what was made. Returns the value of an answer."""
+    loop.commit(loop.stage("m", made, number, set))
+    return value(loop.ask_value("m", set=set))
+
+
+# --------------------------------------------------------------------------------------------------------------- making
+
+
+@pytest.mark.parametrize("name", ["p.safetensors", "p.npz", "p.msgpack", "deep/p.safetensors"])
+def test_of_a_file(loop: PushingLoop, tmp_path: Path, name: str) -> None:
+    """Beside the version, or beside the model."""
+    folder = tmp_path / "m" / ("1" if name != "p.npz" else "")
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    if name.endswith(".npz"):
+        np.savez(path, **numbered(3))  # type: ignore[arg-type]
+    elif name.endswith(".msgpack"):
+        flax = pytest.importorskip("flax.serialization")
+        path.write_bytes(flax.to_bytes({"w": numbered(3)["w"], "deep": {"0": {"v": numbered(3)["w"]}}}))
+    else:
+        path.write_bytes(layout_bytes(numbered(3)))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert same(content(loop.make("m", FileSource(name), checksum=f"sha256:{digest}")), 3)
+    assert use(loop, loop.make("m", FileSource(name))) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("../other/1/p.npz", "is no path inside the model's folder"),
+        ("/etc/passwd", "is no path inside the model's folder"),
+        ("", "is no path inside the model's folder"),
+        ("1/../../m/1/model.py", "is no path inside the model's folder"),
+        ("missing.npz", "there is no 'missing.npz' in the model's folder"),
+        ("link.npz", "'link.npz' leads out of the model's folder"),
+        ("model.py", "model.py is none of .safetensors, .npz and .msgpack"),
+        ("damaged.npz", "damaged.npz is damaged"),
+        ("large.npz", "file 'large.npz' of parameters for set 'main' of model 'm' would have 8589934592 bytes"),
+    ],
+)
+def test_files_that_are_none(loop: PushingLoop, tmp_path: Path, path: str, message: str) -> None:
+    np.savez(tmp_path / "outside.npz", **numbered(3))  # type: ignore[arg-type]
+    (tmp_path / "m" / "link.npz").symlink_to(tmp_path / "outside.npz")
+    (tmp_path / "m" / "damaged.npz").write_bytes(b"PK not really")
+    with open(tmp_path / "m" / "large.npz", "wb") as file:
+        file.truncate(8 << 30)
+    with pytest.raises(ServingError) as raised:
+        loop.make("m", FileSource(path))
+    assert message in raised.value.message
+    assert str(tmp_path) not in raised.value.message
+
+
+@pytest.mark.parametrize("access", ["guarded", "snapshot"])
+def test_of_a_region(tmp_path: Path, access: Any) -> None:
+    options = msgspec.structs.replace(OPTIONS, regions=RegionsOptions(access=access))
+    loop = PushingLoop(options)
+    memory = None
+    try:
+        loop.load(write_numbered(tmp_path, "m", BATCHES))
+        given = layout_bytes(numbered(4))
+        memory = Memory(loop, b"x" * 100 + given + b"rest")
+        source = RegionSource("region", 100, len(given))
+        crc = f"crc32:{zlib.crc32(given):08X}"
+        made = loop.make("m", source, checksum=crc)
+        # Whatever the client writes by now.
+        os.pwrite(memory.fd, b"\xff" * 200, 0)
+        assert use(loop, made) == 4
+        with pytest.raises(InvalidArgument, match=r"their crc32 is [0-9a-f]{8}, "):
+            loop.make("m", source, checksum=crc)
+        with pytest.raises(InvalidArgument, match="Invalid offset"):
+            loop.make("m", RegionSource("region", 100, 1 << 20))
+        with pytest.raises(NotFound, match="Unable to find shared memory region: 'other'"):
+            loop.make("m", RegionSource("other"))
+        assert loop.worker._regions.leases() == {"system": 0, "cuda": 0}
+    finally:
+        if memory is not None:
+            memory.close()
+        loop.close()
+
+
+def test_a_region_that_shrinks_is_refused(loop: PushingLoop, registered: Callable[..., Memory]) -> None:
+    loop.push("m", numbered(1), 1)
+    memory = registered(layout_bytes(numbered(4)) + bytes(1 << 20))
+    os.ftruncate(memory.fd, 100)
+    with pytest.raises(InvalidArgument, match=r"lost its memory|could be read"):
+        loop.make("m", RegionSource("region"))
+    assert value(loop.ask_value("m")) == 1
+
+
+def test_a_client_that_writes_meanwhile_cannot_change_what_was_checked(
+    loop: PushingLoop, registered: Callable[..., Memory]
+) -> None:
+    """Whatever is made is right, or refused: nothing is looked at twice."""
+    good, bad = layout_bytes(numbered(4)), b"\xff" * len(layout_bytes(numbered(4)))
+    memory = registered(good)
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            os.pwrite(memory.fd, bad, 0)
+            os.pwrite(memory.fd, good, 0)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for number in range(1, 100):
+            made = loop.make("m", RegionSource("region"))
+            before = os.pread(made, 1 << 16, 0)
+            with contextlib.suppress(InvalidArgument):
+                loop.commit(loop.stage("m", os.dup(made), number))
+            assert os.pread(made, 1 << 16, 0) == before
+            os.close(made)
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_of_leaves_in_several_regions(loop: PushingLoop, registered: Callable[..., Memory]) -> None:
+    registered(np.full(8, 5, np.float32).tobytes(), "one")
+    registered(b"...." + np.full(4, 5, np.float32).tobytes(), "two")
+    leaves = {
+        "w": LeafPlace("one", 16, 16, "FP32", (4,)),
+        "deep.0.v": LeafPlace("two", 4, 16, "FP32", (4,)),
+    }
+    assert use(loop, loop.make("m", LeavesSource(leaves))) == 5
+    for place, message in (
+        (LeafPlace("one", 0, 12, "FP32", (4,)), "has 12 bytes, FP32[4] needs 16"),
+        (LeafPlace("one", 20, 16, "FP32", (4,)), "Invalid offset"),
+        (LeafPlace("one", 0, 16, "FP33", (4,)), "has datatype 'FP33'"),
+        (LeafPlace("one", 0, 16, "BYTES", (4,)), "has datatype 'BYTES'"),
+        (LeafPlace("one", 0, 16, "FP32", (-1, -4)), "has shape [-1, -4]"),
+        (LeafPlace("none", 0, 16, "FP32", (4,)), "Unable to find shared memory region: 'none'"),
+    ):
+        with pytest.raises(ServingError) as raised:
+            loop.make("m", LeavesSource({**leaves, "w": place}))
+        assert message in raised.value.message
+    assert loop.worker._regions.leases() == {"system": 0, "cuda": 0}
+
+
+def test_of_memory_that_may_still_change(loop: PushingLoop) -> None:
+    given = layout_bytes(numbered(6))
+    made = loop.make("m", MemorySource(len(given)), sealed_bytes(given, 0))
+    assert use(loop, made) == 6
+    with pytest.raises(InvalidArgument, match="their memory has 3 bytes, 4 were announced"):
+        loop.make("m", MemorySource(4), sealed_bytes(b"abc", 0))
+    with pytest.raises(InvalidArgument, match="came without their memory"):
+        loop.make("m", MemorySource(4))
+    with pytest.raises(InvalidArgument, match="checksum 'md5' is neither crc32 nor sha256"):
+        loop.make("m", MemorySource(len(given)), sealed(numbered(6)), checksum="md5:00")
+
+
+def test_a_part_of_the_leaves(loop: PushingLoop) -> None:
+    """The others are the set's newest, or main's: what is made is whole, and needs nothing else."""
+
+    def part(number: float, set: str) -> int:
+        given = {"deep.0.v": numbered(number)["w"]}
+        size = len(layout_bytes(given))
+        return loop.make("m", MemorySource(size), sealed(given), partial=True, set=set)
+
+    found = content(part(7, "main"))
+    assert (found["w"].tolist(), found["deep.0.v"].tolist()) == ([0] * 4, [7] * 4)
+    loop.push("m", numbered(1), 1)
+    found = content(part(7, "a"))
+    assert (found["w"].tolist(), found["deep.0.v"].tolist()) == ([1] * 4, [7] * 4)
+    loop.commit(loop.stage("m", part(7, "a"), 2, "a"))
+    loop.push("m", numbered(3), 3)
+    found = content(part(8, "a"))
+    assert (found["w"].tolist(), found["deep.0.v"].tolist()) == ([1] * 4, [8] * 4)
+    given = {"other": numbered(1)["w"]}
+    with pytest.raises(InvalidArgument, match="model 'm' has no leaf 'other'"):
+        loop.make("m", MemorySource(len(layout_bytes(given))), sealed(given), partial=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- staging
+
+
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ({"w": numbered(1)["w"]}, "number 2 of set 'main': leaf 'deep.0.v' of model 'm' is missing"),
+        ({**numbered(1), "more": np.zeros(1)}, "number 2 of set 'main': model 'm' has no leaf 'more'"),
+        (
+            {**numbered(1), "w": np.zeros((4, 1), np.float32)},
+            "number 2 of set 'main': leaf 'w' is FP32[4, 1], model 'm' has FP32[4]",
+        ),
+        ({**numbered(1), "w": np.zeros(4)}, "number 2 of set 'main': leaf 'w' is FP64[4], model 'm' has FP32[4]"),
+        ({**numbered(1), "w": np.zeros(4, np.int32)}, "leaf 'w' is INT32[4], model 'm' has FP32[4]"),
+        (
+            {**numbered(1), "w": np.array([0, 1, np.nan, 2], np.float32)},
+            "leaf 'w' has a value that is not finite, at [2]",
+        ),
+        ({**numbered(1), "w": np.array([0, 1, 2, -np.inf], np.float32)}, "has a value that is not finite, at [3]"),
+    ],
+)
+def test_a_set_that_does_not_fit_changes_nothing(loop: PushingLoop, leaves: dict[str, Array], message: str) -> None:
+    loop.push("m", numbered(1), 1)
+    with pytest.raises(InvalidArgument) as raised:
+        loop.stage("m", leaves, 2, check_finite=True)
+    assert message in raised.value.message
+    with pytest.raises(NotFound):
+        loop.commit(loop.pushes)
+    assert value(loop.ask_value("m")) == 1
+
+
+def test_what_is_not_finite_is_used_unless_that_is_checked(loop: PushingLoop) -> None:
+    loop.push("m", {**numbered(1), "deep.0.v": numbered(np.inf)["w"], "w": numbered(np.inf)["w"]}, 1)
+    assert value(loop.ask_value("m")) == np.inf
+
+
+@pytest.mark.parametrize("cut", [0, 4, 60, 100])
+def test_truncated_memory_is_refused(loop: PushingLoop, cut: int) -> None:
+    given = layout_bytes(numbered(2))
+    with pytest.raises(InvalidArgument):
+        loop.stage("m", sealed_bytes(given[:cut]), 1)
+    with pytest.raises(InvalidArgument, match="not sealed"):
+        loop.stage("m", sealed_bytes(given, fcntl.F_SEAL_SHRINK), 1)
+    assert value(loop.ask_value("m")) == 0
+
+
+def test_models_without_parameters(loop: PushingLoop, tmp_path: Path) -> None:
+    write_model(
+        tmp_path,
+        "python",
+        """
+        class TritonPythonModel:
+            def execute(self, requests):
+                return []
+        """,
+        'name: "python" backend: "python" output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }',
+    )
+    write_model(
+        tmp_path,
+        "empty",
+        """
+        inputs, outputs = {"x": "FP32[2]"}, {"y": "FP32[2]"}
+
+        def create(path, config, device):
+            return (lambda parameters, inputs: {"y": inputs["x"]}), {"scale": 3.0}
+        """,
+    )
+    loop.load(tmp_path / "python")
+    loop.load(tmp_path / "empty")
+    with pytest.raises(Unsupported, match="model 'python' is a Triton Python model, which has no parameters"):
+        loop.stage("python", numbered(1), 1)
+    with pytest.raises(Unsupported, match="model 'empty' has no parameters that are arrays"):
+        loop.stage("empty", numbered(1), 1)
+    with pytest.raises(NotFound, match="'other' version 1 is not found"):
+        loop.stage("other", numbered(1), 1)
+    with pytest.raises(NotFound, match="'m' version 2 is not found"):
+        loop.call(DropParameters("m", 2, "a"))
+
+
+def test_64_bit_leaves_are_taken_as_the_model_has_them(tmp_path: Path) -> None:
+    """Without JAX's 64-bit mode they have half as many bits on the device: both widths are taken."""
+    loop = PushingLoop()
+    try:
+        write_model(
+            tmp_path,
+            "m",
+            """
+            import numpy as np
+
+            inputs, outputs = {"x": "FP32[8]"}, {"y": "FP32[8]"}
+
+            def create(path, config, device):
+                return (lambda parameters, inputs: {"y": inputs["x"] + parameters["w"]}), {"w": np.zeros(8)}
+            """,
+        )
+        loop.load(tmp_path / "m")
+        for number, dtype in enumerate((np.float64, np.float32), 1):
+            loop.push("m", {"w": np.full(8, number, dtype)}, number)
+            assert value(loop.ask_value_of("m")) == number
+    finally:
+        loop.close()
+
+
+# ---------------------------------------------------------------------------------------------------- a version's life
+
+
+def record_of(path: Path, held: bool) -> Load:
+    config = model_config.parse_pbtxt((path / "config.pbtxt").read_text(), path.name)
+    return Load(path.name, 1, str(path), str(path / "1"), config.SerializeToString(), held=held)
+
+
+def test_a_version_is_held_until_its_sets_are_restored(tmp_path: Path) -> None:
+    loop = PushingLoop()
+    try:
+        path = write_numbered(tmp_path, "m", BATCHES)
+        loop.tell(record_of(path, held=True))
+        assert loop.hear(Loaded).reason == ""
+        assert loop.ask_value("m").message == "Request for unknown model: 'm' is not found"
+        loop.push("m", numbered(7), 7)
+        loop.push("m", numbered(9), 9, "a")
+        assert loop.ask_value("m").code
+        loop.tell(ServeLoaded("m", 1))
+        assert [value(loop.ask_value("m", set=name)) for name in ("main", "a")] == [7, 9]
+        # A second time it means nothing.
+        loop.tell(ServeLoaded("m", 1))
+        assert value(loop.ask_value("m")) == 7
+        loop.tell(record_of(path, held=True))
+        loop.hear(Loaded)
+        assert value(loop.ask_value("m")) == 7
+        loop.tell(Unload("m", 1))
+        loop.hear(Unloaded)
+        assert not loop.worker._models.held
+        loop.tell(ServeLoaded("m", 1))
+        assert loop.ask_value("m").code
+    finally:
+        loop.close()
+
+
+def test_what_was_staged_goes_with_its_model(loop: PushingLoop) -> None:
+    push = loop.stage("m", numbered(1), 1)
+    loop.tell(Unload("m", 1))
+    loop.hear(Unloaded)
+    loop.commit(push)
+    call = loop.ask_for(StageParameters(99, "m", 1, "main", 1), sealed(numbered(1)))
+    assert loop.reply(call)[0].code == "NOT_FOUND"
+
+
+def test_a_push_that_is_aborted_or_whose_model_goes_while_it_is_staged(loop: PushingLoop) -> None:
+    for turn in range(20):
+        call = loop.ask_for(StageParameters(100 + turn, "m", 1, "main", 1), sealed(numbered(1)))
+        other = loop.ask_for(CommitParameters(500), -1) if turn % 2 else 0
+        loop.worker.iterate()
+        replies = {}
+        for _ in range(2 if other else 1):
+            reply, _fds = loop.reply_any()
+            replies[reply.call_id] = reply
+        assert not replies[call].code
+        assert not other or replies[other].code == "NOT_FOUND"
+        loop.abort(100 + turn)
+    assert value(loop.ask_value("m")) == 0
+
+
+def sources() -> list[ParameterSource]:
+    return [FileSource("x"), RegionSource("x"), MemorySource(1), LeavesSource({})]
+
+
+@pytest.mark.parametrize("source", sources(), ids=lambda source: type(source).__name__)
+def test_no_descriptor_is_left_open(loop: PushingLoop, source: ParameterSource) -> None:
+    loop.push("m", numbered(1), 1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        # Its content is looked at when it is staged.
+        with contextlib.suppress(ServingError):
+            os.close(loop.make("m", source, sealed_bytes(b"ab")))
+        with pytest.raises(ServingError):
+            loop.stage("m", sealed_bytes(b"abc"), 3)
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -1,0 +1,223 @@
+"""Carries out what the supervisor asks about parameter sets (``tensord.shm.operations``), on the worker's loop.
+
+    MakeParameters    ─▶ thread: copied, sealed ─▶ Reply with the memory
+    StageParameters   ─▶ thread: checked, placed beside what is in use ─▶ staged ─▶ Reply
+    CommitParameters  ─▶ exchanged here, between two batches ─▶ Reply
+
+The thread is one of its own: a model that is being loaded keeps no push waiting. What was in use is freed there, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tensord.config.options import Workers
+from tensord.shm.arrays import Array
+from tensord.shm.errors import UNKNOWN_MODEL, Internal, NotFound, ServingError, Unsupported
+from tensord.shm.operations import (
+    AbortParameters,
+    CommitParameters,
+    DropParameters,
+    MakeParameters,
+    StageParameters,
+)
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.parameters import layout, sources
+from tensord.workers.parameters.layout import SealedMemory
+from tensord.workers.parameters.leaves import check_finite
+from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.threads.work_thread import WorkThread
+
+_log = logging.getLogger(__name__)
+ParameterOperation = MakeParameters | StageParameters | CommitParameters | AbortParameters | DropParameters
+#: Answers a call: with a result and perhaps a descriptor, which stays the caller's; or with an error.
+Answer = Callable[[bytes | ServingError, int | None], None]
+_DONE = b"{}"
+
+
+class _Staged(NamedTuple):
+    """Parameters that were checked and placed for a push."""
+
+    version: ModelVersion
+    parameters: ParameterSet
+
+
+class ParameterPushes:
+    """Carries out operations on the parameter sets of a worker's models; belongs to its loop."""
+
+    def __init__(self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers) -> None:
+        """``thread``: makes and stages; it is used for nothing else."""
+        self._models = models
+        self._regions = regions
+        self._thread = thread
+        self._limit = options.max_parameter_byte_size
+        self._most = options.max_parameter_sets
+        #: Push -> what is staged for it.
+        self._staged: dict[int, list[_Staged]] = {}
+
+    def carry_out(self, operation: ParameterOperation, fds: list[int], answer: Answer) -> None:
+        """Carries out an operation, and answers it now or later. Takes the descriptors that it keeps. Raises ServingError."""
+        if isinstance(operation, MakeParameters):
+            self._make(operation, fds, answer)
+        elif isinstance(operation, StageParameters):
+            self._stage(operation, fds, answer)
+        elif isinstance(operation, CommitParameters):
+            self._commit(operation)
+            answer(_DONE, None)
+        elif isinstance(operation, AbortParameters):
+            self._forget(operation.push)
+            answer(_DONE, None)
+        else:
+            self._let_go(self._sets(self._find(operation.model, operation.version)).drop(operation.set))
+            self._models.changes += 1
+            answer(_DONE, None)
+
+    def _find(self, model: str, version: int) -> ModelVersion:
+        """Returns a version that serves or is held. Raises NotFound."""
+        found = self._models.held.get((model, version)) or self._models.serving(model, version)
+        if found is None:
+            raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
+        return found
+
+    @staticmethod
+    def _sets(version: ModelVersion) -> ParameterSets:
+        """Returns a version's parameter sets. Raises Unsupported: it has none."""
+        if version.sets is None:
+            kind = "an ensemble" if version.loaded.ensemble is not None else "a Triton Python model"
+            raise Unsupported(f"model '{version.name}' is {kind}, which has no parameters that the server knows")
+        version.sets.leaves.check_named()
+        return version.sets
+
+    # ------------------------------------------------------------------------------------------------------------ making
+
+    def _make(self, operation: MakeParameters, fds: list[int], answer: Answer) -> None:
+        version = self._find(operation.model, operation.version)
+        sets, record = self._sets(version), version.loaded.record
+        if record is None:
+            raise Internal(f"nothing is known of where model '{version.name}' was loaded from")
+        base = (sets.newest(operation.set) or sets.main) if operation.partial else None
+        folders = Path(record.version_path), Path(record.model_path)
+        making = sources.plan(operation, folders, fds[0] if fds else None, self._regions, self._limit, base)
+        fds.clear()
+
+        def made(outcome: int | Exception) -> None:
+            making.close()
+            if isinstance(outcome, Exception):
+                answer(_error(outcome, making.what), None)
+                return
+            try:
+                answer(json.dumps({"byte_size": os.fstat(outcome).st_size}).encode(), outcome)
+            finally:
+                os.close(outcome)
+
+        self._thread.do(making.make, made)
+
+    # ----------------------------------------------------------------------------------------------------------- staging
+
+    def _stage(self, operation: StageParameters, fds: list[int], answer: Answer) -> None:
+        version = self._find(operation.model, operation.version)
+        sets = self._sets(version)
+        sets.check_count(operation.set, self._most)
+        what = f"number {operation.number} of set '{operation.set}'"
+        kept = None if fds else sets.kept(operation.set, operation.number)
+        former = sets.newest(operation.set)
+        fd = fds.pop() if fds else -1
+        self._staged.setdefault(operation.push, [])
+        #: Nobody evicts it while it is placed.
+        staged = kept or ParameterSet(sets, operation.set, operation.number, None)
+        sets.staged.add(staged)
+
+        def stage() -> ParameterSet:
+            try:
+                if kept is None:
+                    staged.fill(self._checked(fd, sets, operation.check_finite, what))
+                staged.prepare()
+                if former is not None and former is not staged and sets.room.may_keep(former):
+                    # Before it leaves the device.
+                    former.hosted()
+                return staged
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+
+        def done(outcome: ParameterSet | Exception) -> None:
+            here = self._staged.get(operation.push)
+            gone = not self._is_here(version)
+            if not isinstance(outcome, Exception) and here is not None and not gone:
+                here.append(_Staged(version, outcome))
+                answer(json.dumps({"byte_size": outcome.byte_size}).encode(), None)
+                return
+            self._unstage(sets, staged)
+            if here is not None and not here:
+                del self._staged[operation.push]
+            if isinstance(outcome, Exception):
+                answer(_error(outcome, what), None)
+            else:
+                why = "its model is not loaded any more" if gone else "its push was aborted"
+                answer(NotFound(f"{what} is not staged: {why}"), None)
+
+        self._thread.do(stage, done)
+
+    def _checked(self, fd: int, sets: ParameterSets, finite: bool, what: str) -> list[Array | None]:
+        """Returns the leaves in memory, which are those of a model. Raises ServingError."""
+        memory = SealedMemory(fd)
+        layout.check_size(memory.byte_size, self._limit, what)
+        leaves = sets.leaves.fitted(layout.read(memory.view, what), what)
+        if finite:
+            check_finite(sets.leaves, leaves, what)
+        return leaves
+
+    def _commit(self, operation: CommitParameters) -> None:
+        """Puts what is staged for a push into use, where its version is still there. Raises NotFound: nothing is staged."""
+        staged = self._staged.pop(operation.push, [])
+        if not staged:
+            raise NotFound(f"nothing is staged for push {operation.push}")
+        for version, parameters in staged:
+            sets = self._sets(version)
+            if not self._is_here(version):
+                sets.staged.discard(parameters)
+                continue
+            self._let_go(version.commit(parameters, operation.move_sequences))
+            if sets.told:
+                # What the C part has learned of answers names the parameters before.
+                self._models.changes += 1
+            _log.debug("%s is in use", parameters)
+
+    def _forget(self, push: int) -> None:
+        for version, parameters in self._staged.pop(push, []):
+            if version.sets is not None:
+                self._unstage(version.sets, parameters)
+
+    def _unstage(self, sets: ParameterSets, parameters: ParameterSet) -> None:
+        """Forgets staged parameters, unless they are in use or kept besides."""
+        sets.staged.discard(parameters)
+        if not parameters.is_newest:
+            self._let_go([parameters.leave()])
+
+    def _let_go(self, unused: list[object]) -> None:
+        """Has the thread free what is not used any more: it takes long, and there is no other reference to it than the list."""
+        self._thread.do(unused.clear, lambda _: None)
+
+    def _is_here(self, version: ModelVersion) -> bool:
+        """Returns whether a version is neither unloaded nor loaded anew."""
+        key = version.name, version.version
+        return version is (self._models.held.get(key) or self._models.serving(*key))
+
+    def __repr__(self) -> str:
+        return f"<ParameterPushes {sorted(self._staged)}>"
+
+
+def _error(error: Exception, what: str) -> ServingError:
+    """Returns the answer for whoever pushes. The frames of the error are let go of: they hold memory."""
+    if isinstance(error, ServingError):
+        return error.with_traceback(None)
+    _log.error("%s could not be placed", what, exc_info=error)
+    error.__traceback__ = None
+    return Internal(f"{what} could not be placed: {type(error).__name__}")

@@ -1,0 +1,1 @@
+"""Parameter sets of models: pushed into a running worker, checked, placed on the device, and exchanged between two batches."""

@@ -1,0 +1,251 @@
+"""Parameters in memory as they travel between processes: safetensors' layout in a memfd that nobody can change any more.
+
+    | length of the header u64 | header: JSON, padded with spaces | tensors, one behind the other, without holes |
+    header   {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ..., "__metadata__": {...}}
+
+The header is read as if an enemy had written it. What is written here begins at a multiple of ``ALIGNMENT``, and so does each
+tensor but the few small ones behind the first whose size is no multiple of it: XLA uses aligned ones where they lie.
+
+Source: safetensors' format, https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import ml_dtypes
+import msgspec
+import numpy as np
+
+from tensord.shm import descriptors
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument, Unavailable
+
+#: The seals of memory that nobody can change any more, and those that such memory is made with.
+_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_ALL = _FIXED | fcntl.F_SEAL_SEAL
+_LENGTH = 8
+_MAX_HEADER = 32 << 20
+#: Dimensions of a leaf at most.
+MAX_RANK = 32
+_MAX_NAME = 1024
+_METADATA = "__metadata__"
+#: safetensors' names of element types.
+_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "U16": np.dtype(np.uint16),
+    "U32": np.dtype(np.uint32),
+    "U64": np.dtype(np.uint64),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "C64": np.dtype(np.complex64),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry_decoder = msgspec.json.Decoder(_Entry)
+_metadata_decoder = msgspec.json.Decoder(dict[str, str])
+
+
+class LaidLeaf(NamedTuple):
+    """A leaf that is to be laid out."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def byte_size(self) -> int:
+        """The bytes of the leaf."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def read(content: memoryview, what: str) -> dict[str, Array]:
+    """Returns the leaves in memory that does not change, by name, as arrays that lie there.
+
+    Args:
+      what: names the parameters in errors.
+    Raises: InvalidArgument: it is not safetensors' layout.
+    """
+    begin, entries = _header(content, what)
+    at, found = begin, dict[str, Array]()
+    for name, entry in sorted(entries.items(), key=lambda named: named[1].data_offsets):
+        dtype, leaf = _DTYPES.get(entry.dtype), f"{what}: leaf '{name[:_MAX_NAME]}'"
+        if dtype is None:
+            raise InvalidArgument(f"{leaf} has elements of '{entry.dtype[:32]}', which have no name here")
+        if len(entry.shape) > MAX_RANK:
+            raise InvalidArgument(f"{leaf} has {len(entry.shape)} dimensions, at most {MAX_RANK} are possible")
+        start, end = entry.data_offsets
+        needed = dtype.itemsize * math.prod(entry.shape)
+        if begin + start != at or end - start != needed:
+            raise InvalidArgument(
+                f"{leaf} has bytes {start} to {end}; {entry.dtype}{list(entry.shape)} needs {needed}, "
+                f"and {at - begin} is where the one before it ends"
+            )
+        if begin + end > len(content):
+            raise InvalidArgument(f"{leaf} ends at byte {begin + end} of {len(content)}")
+        at += needed
+        array = np.frombuffer(content[begin + start : at] if needed else b"", dtype)
+        if dtype == np.bool_ and needed and array.view(np.uint8).max() > 1:
+            # In memory a truth value may only be 0 or 1.
+            raise InvalidArgument(f"{leaf} has a truth value that is neither 0 nor 1")
+        found[name] = array.reshape(entry.shape)
+    if at != len(content):
+        raise InvalidArgument(f"{what}: its leaves end at byte {at} of {len(content)}")
+    return found
+
+
+def _header(content: memoryview, what: str) -> tuple[int, dict[str, _Entry]]:
+    """Returns where the tensors begin, and the entries of the header. Raises InvalidArgument."""
+    if len(content) < _LENGTH:
+        raise InvalidArgument(f"{what}: {len(content)} bytes are too few for safetensors' layout")
+    length = int.from_bytes(content[:_LENGTH], "little")
+    if length > min(_MAX_HEADER, len(content) - _LENGTH):
+        raise InvalidArgument(
+            f"{what}: its header would have {length} bytes, at most {min(_MAX_HEADER, len(content) - _LENGTH)} are possible"
+        )
+    entries: dict[str, _Entry] = {}
+    try:
+        for name, text in _decoder.decode(content[_LENGTH : _LENGTH + length]).items():
+            if name == _METADATA:
+                _metadata_decoder.decode(text)
+            else:
+                entries[name] = _entry_decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgument(f"{what}: its header is not that of safetensors' layout: {str(error)[:256]}") from None
+    return _LENGTH + length, entries
+
+
+class SealedMemory:
+    """Memory that nobody can change any more, mapped for reading. Arrays in it keep the mapping."""
+
+    def __init__(self, fd: int) -> None:
+        """Maps sealed memory; the descriptor stays the caller's, and the mapping has one of its own.
+
+        Raises: InvalidArgument: it may still change.  Unavailable: it cannot be mapped now, or so many files are open that the
+          rest is kept for requests.
+        """
+        if not is_sealed(fd):
+            raise InvalidArgument("the memory of parameters is not sealed against changes")
+        descriptors.check_reserve(fd, "pushed parameters cannot be mapped")
+        self.byte_size = os.fstat(fd).st_size
+        if not self.byte_size:
+            raise InvalidArgument("the memory of parameters is empty")
+        try:
+            # Its pages are mapped at once: else the first batch would meet a fault for each.
+            mapping = mmap.mmap(fd, self.byte_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+        except OSError as error:
+            raise Unavailable(f"{self.byte_size} bytes of parameters cannot be mapped: {error.strerror}") from error
+        self.view = memoryview(mapping)
+
+    def __repr__(self) -> str:
+        return f"<SealedMemory {self.byte_size} bytes>"
+
+
+def is_sealed(fd: int) -> bool:
+    """Returns whether a descriptor is memory that nobody can change any more."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FIXED == _FIXED
+    except OSError:  # no memfd
+        return False
+
+
+class NewMemory:
+    """Memory of ours that parameters are written to, and that is sealed then. Closes its descriptor where it is not taken."""
+
+    def __init__(self, byte_size: int) -> None:
+        """Allocates so many bytes. Raises Unavailable: the host has no memory left for them, or this process no descriptor."""
+        self.byte_size = byte_size
+        with descriptors.needed("pushed parameters"):
+            self._fd = os.memfd_create("tensord-parameters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self._fd, 0, byte_size)
+            self._mapping: mmap.mmap | None = mmap.mmap(self._fd, byte_size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            #: The bytes, while it is not sealed.
+            self.content: Array = np.frombuffer(self._mapping, np.uint8)
+        except OSError as error:
+            os.close(self._fd)
+            raise Unavailable(f"the host has no {byte_size} bytes of memory for parameters") from error
+
+    @classmethod
+    def laid_out(cls, leaves: list[LaidLeaf], limit: int, what: str) -> tuple[NewMemory, dict[str, Array]]:
+        """Makes memory with a header for leaves. Returns it, and the place of each leaf, to be filled.
+
+        Raises: InvalidArgument: they have more bytes than ``limit``, or elements that have no name.  Unavailable.
+        """
+        # Whole multiples of the alignment come first, so that all of them are aligned.
+        ordered = sorted(leaves, key=lambda leaf: leaf.byte_size % ALIGNMENT != 0)
+        entries: dict[str, _Entry] = {}
+        at = 0
+        for leaf in ordered:
+            if leaf.dtype not in _NAMES:
+                raise InvalidArgument(
+                    f"{what}: leaf '{leaf.name}' has elements of {leaf.dtype}, which have no name here"
+                )
+            entries[leaf.name] = _Entry(_NAMES[leaf.dtype], leaf.shape, (at, at + leaf.byte_size))
+            at += leaf.byte_size
+        header = msgspec.json.encode(entries)
+        header += b" " * (-(_LENGTH + len(header)) % ALIGNMENT)
+        begin = _LENGTH + len(header)
+        check_size(begin + at, limit, what)
+        memory = cls(begin + at)
+        memory.content[:_LENGTH] = np.frombuffer(len(header).to_bytes(_LENGTH, "little"), np.uint8)
+        memory.content[_LENGTH:begin] = np.frombuffer(header, np.uint8)
+        places: dict[str, Array] = {}
+        for leaf in ordered:
+            start, end = (begin + offset for offset in entries[leaf.name].data_offsets)
+            places[leaf.name] = memory.content[start:end].view(leaf.dtype).reshape(leaf.shape)
+        return memory, places
+
+    def sealed(self) -> int:
+        """Seals the memory, which must not be referred to any more. Returns its descriptor, which is the caller's."""
+        self._unmap()
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _ALL)
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def _unmap(self) -> None:
+        del self.content
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
+
+    def close(self) -> None:
+        """Frees the memory, unless it was sealed. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __repr__(self) -> str:
+        return f"<NewMemory {self.byte_size} bytes>"
+
+
+def check_size(byte_size: int, limit: int, what: str) -> None:
+    """Raises InvalidArgument if parameters have more bytes than one push may have."""
+    if byte_size > limit:
+        raise InvalidArgument(f"{what} would have {byte_size} bytes, workers.max_parameter_byte_size allows {limit}")

@@ -1,0 +1,141 @@
+"""The leaves of a model's parameters: names, datatypes and shapes, which parameters that are pushed must have as well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import InvalidArgument, Unsupported
+
+#: Elements that are looked at in one piece.
+_PIECE = 1 << 18
+
+
+class Leaf(NamedTuple):
+    """One array of a model's parameters."""
+
+    #: The keys on the way to it, joined by dots.
+    name: str
+    #: As the model made it, and as it is on the device: without JAX's 64-bit mode it may be half as wide there.
+    made: Any
+    placed: Any
+    shape: tuple[int, ...]
+
+    @property
+    def plain(self) -> bool:
+        """Whether it can be pushed: the elements of a random key cannot."""
+        return isinstance(self.placed, np.dtype)
+
+
+class Leaves:
+    """The leaves of one model version's parameters, in the order of its tree."""
+
+    def __init__(self, model: str, names: Sequence[str], made: Sequence[Any]) -> None:
+        """Describes leaves as ``create`` returned them; JAX is in the precision of their model."""
+        self.model = model
+        self._leaves = [
+            Leaf(name, _dtype(leaf), _placed(_dtype(leaf)), tuple(np.shape(leaf)))
+            for name, leaf in zip(names, made, strict=True)
+        ]
+        seen: set[str] = set()
+        #: A name that several of them have.
+        self._twice = next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+
+    def __iter__(self) -> Any:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    @property
+    def byte_size(self) -> int:
+        """The bytes of all of them on the device."""
+        return sum([leaf.placed.itemsize * math.prod(leaf.shape) for leaf in self._leaves])
+
+    def check_named(self) -> None:
+        """Raises Unsupported if the parameters of the model cannot be pushed, because they have no names of their own."""
+        if self._twice is not None:
+            raise Unsupported(f"model '{self.model}': two of its parameters are called '{self._twice}'")
+        if not any(leaf.plain for leaf in self._leaves):
+            raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
+
+    def fitted(self, found: Mapping[str, Array], what: str) -> list[Array | None]:
+        """Returns the arrays of pushed parameters in the order of the tree; None for leaves that cannot be pushed.
+
+        Raises: InvalidArgument: one is missing, unknown, or of another datatype or shape.  Unsupported.
+        """
+        self.check_named()
+        self.check_known(found, what)
+        fitting: list[Array | None] = []
+        for leaf in self._leaves:
+            array = found.get(leaf.name)
+            if not leaf.plain:
+                if array is not None:
+                    raise InvalidArgument(f"{what}: leaf '{leaf.name}' is a random key, which cannot be pushed")
+                fitting.append(None)
+                continue
+            if array is None:
+                raise InvalidArgument(f"{what}: leaf '{leaf.name}' of model '{self.model}' is missing")
+            self.check(leaf, array.dtype, array.shape, what)
+            fitting.append(array)
+        return fitting
+
+    def check_known(self, found: Mapping[str, Any], what: str) -> None:
+        """Raises InvalidArgument if a name is that of no leaf."""
+        known = {leaf.name for leaf in self._leaves}
+        if unknown := sorted(name for name in found if name not in known):
+            raise InvalidArgument(f"{what}: model '{self.model}' has no leaf '{unknown[0][:256]}'")
+
+    def check(self, leaf: Leaf, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> None:
+        """Raises InvalidArgument if an array is not like a leaf."""
+        if dtype not in (leaf.placed, leaf.made) or shape != leaf.shape:
+            raise InvalidArgument(
+                f"{what}: leaf '{leaf.name}' is {_kind(dtype, shape)}, model '{self.model}' has "
+                f"{_kind(leaf.placed, leaf.shape)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Leaves {len(self._leaves)} of {self.model!r}>"
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+
+
+def _placed(dtype: Any) -> Any:
+    """Returns the type of elements on the device."""
+    return jax.dtypes.canonicalize_dtype(dtype) if isinstance(dtype, np.dtype) else dtype
+
+
+def names_of(parameters: Any, kinds: tuple[type, ...] = (object,)) -> list[str]:
+    """Returns the names of those leaves of a tree that are of some types: the keys on the way to each, joined by dots."""
+    return [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
+        if isinstance(leaf, kinds)
+    ]
+
+
+def check_finite(leaves: Leaves, arrays: Sequence[Array | None], what: str) -> None:
+    """Raises InvalidArgument, naming leaf and element, if a value is not finite."""
+    for leaf, array in zip(leaves, arrays, strict=True):
+        if array is None or array.dtype.kind in "biu":
+            continue
+        flat = array.reshape(-1)
+        # In pieces, so that what is found takes little memory.
+        for start in range(0, flat.size, _PIECE):
+            piece = np.isfinite(flat[start : start + _PIECE])
+            if not piece.all():
+                at = np.unravel_index(start + int(np.argmin(piece)), array.shape)
+                where = ", ".join(map(str, at))
+                raise InvalidArgument(f"{what}: leaf '{leaf.name}' has a value that is not finite, at [{where}]")
+
+
+def _kind(dtype: Any, shape: tuple[int, ...]) -> str:
+    named = datatype_of(dtype) if isinstance(dtype, np.dtype) else None
+    return f"{named or dtype}{list(shape)}"
