@@ -104,7 +104,7 @@ class GroupedMemory:
 class GroupedProgram:
     """A compiled program for ``rows`` requests; those of one shape share its memory. The execution thread alone uses it."""
 
-    __slots__ = ("_layout", "_memory", "_outputs", "_program", "_read", "_signature", "rows")
+    __slots__ = ("_at", "_layout", "_memory", "_outputs", "_program", "_read", "_sets", "_signature", "rows")
 
     def __init__(
         self,
@@ -124,6 +124,7 @@ class GroupedProgram:
         self.rows = rows
         self._signature = signature
         self._program = program
+        self._sets, self._at = program.placement.sets, program.placement.at
         self._memory = memory
         self._outputs = outputs
         self._read = read
@@ -179,12 +180,11 @@ class GroupedProgram:
 
         ``name``: as for ``Executable.run``.
         """
-        sets = self._program.placement.sets
-        return self.compute(sets.main if name is None else sets.find(name))
+        return self.compute(self._sets.main if name is None else self._sets.find(name))
 
     def compute(self, chosen: ParameterSet) -> list[Content]:
         """Computes the gathered requests with the parameters of a set. Otherwise as ``run``."""
-        parameters = chosen.on(self._program.placement.at)
+        parameters = chosen.on(self._at)
         if self._signature.wide:
             with precision(self._signature):
                 return self._read(self._program.call(parameters, self._memory.send(self.rows))[0])

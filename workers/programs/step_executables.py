@@ -90,6 +90,7 @@ class StepExecutables:
         self._step = jax.jit(programs.step, donate_argnums=STEP_CARRY)
         self.sets = placed_sets(signature, parameters, names, None, room)
         self._place = Placement(self.sets)
+        self._at = self._place.at
         self._small = device.small_programs(signature, self.sets)
         #: (parameters) -> carry.
         self.init: DeviceCall
@@ -100,7 +101,7 @@ class StepExecutables:
 
     def parameters(self, chosen: ParameterSet | None = None) -> Any:
         """Returns the parameters of a set as the programs take them; None: those of requests that name no set."""
-        return (self.sets.main if chosen is None else chosen).on(self._place.at)
+        return (self.sets.main if chosen is None else chosen).on(self._at)
 
     @property
     def device(self) -> jax.Device | None:
@@ -127,7 +128,7 @@ class StepExecutables:
             except Exception as error:
                 self._small.give_up(error)
             else:
-                self._place = placement
+                self._place, self._at = placement, placement.at
         wanted = [_Wanted("init"), *(_Wanted("step", count) for count in reversed(self._step_slots))]
         wanted += [_Wanted("insert", shapes=shapes) for shapes in self._shapes]
         known = {wanted[1]: step}
