@@ -398,9 +398,11 @@ class FastPath(Poller):
 
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
-    """Returns whether the next answers to such requests say the same of their parameters, until others are put into use."""
+    """Returns whether the next requests like it have the same parameters, and say so, until others are put into use."""
     ran = execution.parameters
-    return not request.tells or (ran is not None and ran.is_newest and not isinstance(request.chosen, ParameterSet))
+    if isinstance(request.chosen, ParameterSet):
+        return False  # its sequence has its own, which the planner knows; others of that kind have main's
+    return not request.tells or (ran is not None and ran.is_newest)
 
 
 def _is_large(request: Request) -> bool:
