@@ -256,6 +256,10 @@ def _absolute(options: Options) -> Options:
     )
 
 
+#: The keys of ``regions`` that name users or groups of this host.
+_ACCOUNTS = ("owners", "snapshot_owners", "guarded_owners", "groups")
+
+
 def _check(options: Options) -> None:
     """Checks values against each other. Raises ConfigurationError."""
     arenas, workers = options.arenas, options.supervisor
@@ -302,16 +306,14 @@ def _check(options: Options) -> None:
         raise ConfigurationError("trace.level: needs trace.file or trace.otlp")
     if trace.level and not trace.rate:
         raise ConfigurationError("trace.rate: expected at least 1 where trace.level is given, given 0")
-    for key in ("owners", "snapshot_owners", "guarded_owners", "groups"):
-        find = accounts.group_id if key == "groups" else accounts.user_id
-        for name in getattr(options.regions, key):
+    lists = {f"regions.{key}": getattr(options.regions, key) for key in _ACCOUNTS}
+    for key, names in (*lists.items(), ("supervisor.parameter_owners", options.supervisor.parameter_owners)):
+        kind, find = ("group", accounts.group_id) if key.endswith("groups") else ("user", accounts.user_id)
+        for name in names:
             try:
                 find(name)
             except KeyError:
-                kind = "group" if key == "groups" else "user"
-                raise ConfigurationError(
-                    f"regions.{key}: expected a {kind} of this host, given {shown(name)}"
-                ) from None
+                raise ConfigurationError(f"{key}: expected a {kind} of this host, given {shown(name)}") from None
     _explained("rate_limit.resources", rate_limits.parse, options.rate_limit.resources)
     _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
     _explained("grpc.restricted_protocol", restrictions.parse, options.grpc.restricted_protocol)

@@ -19,6 +19,8 @@ GROUPS = (
     "statistics",
     "trace",
     "logging",
+    # Ours: pushing, dropping and listing parameter sets.
+    "parameters",
 )
 #: The characters that a header's name may have (RFC 9110, token).
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")

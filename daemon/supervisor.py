@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from tensord.daemon.operator.control_socket import ControlSocket
 from tensord.daemon.operator.drain import Drain, DrainPhase
 from tensord.daemon.operator.operations import Operations
 from tensord.daemon.operator.operator_commands import OperatorCommands
+from tensord.daemon.parameters.pushes import Parameters
 from tensord.daemon.processes.child import Child, FrontProcess, WorkerProcess
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.first_signals import FirstSignals
@@ -122,6 +123,7 @@ class Supervisor:
         self.fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, self)
         self.workers = WorkerPool(programs.worker, self)
         self._models = Models(options, self)
+        self.parameters = Parameters(options, self, self._models)
         self._served_models = model_list.ServedModels(self._models)
         each = options.workers.devices_per_worker
         self._regions = RegionRegistry(options.regions, self.workers, self.fronts, each)
@@ -131,6 +133,7 @@ class Supervisor:
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self.fronts.publish)
         self._operations = Operations(
             self._models,
+            self.parameters,
             self._regions,
             self._log_settings,
             self._trace_settings,
@@ -196,6 +199,7 @@ class Supervisor:
             self._metrics.close()
             control.close()
             self._models.close()
+            self.parameters.close()
             self._clients.close()
             self._regions.close()
             self._trace_settings.close()
@@ -309,7 +313,7 @@ class Supervisor:
         if isinstance(record, Loading):
             self._models.loading(worker.incarnation, record)
         elif isinstance(record, Loaded):
-            self._models.loaded(worker.incarnation, record)
+            self.parameters.loaded(worker, record)
         else:
             self._models.unloaded(worker.incarnation, record.name, record.version)
 
@@ -345,6 +349,7 @@ class Supervisor:
         self._slots.look(worker)
         self._regions.worker_left(worker.incarnation)
         self._lanes.worker_left(worker)
+        self.parameters.worker_left(worker.incarnation)
         # The fence comes first: what was in flight there may run elsewhere from now on.
         self.fronts.publish(WorkerFenced(worker.incarnation))
         self._models.worker_left(worker.incarnation, worker.describe_exit(), self.workers.usable)
@@ -501,6 +506,10 @@ class Supervisor:
         if self.phase is not DaemonPhase.SERVING:
             return str(self.phase.value)
         return "drained" if self.drain.phase is DrainPhase.DRAINED else "draining"
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts a task, which is not to fail."""
+        self._tasks.spawn(work)
 
     def next_incarnation(self) -> int:
         """Returns a number for a process, never given twice."""

@@ -26,7 +26,8 @@ class ControlCalls:
 
         Args:
           peer: for whom, where that matters.
-          end: a descriptor that goes along, becomes readable when a region is to go, and stays the caller's; -1: none.
+          end: a descriptor that goes along and stays the caller's: it becomes readable when a region is to go, or is the
+            memory of parameters; -1: none.
         Raises: the ServingError the supervisor answered with, or Unavailable: too many questions.
         """
         if len(self._waiting) >= _LIMIT:

@@ -21,14 +21,18 @@ from tensord.shm.operations import (
     ANONYMOUS,
     ChangeLog,
     ChangeTrace,
+    DropParameters,
+    ListParameters,
     LoadModel,
     ModelReady,
     ModelStatistics,
     Peer,
+    PushParameters,
     RegionStatus,
     RegisterCudaRegion,
     RegisterSystemRegion,
     RepositoryIndex,
+    RevertParameters,
     Settle,
     UnloadModel,
     UnregisterRegion,
@@ -69,6 +73,8 @@ class Endpoints:
         self.reclaim = options.regions.reclaim
         #: The table's edition that every front is known to have acknowledged.
         self._settled = -1
+        #: The most bytes of pushed parameters.
+        self.max_parameter_byte_size = options.workers.max_parameter_byte_size
         #: The limit for a request that carries files.
         self.max_body_byte_size = options.http.max_body_byte_size
         #: True once the front was asked to stop: it is not ready any more.
@@ -165,6 +171,24 @@ class Endpoints:
         if not isinstance(dependents, bool):
             raise InvalidArgument("unload parameter 'unload_dependents' should be a boolean")
         await self._calls.ask(UnloadModel(model, dependents), peer)
+
+    # -------------------------------------------------------------------------------------------- parameters
+
+    async def push_parameters(self, wanted: PushParameters, peer: Peer, memory: int = -1) -> bytes:
+        """Pushes parameters into a model, from ``memory`` where they are there. Returns a JSON object. Raises ServingError."""
+        return await self._calls.ask(wanted, peer, memory)
+
+    async def parameters(self, model: str, version: int, name: str) -> bytes:
+        """Returns a JSON array of a model's parameter sets; 0 is every version, "" every set. Raises NotFound."""
+        return await self._calls.ask(ListParameters(model, version, name))
+
+    async def drop_parameters(self, model: str, version: int, name: str, peer: Peer) -> None:
+        """Drops a set. Raises ServingError."""
+        await self._calls.ask(DropParameters(model, version, name), peer)
+
+    async def revert_parameters(self, model: str, version: int, name: str, peer: Peer) -> bytes:
+        """Puts a set's former parameters into use again. Returns a JSON object. Raises ServingError."""
+        return await self._calls.ask(RevertParameters(model, version, name), peer)
 
     # ----------------------------------------------------------------------------------------------- regions
 

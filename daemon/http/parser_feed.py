@@ -253,7 +253,8 @@ class Messages:
         """Begins a request for anything but inference."""
         order = self._order
         if any(name == b"transfer-encoding" for name, _ in self.headers):
-            self._chunks_begin()
+            # Each of them bounds its body itself; that of pushed parameters may be larger than any request's.
+            self._chunks_begin(self._serving.options.workers.max_parameter_byte_size)
         scope = {
             **message_head.scope(self.parser.get_method(), self.url, version, self.headers),
             # Who asks: read from it only where that matters (tensord.daemon.front.peer).
@@ -269,10 +270,10 @@ class Messages:
 
     # ------------------------------------------------------------------------------------------------- body
 
-    def _chunks_begin(self) -> None:
-        """Follows the framing of a body that comes in chunks."""
+    def _chunks_begin(self, most: int = 0) -> None:
+        """Follows the framing of a body that comes in chunks, of at most ``most`` bytes or those of any request."""
         http = self._serving.options.http
-        self.chunks = ChunkSizes(http.max_body_byte_size, http.max_head_byte_size)
+        self.chunks = ChunkSizes(max(most, http.max_body_byte_size), http.max_head_byte_size)
 
     def on_body(self, body: bytes) -> None:
         receiving = self._order.receiving

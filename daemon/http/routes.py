@@ -7,6 +7,7 @@ Triton.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,12 +18,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from tensord.daemon.control import push_fields
 from tensord.daemon.control.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
 from tensord.daemon.front.access import Access, Rule
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.peer import end_of, peer_of
 from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import control_fields
+from tensord.daemon.http.arriving_parameters import ArrivingParameters
 from tensord.daemon.submit.model_states import parse_version
 from tensord.daemon.tracing import trace_settings
 from tensord.shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
@@ -44,6 +47,7 @@ class Routes:
     def __init__(self, endpoints: Endpoints, access: Access) -> None:
         self._endpoints = endpoints
         self._access = access
+        self._arriving = ArrivingParameters(endpoints.max_parameter_byte_size)
 
     def table(self) -> list[Endpoint]:
         """Returns each route: method, path, handler, and the call it is in ``tensord.daemon.front.access``."""
@@ -75,6 +79,11 @@ class Routes:
                 ("POST", f"{prefix}/infer_stream", self.infer, "InferStream"),
                 ("POST", f"{prefix}/generate", self.infer, "Generate"),
                 ("POST", f"{prefix}/generate_stream", self.infer, "GenerateStream"),
+                ("GET", f"{prefix}/parameters", self.parameters, "ListParameters"),
+                ("GET", f"{prefix}/parameters/{{set}}", self.parameters, "ListParameters"),
+                ("POST", f"{prefix}/parameters/{{set}}", self.push_parameters, "PushParameters"),
+                ("DELETE", f"{prefix}/parameters/{{set}}", self.drop_parameters, "DropParameters"),
+                ("POST", f"{prefix}/parameters/{{set}}/revert", self.revert_parameters, "RevertParameters"),
             ]
         for kind, register in (("System", self.register), ("Cuda", self.register_cuda)):
             regions = f"/v2/{kind.lower()}sharedmemory"
@@ -183,6 +192,25 @@ class Routes:
 
     async def named_repository(self, request: Request) -> Response:
         raise Unsupported("'repository_name' specification is not supported")
+
+    # -------------------------------------------------------------------------------------------- parameters
+
+    async def push_parameters(self, request: Request) -> Response:
+        async with self._arriving.receive(request) as (text, memory):
+            byte_size = os.fstat(memory).st_size if memory >= 0 else -1
+            wanted = push_fields.read(text).operation(*_target(request), request.path_params["set"], byte_size)
+            return _answer(await self._endpoints.push_parameters(wanted, peer_of(_fd(request)), memory))
+
+    async def parameters(self, request: Request) -> Response:
+        return _answer(await self._endpoints.parameters(*_target(request), request.path_params.get("set", "")))
+
+    async def drop_parameters(self, request: Request) -> Response:
+        await self._endpoints.drop_parameters(*_target(request), request.path_params["set"], peer_of(_fd(request)))
+        return Response()
+
+    async def revert_parameters(self, request: Request) -> Response:
+        peer = peer_of(_fd(request))
+        return _answer(await self._endpoints.revert_parameters(*_target(request), request.path_params["set"], peer))
 
     # ---------------------------------------------------------------------------------------------- settings
     #

@@ -19,12 +19,12 @@ from tensord.config.options import Options, Repository
 from tensord.daemon.models import ensembles, isolation, listing, load_errors, readiness, repository
 from tensord.daemon.models.ensembles import Coming, Ensembles
 from tensord.daemon.models.given import GivenModels, NotKept, Overrides
-from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from tensord.daemon.models.instructions import Forget, Instruction, Publish, Retry, Send, Settled
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.readiness import ReadinessCheck, Standing
 from tensord.daemon.models.repository import FoundModel, Repositories
 from tensord.daemon.models.retries import Retries
-from tensord.shm.control_records import Loaded, ModelGone, ModelState
+from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel
 from tensord.shm.progress import Loading, Readiness
@@ -427,9 +427,13 @@ class Models:
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):
+                    if isinstance(record, Load):
+                        record = self._supervisor.parameters.sent(worker, record)
                     self._supervisor.workers.by_incarnation[worker].send(record)
                 case Publish(state):
                     self._supervisor.model_changed(state)
+                case Forget(name, version):
+                    self._supervisor.parameters.forget(name, version)
                 case Retry():
                     self._retries.later(instruction, self.lifecycle.reason(instruction.name, instruction.version))
                 case Settled(token, error):

@@ -23,6 +23,14 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """Forgets what was pushed into that version, which is loaded anew from its files, or serves no more."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Retry:
     """Calls ``retry`` for that version in so many seconds."""
 
@@ -41,4 +49,4 @@ class Settled:
     error: str = ""
 
 
-Instruction = Send | Publish | Retry | Settled
+Instruction = Send | Publish | Forget | Retry | Settled

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from tensord.daemon.models.instructions import Forget, Instruction, Publish, Retry, Send, Settled
 from tensord.daemon.models.load_errors import load_error
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.models.versions import IndexState, ModelEntry, Operation, VersionEntry, awaits, has_members
@@ -116,7 +116,7 @@ class Lifecycle:
         gone = [number for number, v in model.versions.items() if number not in present and not v.in_use]
         for number in gone:
             del model.versions[number]
-        return [Publish(ModelGone(name, number)) for number in gone]
+        return [each for number in gone for each in (Publish(ModelGone(name, number)), Forget(name, number))]
 
     def _advance(self, name: str) -> list[Instruction]:
         """Starts waiting operations, while none is running."""
@@ -148,6 +148,7 @@ class Lifecycle:
             version = model.versions.setdefault(number, VersionEntry(load))
             if version.state is IndexState.READY and unchanged and not again:
                 continue
+            out.append(Forget(found.name, number))
             version.load, version.deaths, version.suspect, version.wanted = load, 0, False, True
             version.given_up, version.due = "", False
             if version.state is not IndexState.READY:
@@ -170,12 +171,13 @@ class Lifecycle:
         version = self.models[name].versions[number]
         version.wanted, version.postponed = False, set()
         version.given_up, version.due = "", False
+        forget = Forget(name, number)
         if version.state is not IndexState.READY:
-            return []
+            return [forget]
         version.state, version.unloading = IndexState.UNLOADING, set(version.ready)
         out: list[Instruction] = [Send(worker, Unload(name, number)) for worker in sorted(version.ready)]
         version.ready = {}
-        return [self._publish(number, version), *out, *self._unload_ended(number, version)]
+        return [self._publish(number, version), forget, *out, *self._unload_ended(number, version)]
 
     def _unload_ended(self, number: int, version: VersionEntry) -> list[Instruction]:
         if version.state is not IndexState.UNLOADING or version.unloading:
@@ -246,7 +248,7 @@ class Lifecycle:
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
         """Tries a version again, when the time that a ``Retry`` named has come."""
-        version = self._version(name, number)
+        version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
             return []
         # An idle worker is preferred; none where the version serves as it was before.
@@ -295,7 +297,7 @@ class Lifecycle:
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
         """Handles a worker's answer to Load."""
-        version = self._version(answer.name, answer.version)
+        version = self.version(answer.name, answer.version)
         if version is None or worker not in version.loading:
             return []
         version.loading[worker] -= 1
@@ -338,7 +340,7 @@ class Lifecycle:
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
         """Handles a worker's answer to Unload."""
-        version = self._version(name, number)
+        version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []
         version.unloading.discard(worker)
@@ -422,7 +424,7 @@ class Lifecycle:
 
     def reason(self, name: str, number: int) -> str:
         """Returns why that version is given up; "" if it is not."""
-        version = self._version(name, number)
+        version = self.version(name, number)
         return "" if version is None else version.given_up
 
     def loading_at(self, worker: int) -> bool:
@@ -478,7 +480,8 @@ class Lifecycle:
                 if version.state in (IndexState.READY, IndexState.LOADING):
                     assert version.wanted
 
-    def _version(self, name: str, number: int) -> VersionEntry | None:
+    def version(self, name: str, number: int) -> VersionEntry | None:
+        """Returns what is known of a version; None: nothing is."""
         model = self.models.get(name)
         return None if model is None else model.versions.get(number)
 

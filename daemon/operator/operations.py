@@ -14,6 +14,7 @@ from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.versions import IndexState
 from tensord.daemon.operator import model_list
 from tensord.daemon.operator.audit import Audit
+from tensord.daemon.parameters.pushes import Parameters
 from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.worker_pool import WorkerPool
@@ -26,16 +27,20 @@ from tensord.shm.operations import (
     FAILED,
     ChangeLog,
     ChangeTrace,
+    DropParameters,
+    ListParameters,
     LoadModel,
     ModelReady,
     ModelStatistics,
     Operation,
     Peer,
+    PushParameters,
     RegionRecords,
     RegionStatus,
     RegisterCudaRegion,
     RegisterSystemRegion,
     RepositoryIndex,
+    RevertParameters,
     Settle,
     UnloadModel,
     UnregisterRegion,
@@ -56,6 +61,7 @@ class Operations:
     def __init__(
         self,
         models: Models,
+        parameters: Parameters,
         regions: RegionRegistry,
         logs: LogSettings,
         traces: TraceSettings,
@@ -63,6 +69,7 @@ class Operations:
         fronts: Fronts,
     ) -> None:
         self._models = models
+        self._parameters = parameters
         self._regions = regions
         self._logs = logs
         self._traces = traces
@@ -94,7 +101,7 @@ class Operations:
 
         Args:
           peer: who asks.
-          end: as ``RegionRegistry.register`` takes it, owned by the caller; -1: none.
+          end: as ``RegionRegistry.register`` takes it, or the memory of ``Parameters.push``; owned by the caller; -1: none.
           by_model: whether a model asks, and ``peer`` says nothing.
         Raises: ServingError.
         """
@@ -135,6 +142,14 @@ class Operations:
                 return self._traces.change(operation)
             case RegionRecords(name):
                 return await self._regions.records(name)
+            case PushParameters():
+                return await self._parameters.push(operation, peer, end)
+            case ListParameters():
+                return self._parameters.listed(operation)
+            case DropParameters():
+                return await self._parameters.drop(operation, peer)
+            case RevertParameters():
+                return await self._parameters.revert(operation, peer)
             case Settle():
                 pass  # what every answer waits for
         return b""

@@ -49,7 +49,8 @@ class ObedientWorker:
 def supervisor(workers: dict[int, ObedientWorker], publish: Callable[[Any], None]) -> Any:
     """What models use of it."""
     pool = SimpleNamespace(by_incarnation=workers, devices=["cpu:0"])
-    return SimpleNamespace(workers=pool, model_changed=publish, isolate=lambda wanted: None)
+    parameters = SimpleNamespace(sent=lambda worker, load: load, forget=lambda name, version: None)
+    return SimpleNamespace(workers=pool, parameters=parameters, model_changed=publish, isolate=lambda wanted: None)
 
 
 def serving(folder: Path) -> tuple[Models, ObedientWorker, list[Readiness]]:

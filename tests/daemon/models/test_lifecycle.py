@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from tensord.daemon.models.instructions import Forget, Instruction, Publish, Retry, Send, Settled
 from tensord.daemon.models.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
 from tensord.daemon.models.listing import entries
 from tensord.daemon.models.repository import FoundModel
@@ -33,6 +33,10 @@ def sent(out: list[Instruction]) -> list[tuple[int, str, int]]:
 
 def settled(out: list[Instruction]) -> list[tuple[int, str]]:
     return [(i.token, i.error) for i in out if isinstance(i, Settled)]
+
+
+def forgotten(out: list[Instruction]) -> list[int]:
+    return [i.version for i in out if isinstance(i, Forget)]
 
 
 def retries(out: list[Instruction]) -> list[tuple[str, float]]:
@@ -96,6 +100,24 @@ def test_unchanged_models_are_not_loaded_again() -> None:
     out = lifecycle.load(found("m", 1, fingerprint="g"), 3)
     assert (states(out), sent(out)) == ([], [(1, "Load", 1)])
     assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(3, "")]
+
+
+def test_what_was_pushed_is_forgotten_with_each_load_of_the_files_and_stays_where_a_worker_is_replaced() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    assert forgotten(lifecycle.load(found("m", 1), 1)) == [1]
+    lifecycle.loaded(1, Loaded("m", 1))
+    assert forgotten(lifecycle.load(found("m", 1), 2)) == []
+    assert forgotten(lifecycle.worker_left(1)) == []
+    assert forgotten(lifecycle.worker_joined(2, "cpu:1")) == []
+    assert forgotten(lifecycle.loaded(2, Loaded("m", 1))) == []
+    out = lifecycle.load(found("m", 1), 3, again=True)
+    assert forgotten(out) == [1]
+    assert isinstance(out[0], Forget), "before any worker is sent the Load"
+    lifecycle.loaded(2, Loaded("m", 1))
+    # Another version takes its place.
+    assert forgotten(lifecycle.load(found("m", 2, fingerprint="g"), 4)) == [2]
+    assert forgotten(lifecycle.loaded(2, Loaded("m", 2))) == [1]
 
 
 def test_a_new_version_is_ready_before_the_old_one_goes() -> None:
@@ -229,7 +251,7 @@ def test_unload_of_the_unknown_and_the_failed() -> None:
     assert lifecycle.unload("nope", 1) == [Settled(1)]
     lifecycle.load(found("m", 1), 2)
     lifecycle.loaded(1, Loaded("m", 1, reason="no"))
-    assert lifecycle.unload("m", 3) == [Settled(3)]
+    assert lifecycle.unload("m", 3) == [Forget("m", 1), Settled(3)]
     lifecycle.known = {"m"}
     assert entries(lifecycle) == [{"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "no"}]
 
@@ -363,7 +385,7 @@ def test_what_is_not_in_the_repository_any_more_is_forgotten() -> None:
     lifecycle.unload("m", 4)
     lifecycle.unloaded(1, "m", 1)
     assert entries(lifecycle) == []
-    assert lifecycle.forget("m", ()) == [Publish(ModelGone("m", 1))]
+    assert lifecycle.forget("m", ()) == [Publish(ModelGone("m", 1)), Forget("m", 1)]
     assert lifecycle.models == {}
 
 

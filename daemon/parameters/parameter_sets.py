@@ -1,0 +1,169 @@
+"""Parameter sets that were pushed: their numbers, whose they are, and what is kept of them for workers that are replaced.
+
+    content    one number of a set: sealed memory, or the file it came from, or nothing ("not kept")
+    set        its newest content, the one before it, and the highest number that it ever had
+
+All memory together is bounded. Where there is no more room, contents before the newest go first, those that were pushed longest
+ago before others. Does no I/O but closing descriptors; ``tensord.daemon.parameters.pushes`` decides when a content is in force.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensord.shm.operations import MAIN_SET, FileSource, Peer
+
+#: A model's name and a version.
+VersionKey = tuple[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class Content:
+    """One number of a parameter set."""
+
+    number: int
+    #: Bytes in safetensors' layout; 0 for what the repository holds.
+    byte_size: int = 0
+    #: Sealed memory that is owned here; -1: none.
+    memory: int = -1
+    #: The file beside the model that it came from, and what that was like then; None: it came otherwise.
+    file: FileSource | None = None
+    fingerprint: str = ""
+    #: When it was pushed (seconds since the epoch), and by whom; 0: it is the repository's.
+    pushed_at: float = 0.0
+    pushed_by: Peer | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Returns whether a worker that is replaced can get it."""
+        return not self.number or self.memory >= 0 or self.file is not None
+
+    def close(self) -> None:
+        """Gives the memory back. Idempotent."""
+        if self.memory >= 0:
+            os.close(self.memory)
+            self.memory = -1
+
+    def describe(self) -> dict[str, Any]:
+        """Describes it for ``GET /v2/models/M/parameters``."""
+        if self.pushed_by is None:
+            return {"number": self.number, "kept": "repository"}
+        return {
+            "number": self.number,
+            "kept": "memory" if self.memory >= 0 else "file" if self.file is not None else "none",
+            "byte_size": self.byte_size,
+            "pushed_at": self.pushed_at,
+            "pushed_by": words_of(self.pushed_by),
+        }
+
+
+def words_of(peer: Peer) -> str:
+    """Words who pushed: a user and a process on unix sockets, an address elsewhere."""
+    if peer.kind == "unix":
+        return f"uid {peer.uid}, process {peer.pid}" if peer.pid else f"uid {peer.uid}"
+    return peer.address or peer.kind
+
+
+@dataclass(slots=True, eq=False)
+class ParameterSet:
+    """A set of one model version, by its name."""
+
+    newest: Content
+    #: What it held before; None: nothing that could be put into use again.
+    former: Content | None = None
+    #: The highest number that it ever had.
+    highest: int = 0
+
+
+@dataclass(slots=True)
+class ParameterSets:
+    """The sets of all models. ``limit``: bytes of memory that all contents may take together."""
+
+    limit: int
+    byte_size: int = 0
+    _sets: dict[VersionKey, dict[str, ParameterSet]] = field(default_factory=dict)
+
+    def of(self, key: VersionKey) -> Mapping[str, ParameterSet]:
+        """Returns the sets that were pushed into a version, by name."""
+        return self._sets.get(key, {})
+
+    def find(self, key: VersionKey, name: str) -> ParameterSet | None:
+        """Returns a set; ``main`` of a version into which nothing was pushed is None as well."""
+        return self.of(key).get(name)
+
+    def __iter__(self) -> Iterator[tuple[VersionKey, str, ParameterSet]]:
+        return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
+
+    def put(self, key: VersionKey, name: str, content: Content) -> None:
+        """Puts a content into force, and owns its memory; what does not fit is not kept."""
+        sets = self._sets.setdefault(key, {})
+        there = sets.get(name)
+        if there is None:
+            former = Content(0) if name == MAIN_SET else None
+            there = sets[name] = ParameterSet(content, former)
+        else:
+            if there.former is not None and there.former is not content:
+                self._drop(there.former)
+            there.former, there.newest = there.newest, content
+        there.highest = max(there.highest, content.number)
+        self._take(content)
+
+    def revert(self, key: VersionKey, name: str) -> None:
+        """Puts the content before the newest into force again; the newest is dropped."""
+        there = self._sets[key][name]
+        assert there.former is not None
+        self._drop(there.newest)
+        there.newest, there.former = there.former, None
+
+    def _take(self, content: Content) -> None:
+        if content.memory < 0:
+            return
+        self.byte_size += content.byte_size
+        formers = [found.former for _, _, found in self if found.former is not None and found.former.memory >= 0]
+        for former in sorted(formers, key=lambda former: former.pushed_at):
+            if self.byte_size <= self.limit:
+                break
+            self._drop(former)
+        if self.byte_size > self.limit:
+            self._drop(content)
+
+    def _drop(self, content: Content) -> None:
+        """Gives a content's memory back; it may still be told where it came from."""
+        if content.memory >= 0:
+            self.byte_size -= content.byte_size
+            content.close()
+
+    def drop(self, key: VersionKey, name: str) -> bool:
+        """Forgets a set. Returns whether there was one."""
+        sets = self._sets.get(key, {})
+        found = sets.pop(name, None)
+        if found is None:
+            return False
+        if not sets:
+            del self._sets[key]
+        self._drop(found.newest)
+        if found.former is not None:
+            self._drop(found.former)
+        return True
+
+    def forget(self, key: VersionKey) -> list[str]:
+        """Forgets all sets of a version. Returns their names."""
+        names = list(self.of(key))
+        for name in names:
+            self.drop(key, name)
+        return names
+
+    def close(self) -> None:
+        """Forgets everything. Idempotent."""
+        for key in list(self._sets):
+            self.forget(key)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the state is inconsistent; for tests."""
+        contents = [content for _, _, found in self for content in (found.newest, found.former) if content is not None]
+        assert self.byte_size == sum(content.byte_size for content in contents if content.memory >= 0)
+        assert self.byte_size <= self.limit
+        assert all(found.newest.number <= found.highest for _, _, found in self)

@@ -1,0 +1,125 @@
+"""Checks a push before anything is done for it: names, numbers, sizes, who pushes; and looks at files and memory."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from tensord.config import accounts
+from tensord.shm.errors import InvalidArgument, Unavailable, Unsupported
+from tensord.shm.operations import FileSource, LeavesSource, MemorySource, Peer, PushParameters
+
+#: A set's name goes into URLs, logs and metrics.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+@-]{0,127}", re.ASCII)
+_CHECKSUM = re.compile(r"crc32:[0-9a-fA-F]{8}|sha256:[0-9a-fA-F]{64}")
+#: The smallest content: the length of the header, and an empty one.
+_LEAST = 10
+#: Seals of memory that nobody can change any more.
+_SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+#: The most files of a checkpoint's folder.
+_MAX_FILES = 100_000
+
+
+def check(wanted: PushParameters, memory: int, most: int) -> None:
+    """Checks a push.
+
+    Args:
+      memory: the descriptor that came along; -1: none.
+      most: bytes that a push may have.
+    Raises: InvalidArgument.
+    """
+    if not _NAME.fullmatch(wanted.set):
+        raise InvalidArgument(
+            f"no parameter set can be called '{wanted.set[:200]}': 1 to 128 letters, digits and _.,:+@- are expected"
+        )
+    if wanted.number < 0:
+        raise InvalidArgument(f"number {wanted.number} of set '{wanted.set}' is no number: from 1 on they grow")
+    if wanted.checksum and not _CHECKSUM.fullmatch(wanted.checksum):
+        raise InvalidArgument("a checksum is 'crc32:' with 8 or 'sha256:' with 64 hexadecimal digits")
+    source = wanted.source
+    if isinstance(source, MemorySource) != (memory >= 0):
+        raise InvalidArgument("parameters that come as memory come with one descriptor, others with none")
+    if isinstance(source, FileSource):
+        path = PurePosixPath(source.path)
+        if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in source.path:
+            raise InvalidArgument(
+                f"'{source.path[:200]}' is no file of the model: a path beneath its folder is expected"
+            )
+    elif isinstance(source, LeavesSource) and not source.leaves:
+        raise InvalidArgument("a push has at least one leaf")
+    elif memory >= 0:
+        check_memory(memory, most)
+
+
+def check_memory(memory: int, most: int) -> None:
+    """Checks memory that came along. Raises InvalidArgument: it is no memfd of ordinary pages, or has too many bytes."""
+    try:
+        fcntl.fcntl(memory, fcntl.F_GET_SEALS)
+        pages = os.fstatvfs(memory).f_bsize
+    except OSError:
+        raise InvalidArgument("the descriptor that came with a push is not a memfd") from None
+    if pages != mmap.PAGESIZE:
+        raise InvalidArgument(
+            f"a memfd with pages of {pages} bytes came with a push, only {mmap.PAGESIZE} are accepted"
+        )
+    check_size(os.fstat(memory).st_size, most)
+
+
+def check_size(byte_size: int, most: int) -> None:
+    """Checks the size of what is pushed. Raises InvalidArgument: too large, or too small to be anything."""
+    if byte_size > most:
+        raise InvalidArgument(
+            f"{byte_size} bytes of parameters are pushed, at most {most} are allowed (workers.max_parameter_byte_size)"
+        )
+    if byte_size < _LEAST:
+        raise InvalidArgument(
+            f"{byte_size} bytes are no parameters in safetensors' layout, which has {_LEAST} at least"
+        )
+
+
+def is_sealed(memory: int) -> bool:
+    """Returns whether nobody can change that memory any more."""
+    return fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALED == _SEALED
+
+
+def check_owner(owners: Sequence[str], peer: Peer) -> None:
+    """Checks that a client may change parameters, where it comes over a unix socket. Raises Unsupported: it may not."""
+    if peer.kind != "unix" or not owners or peer.uid in (0, os.geteuid()):
+        return
+    if peer.uid not in {accounts.user_id(owner) for owner in owners}:
+        raise Unsupported(f"user {peer.uid} may not change parameters on this server (supervisor.parameter_owners)")
+
+
+def fingerprint(folders: Sequence[Path], name: str) -> str:
+    """Returns a digest of sizes and times of a file or folder, in the first of these folders that has it; "": none has.
+
+    Raises: Unavailable: the folder has too many files.
+    """
+    for folder in folders:
+        path = folder / name
+        found = hashlib.sha256()
+        try:
+            for count, (at, status) in enumerate(_files(path), 1):
+                found.update(f"{at} {status.st_ino} {status.st_size} {status.st_mtime_ns}\n".encode())
+                if count >= _MAX_FILES:
+                    raise Unavailable(
+                        f"'{name[:200]}' has more than {_MAX_FILES} files, at most {_MAX_FILES} are looked at"
+                    )
+        except OSError:
+            continue
+        return found.hexdigest()
+    return ""
+
+
+def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    yield "", path.stat()
+    for folder, folders, files in os.walk(path):
+        folders.sort()
+        for name in sorted(files):
+            at = Path(folder, name)
+            yield str(at.relative_to(path)), at.stat()

@@ -1,0 +1,535 @@
+"""Pushes new parameters to every worker of a model version, or to none; and gives them to workers that are replaced.
+
+    push ─▶ numbered ─▶ its model's turn ─▶ Make (what is not sealed memory yet) ─▶ Stage on every worker
+         ─▶ in force here ─▶ Commit on every worker ─▶ answered           an error before that: Abort, and nothing has changed
+    a worker is replaced ─▶ Load(held) ─▶ Loaded ─▶ Stage, Commit of all that is in force ─▶ ServeLoaded ─▶ fronts hear of it
+
+One push of a model at a time; who restores a worker takes a turn as well. What is in force is decided here, in one step and
+before any worker is told to commit: a worker that dies from then on is replaced by one that has it. Of two pushes of one set the
+higher number wins, also while the other one is on its way. A version that is loaded from its files again has what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tensord.config.options import Options
+from tensord.daemon.parameters import push_checks
+from tensord.daemon.parameters.parameter_sets import Content, ParameterSet, ParameterSets, VersionKey, words_of
+from tensord.shm import descriptors
+from tensord.shm.control_records import Load, Loaded, ServeLoaded, Unload
+from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Replaced, ServingError, Unavailable
+from tensord.shm.operations import (
+    MAIN_SET,
+    AbortParameters,
+    CommitParameters,
+    DropParameters,
+    FileSource,
+    ListParameters,
+    MakeParameters,
+    Operation,
+    Peer,
+    PushParameters,
+    RevertParameters,
+    StageParameters,
+)
+
+if TYPE_CHECKING:
+    from tensord.daemon.models.changes import Models
+    from tensord.daemon.processes.child import WorkerProcess
+    from tensord.daemon.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+_MAX_NUMBER = (1 << 63) - 1
+#: The most changes of parameters that wait for their turn; each may hold memory of its own.
+_MAX_WAITING = 64
+#: Sets that are staged at a time on a worker that is replaced.
+_AT_ONCE = 16
+#: The most sets that a line in the log names.
+_NAMED = 3
+
+
+class _NoWorker(Exception):
+    """No worker that has the version is left."""
+
+
+class Parameters:
+    """Carries out what is asked of parameter sets. Belongs to the supervisor's loop."""
+
+    def __init__(self, options: Options, supervisor: Supervisor, models: Models) -> None:
+        self._supervisor = supervisor
+        self._models = models
+        self._options = options.workers
+        self._worker_wait = options.requests.worker_wait
+        self._owners = options.supervisor.parameter_owners
+        self.sets = ParameterSets(options.supervisor.parameter_byte_size)
+        self._next = itertools.count(1).__next__
+        #: Name of a model -> its turn, and how many have it or wait for it.
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._waiting: Counter[str] = Counter()
+        #: Version and set -> the highest number of a push on its way.
+        self._claimed: dict[tuple[VersionKey, str], int] = {}
+        #: Bytes of memory that came along with pushes on their way.
+        self._coming_byte_size = 0
+        #: Versions that are being changed, and were not loaded anew since that began.
+        self._changing: set[VersionKey] = set()
+        #: Worker and version that no request finds yet.
+        self._held: set[tuple[int, VersionKey]] = set()
+        #: Worker and version that is being restored -> answers to its loads, in order.
+        self._restoring: dict[tuple[int, VersionKey], deque[Loaded]] = {}
+        #: Set, and replaced, with every load that is answered and every version that is gone.
+        self._news = asyncio.Event()
+        #: Model and outcome, "pushed", "refused", "overtaken", "reverted" or "dropped" -> how often, ever.
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+
+    # ------------------------------------------------------------------------------------------------ clients' operations
+
+    async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
+        """Brings a new number of a set to every worker, or to none.
+
+        Args:
+          peer: who pushes.
+          memory: what a MemorySource is of, and stays the caller's; -1: none.
+        Returns: JSON {"model", "version", "set", "number", "byte_size"}.
+        Raises: ServingError: why nothing has changed. Replaced: the number is not newer than another one.
+        """
+        push_checks.check_owner(self._owners, peer)
+        push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
+        key = wanted.model, self._resolved(wanted.model, wanted.version)
+        what = f"set '{wanted.set}' of model '{key[0]}' version {key[1]}, pushed by {words_of(peer)}"
+        byte_size = os.fstat(memory).st_size if memory >= 0 else 0
+        try:
+            if self._coming_byte_size and self._coming_byte_size + byte_size > self.sets.limit:
+                raise Unavailable(
+                    f"{self._coming_byte_size} bytes of pushed parameters wait for their turn, {byte_size} more are beyond the "
+                    f"{self.sets.limit} that are allowed (supervisor.parameter_byte_size)"
+                )
+            number = self._claim(key, wanted)
+            self._coming_byte_size += byte_size
+            try:
+                content = await self._pushed(key, wanted, number, peer, memory)
+            finally:
+                self._coming_byte_size -= byte_size
+                if self._claimed.get((key, wanted.set)) == number:
+                    del self._claimed[key, wanted.set]
+        except ServingError as error:
+            self.outcomes[key[0], "overtaken" if isinstance(error, Replaced) else "refused"] += 1
+            _log.info("%s: refused: %s", what, error.message)
+            raise
+        self.outcomes[key[0], "pushed"] += 1
+        _log.info("%s: number %d, %d bytes", what, content.number, content.byte_size)
+        return _answer(key, wanted.set, content)
+
+    async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
+        """Puts the content into use again that a set had before. Returns and raises as ``push``."""
+        push_checks.check_owner(self._owners, peer)
+        key, name = (wanted.model, self._resolved(wanted.model, wanted.version)), wanted.set
+        what = f"set '{name}' of model '{key[0]}' version {key[1]}"
+
+        async def go_back() -> Content:
+            found = self.sets.find(key, name)
+            if found is None:
+                raise NotFound(f"nothing was pushed into {what}")
+            if (content := found.former) is None:
+                raise NotFound(f"{what} has no number before {found.newest.number}")
+            memory = await self._copied(key, name, content)
+            try:
+                stage = StageParameters(self._next(), *key, name, content.number)
+                await self._exchange(key, stage, memory, False, lambda: self.sets.revert(key, name))
+            finally:
+                if memory >= 0:
+                    os.close(memory)
+            return content
+
+        content = await self._in_turn(key, go_back)
+        self.outcomes[key[0], "reverted"] += 1
+        _log.info("%s is back at number %d, by %s", what, content.number, words_of(peer))
+        return _answer(key, name, content)
+
+    async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
+        """Drops a named set; no later request finds it. Raises: NotFound.  InvalidArgument: it is main."""
+        push_checks.check_owner(self._owners, peer)
+        if wanted.set == MAIN_SET:
+            raise InvalidArgument(f"set '{MAIN_SET}' cannot be dropped: requests that name no set are answered with it")
+        key = wanted.model, self._resolved(wanted.model, wanted.version)
+        async with self._turn(wanted.model):
+            if not self.sets.drop(key, wanted.set):
+                raise NotFound(f"model '{key[0]}' version {key[1]} has no parameter set '{wanted.set}'")
+            dropped = DropParameters(*key, wanted.set)
+            await asyncio.gather(*(self._obeyed(worker, dropped) for worker in self._serving(key)))
+        self.outcomes[key[0], "dropped"] += 1
+        _log.info("set '%s' of model '%s' version %d is dropped, by %s", wanted.set, *key, words_of(peer))
+        return b""
+
+    def listed(self, wanted: ListParameters) -> bytes:
+        """Returns a JSON array of the sets that fit. Raises NotFound: the model, version or set that is named is not there."""
+        found = [
+            {"model": name, "version": number, "set": each, **_described(self.sets.find((name, number), each))}
+            for name, model in sorted(self._models.lifecycle.models.items())
+            for number, version in sorted(model.versions.items())
+            if wanted.model in ("", name) and wanted.version in (0, number)
+            for each in dict.fromkeys((*((MAIN_SET,) if version.ready else ()), *self.sets.of((name, number))))
+            if wanted.set in ("", each)
+        ]
+        if wanted.model and not found:
+            self._resolved(wanted.model, wanted.version)
+            raise NotFound(f"model '{wanted.model}' has no parameter set '{wanted.set}'")
+        return json.dumps(found).encode()
+
+    # ------------------------------------------------------------------------------------------------------------- a push
+
+    def _resolved(self, model: str, number: int) -> int:
+        """Returns the number of a version that serves; 0: the newest. Raises NotFound."""
+        served = self._models.lifecycle.ready_models().get(model, [])
+        if number in served or (served and not number):
+            return number or max(served)
+        raise NotFound(f"{UNKNOWN_MODEL}'{model}'{f' version {number}' if number else ''} is not ready")
+
+    def _serving(self, key: VersionKey) -> list[WorkerProcess]:
+        """Returns the workers that have a version and stay."""
+        version = self._models.lifecycle.version(*key)
+        by_incarnation = self._supervisor.workers.by_incarnation
+        found = (by_incarnation.get(incarnation) for incarnation in (() if version is None else version.ready))
+        return [worker for worker in found if worker is not None and worker.alive and not worker.stopping]
+
+    def _is_loaded_anew(self, key: VersionKey) -> bool:
+        """Returns whether workers that serve a version are about to replace it by what its files hold."""
+        version = self._models.lifecycle.version(*key)
+        return version is not None and not version.loading.keys().isdisjoint(version.ready)
+
+    def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
+        """Returns the number of a push, which no later one may have. Raises Replaced, InvalidArgument, Unavailable."""
+        found = self.sets.find(key, wanted.set)
+        highest = max(0 if found is None else found.highest, self._claimed.get((key, wanted.set), 0))
+        number = wanted.number or highest + 1
+        if number > _MAX_NUMBER:
+            raise InvalidArgument(f"set '{wanted.set}' has the highest number that there is, {_MAX_NUMBER}")
+        if number <= highest:
+            raise _older(key, wanted.set, number, highest)
+        sets = {MAIN_SET, *self.sets.of(key), *(name for claimed, name in self._claimed if claimed == key)}
+        most = self._options.max_parameter_sets
+        if wanted.set not in sets and len(sets) >= most:
+            raise Unavailable(
+                f"model '{key[0]}' version {key[1]} has {len(sets)} parameter sets, at most {most} are allowed "
+                "(workers.max_parameter_sets)"
+            )
+        self._claimed[key, wanted.set] = number
+        return number
+
+    async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
+        """Makes, stages and commits what is pushed. Returns the content that is in force."""
+        content = Content(number, pushed_at=time.time(), pushed_by=peer)
+        if isinstance(wanted.source, FileSource) and not wanted.partial:
+            # Before it is read: a file that changes meanwhile is another one.
+            content.fingerprint = await self._fingerprint(key, wanted.source)
+            content.file = wanted.source
+
+        def check() -> None:
+            found = self.sets.find(key, wanted.set)
+            newer = max(self._claimed.get((key, wanted.set), 0), number if found is None else found.highest)
+            if newer > number or (found is not None and found.highest == number):
+                raise _older(key, wanted.set, number, newer)
+
+        async def change() -> Content:
+            check()
+            if content.memory < 0:
+                content.memory = await self._made(key, wanted, memory)
+                content.byte_size = os.fstat(content.memory).st_size
+            stage = StageParameters(self._next(), *key, wanted.set, number, wanted.check_finite)
+            put = functools.partial(self.sets.put, key, wanted.set, content)
+            await self._exchange(key, stage, content.memory, wanted.move_sequences, put, check)
+            return content
+
+        try:
+            return await self._in_turn(key, change)
+        except BaseException:
+            content.close()
+            raise
+
+    async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
+        """Returns sealed memory that holds what is pushed, the caller's then."""
+        if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
+            with descriptors.needed(f"parameters of model '{key[0]}'"):
+                return os.dup(memory)
+        operation = MakeParameters(*key, wanted.source, wanted.set, wanted.partial, wanted.checksum)
+        return await self._make(next(iter(self._serving(key)), None), operation, memory)
+
+    async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
+        """Has a worker make sealed memory, the caller's then."""
+        if worker is None:
+            raise _NoWorker
+        what = f"parameters of model '{operation.model}'"
+        try:
+            _, fds = await worker.call(operation, *([memory] if memory >= 0 else []))
+        except ServingError:
+            if not worker.alive:
+                raise _NoWorker from None
+            raise
+        try:
+            if not fds:
+                raise Unavailable(f"{what}: the server has as many files open as it may, {descriptors.limit()}")
+            descriptors.check_reserve(fds[0], what)
+            return os.dup(fds[0])
+        finally:
+            descriptors.close(fds)
+
+    async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
+        """Returns a content's memory, the caller's then, made again from its file where only that is there; -1: there is none.
+
+        ``worker``: where it is made; None: where the version serves.
+        """
+        if content.memory >= 0:
+            return os.dup(content.memory)
+        if content.file is None or await self._fingerprint(key, content.file) != content.fingerprint:
+            return -1
+        worker = worker or next(iter(self._serving(key)), None)
+        return await self._make(worker, MakeParameters(*key, content.file, name))
+
+    async def _fingerprint(self, key: VersionKey, source: FileSource) -> str:
+        version = self._models.lifecycle.version(*key)
+        if version is None:
+            return ""
+        folders = [Path(version.load.version_path), Path(version.load.model_path)]
+        return await asyncio.to_thread(push_checks.fingerprint, folders, source.path)
+
+    async def _exchange(
+        self,
+        key: VersionKey,
+        stage: StageParameters,
+        memory: int,
+        move_sequences: bool,
+        put: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Stages a content on every worker, puts it into force (``put``), and has every worker commit it.
+
+        Args:
+          memory: the content; -1: what workers kept of it.
+          check: raises where it is not wanted any more.
+        Raises: _NoWorker: all of them died before.  ServingError: one refuses it. Nothing has changed then.
+        """
+        staged: set[int] = set()
+        try:
+            while missing := [worker for worker in self._serving(key) if worker.incarnation not in staged]:
+                calls = [self._call(worker, stage, memory) for worker in missing]
+                for worker, result in zip(missing, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+                    if not isinstance(result, BaseException):
+                        staged.add(worker.incarnation)
+                    elif worker.alive and not worker.stopping:
+                        raise result
+                check()
+            if key not in self._changing:
+                raise Unavailable(
+                    f"model '{key[0]}' version {key[1]} was loaded anew before its parameters were exchanged"
+                )
+            workers = self._serving(key)
+            if not workers:
+                raise _NoWorker
+        except BaseException:
+            abort = AbortParameters(stage.push)
+            for worker in self._serving(key):
+                self._supervisor.spawn(self._obeyed(worker, abort))
+            raise
+        # From here on it holds, whoever dies.
+        put()
+        commit = CommitParameters(stage.push, move_sequences)
+        await asyncio.gather(*(self._obeyed(worker, commit) for worker in workers))
+
+    @staticmethod
+    async def _call(worker: WorkerProcess, operation: Operation, memory: int = -1) -> None:
+        _, fds = await worker.call(operation, *([memory] if memory >= 0 else []))
+        descriptors.close(fds)
+
+    async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> None:
+        """Has a worker do what has been decided; one that cannot is replaced."""
+        try:
+            await self._call(worker, operation)
+        except ServingError as error:
+            if worker.alive and not worker.stopping:
+                worker.kill(f"did not follow a change of parameters ({error.message})")
+
+    # ------------------------------------------------------------------------------------------------------------- in turn
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, model: str) -> AsyncIterator[None]:
+        """Waits for a model's turn."""
+        self._waiting[model] += 1
+        try:
+            async with self._turns.setdefault(model, asyncio.Lock()):
+                yield
+        finally:
+            self._waiting[model] -= 1
+            if not self._waiting[model]:
+                del self._waiting[model], self._turns[model]
+
+    async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
+        """Carries out a change of a version in its model's turn, again where all workers that were to have it have died.
+
+        Raises: Unavailable: too many wait for their turn, or no worker comes for longer than a request waits for one.
+        """
+        if self._waiting.total() >= _MAX_WAITING:
+            raise Unavailable(
+                f"{self._waiting.total()} changes of parameters are under way, at most {_MAX_WAITING} are allowed"
+            )
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._worker_wait
+        while True:
+            self._resolved(*key)
+            async with self._turn(key[0]):
+                self._changing.add(key)
+                try:
+                    if self._serving(key) and not self._is_loaded_anew(key):
+                        return await change()
+                except _NoWorker:
+                    pass
+                finally:
+                    self._changing.discard(key)
+            if loop.time() >= deadline:
+                why = "is being loaded" if self._serving(key) else "has no worker: one is being replaced"
+                raise Unavailable(f"model '{key[0]}' version {key[1]} {why}")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline - loop.time()):
+                    await self._news.wait()
+
+    # ------------------------------------------------------------------------------------------------- loads and workers
+
+    def sent(self, worker: int, load: Load) -> Load:
+        """Returns a Load as that worker is to get it: held until it has what was pushed into the version."""
+        key = load.name, load.version
+        if not (self.sets.of(key) or key in self._changing):
+            return load
+        self._held.add((worker, key))
+        return msgspec.structs.replace(load, held=True)
+
+    def forget(self, name: str, version: int) -> None:
+        """Forgets what was pushed into a version: it is loaded anew from its files, or unloaded."""
+        self._changing.discard((name, version))
+        if names := self.sets.forget((name, version)):
+            said = f"{len(names)} parameter sets" if len(names) > 1 else f"parameter set '{names[0]}'"
+            _log.warning(
+                "model '%s' version %d is loaded anew or unloaded: %s that was pushed into it is gone",
+                name,
+                version,
+                said,
+            )
+        self._tell()
+
+    def worker_left(self, worker: int) -> None:
+        """Forgets a worker that is dead."""
+        self._held = {(held, key) for held, key in self._held if held != worker}
+
+    def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
+        """Handles a worker's answer to a Load: the models hear of it once it has what was pushed into the version."""
+        key = answer.name, answer.version
+        if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
+            waiting.append(answer)
+        elif not answer.reason and (self.sets.of(key) or key in self._changing):
+            self._restoring[worker.incarnation, key] = deque([answer])
+            self._supervisor.spawn(self._restore(worker, key))
+        else:
+            self._pass_on(worker, answer)
+
+    async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
+        """Gives a worker what was pushed into a version, and passes the answers to its loads on."""
+        waiting = self._restoring[worker.incarnation, key]
+        try:
+            while waiting:
+                answer = waiting.popleft()
+                # In turn: no push is under way meanwhile, and the next one finds this worker serving.
+                async with self._turn(key[0]):
+                    if not answer.reason and (reason := await self._restored(worker, key)):
+                        worker.send(Unload(*key))
+                        answer = Loaded(*key, reason=reason)
+                    self._pass_on(worker, answer)
+        finally:
+            del self._restoring[worker.incarnation, key]
+
+    async def _restored(self, worker: WorkerProcess, key: VersionKey) -> str:
+        """Gives a worker all sets of a version. Returns why it cannot have them, or ""."""
+        push = self._next()
+        free = asyncio.Semaphore(_AT_ONCE)
+
+        async def restore(name: str, content: Content) -> str:
+            what = f"parameter set '{name}' number {content.number}"
+            async with free:
+                memory = -1
+                try:
+                    memory = await self._copied(key, name, content, worker)
+                    if memory < 0:
+                        most = f"at most {self.sets.limit} are kept of all models (supervisor.parameter_byte_size)"
+                        changed = ", and its file is another one now" if content.file is not None else ""
+                        return f"{what} was not kept: {content.byte_size} bytes, {most}{changed}"
+                    await self._call(worker, StageParameters(push, *key, name, content.number), memory)
+                except _NoWorker:
+                    return f"{what} cannot be restored: the worker died"
+                except (ServingError, OSError) as error:
+                    return f"{what} cannot be restored: {error}"
+                finally:
+                    if memory >= 0:
+                        os.close(memory)
+            return ""
+
+        wanted = [(name, found.newest) for name, found in self.sets.of(key).items() if found.newest.number]
+        failed = next(filter(None, await asyncio.gather(*(restore(*each) for each in wanted))), "")
+        if not failed and wanted:
+            await self._obeyed(worker, CommitParameters(push))
+            _log.info(
+                "%s has what was pushed into model '%s' version %d: %s",
+                worker.name,
+                *key,
+                ", ".join(f"'{name}' number {content.number}" for name, content in wanted[:_NAMED])
+                + (f" and {len(wanted) - _NAMED} more" if len(wanted) > _NAMED else ""),
+            )
+        return failed
+
+    def _pass_on(self, worker: WorkerProcess, answer: Loaded) -> None:
+        """Tells the models of an answer, and the worker that requests may find what it loaded."""
+        held = worker.incarnation, (answer.name, answer.version)
+        if worker.alive:
+            if held in self._held and not answer.reason:
+                worker.send(ServeLoaded(answer.name, answer.version))
+            self._held.discard(held)
+            self._models.loaded(worker.incarnation, answer)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # ------------------------------------------------------------------------------------------------------------- others
+
+    def close(self) -> None:
+        """Gives back all memory. Idempotent."""
+        self.sets.close()
+
+    def __repr__(self) -> str:
+        return f"<Parameters {sum(1 for _ in self.sets)} sets, {self.sets.byte_size} bytes>"
+
+
+def _older(key: VersionKey, name: str, number: int, other: int) -> Replaced:
+    return Replaced(f"number {number} of set '{name}' of model '{key[0]}' is not newer than {other}")
+
+
+def _answer(key: VersionKey, name: str, content: Content) -> bytes:
+    found = {"model": key[0], "version": key[1], "set": name, "number": content.number, "byte_size": content.byte_size}
+    return json.dumps(found).encode()
+
+
+def _described(found: ParameterSet | None) -> dict[str, Any]:
+    if found is None:
+        return Content(0).describe()
+    former = {} if found.former is None else {"number_before": found.former.number}
+    return found.newest.describe() | former

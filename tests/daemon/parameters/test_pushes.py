@@ -1,0 +1,569 @@
+"""Pushes on workers that are objects here: on all of them or on none, in which order, and what a replaced worker is given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tensord.config.options import Options, Requests, SupervisorOptions, Workers
+from tensord.daemon.models.lifecycle import Lifecycle
+from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.parameters.pushes import Parameters
+from tensord.shm.control_records import Loaded, ServeLoaded, Unload
+from tensord.shm.errors import InvalidArgument, NotFound, Replaced, ServingError, Unavailable, Unsupported
+from tensord.shm.operations import (
+    AbortParameters,
+    CommitParameters,
+    DropParameters,
+    FileSource,
+    ListParameters,
+    MakeParameters,
+    MemorySource,
+    Peer,
+    PushParameters,
+    RevertParameters,
+    StageParameters,
+)
+
+PEER = Peer("unix", pid=7, uid=1000)
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+def sealed(content: bytes, seals: int = SEALS) -> int:
+    memory = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.write(memory, content)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
+    return memory
+
+
+def content_of(memory: int) -> bytes:
+    return os.pread(memory, 1 << 20, 0)
+
+
+class Worker:
+    """Stages and commits bytes. ``bad`` in them is refused."""
+
+    stopping = False
+    alive = True
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.name = f"worker-{incarnation}"
+        self.calls: list[Any] = []
+        self.sent: list[Any] = []
+        self.staged: dict[int, list[tuple[str, int, bytes]]] = {}
+        self.sets: dict[str, tuple[int, bytes]] = {"main": (0, b"")}
+        self.kept: dict[tuple[str, int], bytes] = {("main", 0): b""}
+        #: Called with each operation before it is carried out.
+        self.before: Callable[[Any], Any] = lambda operation: None
+        self.killed = ""
+
+    async def call(self, operation: Any, *fds: int) -> tuple[bytes, list[int]]:
+        given = [os.dup(fd) for fd in fds]
+        try:
+            await asyncio.sleep(0)
+            if (waited := self.before(operation)) is not None:
+                await waited
+            if not self.alive:
+                raise Unavailable(f"{self.name} stopped before it answered")
+            self.calls.append(operation)
+            return b"{}", self.obey(operation, [content_of(fd) for fd in given])
+        finally:
+            for fd in given:
+                os.close(fd)
+
+    def obey(self, operation: Any, contents: list[bytes]) -> list[int]:
+        match operation:
+            case MakeParameters(source=FileSource(path)):
+                return [sealed(b"from the file " + path.encode())]
+            case MakeParameters():
+                return [sealed(b"made of " + contents[0])]
+            case StageParameters(push, _, _, name, number):
+                content = contents[0] if contents else self.kept.get((name, number))
+                if content is None:
+                    raise NotFound(f"number {number} is not there any more")
+                if b"bad" in content:
+                    raise InvalidArgument("leaf 'w' has shape [2]")
+                self.staged.setdefault(push, []).append((name, number, content))
+            case CommitParameters(push):
+                for name, number, content in self.staged.pop(push):
+                    self.sets[name] = number, content
+                    self.kept[name, number] = content
+            case AbortParameters(push):
+                self.staged.pop(push, None)
+            case DropParameters(set=name):
+                del self.sets[name]
+        return []
+
+    def send(self, record: Any) -> None:
+        self.sent.append(record)
+
+    def kill(self, reason: str) -> None:
+        self.killed, self.alive = reason, False
+
+
+class World:
+    """A supervisor with model ``m`` version 1 on some workers."""
+
+    def __init__(self, folder: Path, workers: int = 2, **options: Any) -> None:
+        self.workers = {number: Worker(number) for number in range(1, workers + 1)}
+        self.lifecycle = Lifecycle()
+        self.tasks: set[asyncio.Task[None]] = set()
+        models: Any = SimpleNamespace(lifecycle=self.lifecycle, loaded=self.loaded)
+        supervisor: Any = SimpleNamespace(workers=SimpleNamespace(by_incarnation=self.workers), spawn=self.spawn)
+        given = Options(
+            workers=Workers(max_parameter_sets=options.pop("sets", 100), max_parameter_byte_size=1000),
+            requests=Requests(worker_wait=options.pop("wait", 60.0)),
+            supervisor=SupervisorOptions(parameter_byte_size=options.pop("kept", 1 << 20), **options),
+        )
+        self.parameters = Parameters(given, supervisor, models)
+        #: Answers to loads that the models heard of.
+        self.heard: list[tuple[int, Loaded]] = []
+        for number in self.workers:
+            self.lifecycle.worker_joined(number, f"cpu:{number}")
+        self.found = FoundModel("m", folder / "m", b"", (1,), (1,), "f")
+        self.lifecycle.load(self.found, 1)
+        for number in self.workers:
+            self.lifecycle.loaded(number, Loaded("m", 1))
+
+    def spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def loaded(self, worker: int, answer: Loaded) -> None:
+        self.heard.append((worker, answer))
+        self.lifecycle.loaded(worker, answer)
+
+    async def push(self, content: bytes, **more: Any) -> dict[str, Any]:
+        memory = sealed(content)
+        wanted = PushParameters(
+            "m", more.pop("version", 0), more.pop("set", "main"), MemorySource(len(content)), **more
+        )
+        try:
+            return dict(json.loads(await self.parameters.push(wanted, PEER, memory)))
+        finally:
+            os.close(memory)
+
+    async def push_file(self, path: str, **more: Any) -> dict[str, Any]:
+        wanted = PushParameters("m", 0, "main", FileSource(path), **more)
+        return dict(json.loads(await self.parameters.push(wanted, PEER, -1)))
+
+    async def revert(self, name: str = "main") -> dict[str, Any]:
+        return dict(json.loads(await self.parameters.revert(RevertParameters("m", 0, name), PEER)))
+
+    def listed(self, name: str = "") -> list[dict[str, Any]]:
+        return list(json.loads(self.parameters.listed(ListParameters("m", 0, name))))
+
+    def dies(self, number: int) -> None:
+        self.workers.pop(number).alive = False
+        self.parameters.worker_left(number)
+        self.lifecycle.worker_left(number)
+
+    async def joins(self, number: int) -> Worker:
+        """A replacement: it gets its Load, and has answered it when this returns."""
+        worker = self.workers[number] = Worker(number)
+        (instruction,) = self.lifecycle.worker_joined(number, f"cpu:{number}")
+        worker.send(self.parameters.sent(number, instruction.record))  # type: ignore[union-attr,arg-type]
+        self.parameters.loaded(worker, Loaded("m", 1))  # type: ignore[arg-type]
+        while self.tasks:
+            await asyncio.sleep(0)
+        return worker
+
+    @property
+    def held(self) -> list[tuple[int, bytes]]:
+        return [worker.sets["main"] for worker in self.workers.values()]
+
+
+@pytest.fixture
+def no_leak() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@contextlib.asynccontextmanager
+async def world(folder: Path, **options: Any) -> Any:
+    made = World(folder, **options)
+    try:
+        yield made
+        made.parameters.sets.check_invariants()
+    finally:
+        made.parameters.close()
+
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+
+async def test_a_push_is_on_every_worker_and_numbers_grow(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        assert w.listed() == [{"model": "m", "version": 1, "set": "main", "number": 0, "kept": "repository"}]
+        answer = await w.push(b"first set 1")
+        assert answer == {"model": "m", "version": 1, "set": "main", "number": 1, "byte_size": 11}
+        assert w.held == [(1, b"first set 1")] * 2
+        assert (await w.push(b"a later one", number=17))["number"] == 17
+        assert w.held == [(17, b"a later one")] * 2
+        for number in (17, 16):
+            with pytest.raises(Replaced, match=f"^number {number} of set 'main' of model 'm' is not newer than 17$"):
+                await w.push(b"an older one", number=number)
+        assert w.held == [(17, b"a later one")] * 2
+        (main,) = w.listed("main")
+        assert (main["number"], main["number_before"], main["byte_size"], main["kept"]) == (17, 1, 11, "memory")
+        assert main["pushed_by"] == "uid 1000, process 7"
+        assert w.parameters.outcomes == {("m", "pushed"): 2, ("m", "overtaken"): 2}
+
+
+async def test_one_worker_that_refuses_leaves_all_as_they_were(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        await w.push(b"what is in force")
+        w.workers[2].before = lambda operation: (
+            _refuse("leaf 'w' has shape [3]") if isinstance(operation, StageParameters) else None
+        )
+        with pytest.raises(InvalidArgument, match="shape"):
+            await w.push(b"what is refused")
+        while w.tasks:
+            await asyncio.sleep(0)
+        assert w.held == [(1, b"what is in force")] * 2
+        assert [worker.staged for worker in w.workers.values()] == [{}, {}]
+        assert (w.listed()[0]["number"], w.parameters.outcomes["m", "refused"]) == (1, 1)
+
+
+async def _refuse(why: str) -> None:
+    raise InvalidArgument(why)
+
+
+async def test_of_two_pushes_at_once_the_higher_number_wins_and_the_other_is_told(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        staging, go_on = asyncio.Event(), asyncio.Event()
+
+        def before(operation: Any) -> Any:
+            if isinstance(operation, StageParameters) and operation.number == 16:
+                staging.set()
+                return go_on.wait()
+            return None
+
+        w.workers[1].before = before
+        lower = asyncio.ensure_future(w.push(b"number sixteen", number=16))
+        await staging.wait()
+        higher = asyncio.ensure_future(w.push(b"number seventeen", number=17))
+        await asyncio.sleep(0.01)
+        with pytest.raises(Replaced, match=r"number 15 .* is not newer than 17"):
+            await w.push(b"number fifteen", number=15)
+        go_on.set()
+        with pytest.raises(Replaced, match="number 16 of set 'main' of model 'm' is not newer than 17"):
+            await lower
+        assert (await higher)["number"] == 17
+        assert w.held == [(17, b"number seventeen")] * 2
+        assert not any(
+            getattr(call, "number", 0) == 16 for call in w.workers[1].calls if isinstance(call, CommitParameters)
+        )
+
+
+async def test_a_worker_that_dies_in_the_middle_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        for at in (StageParameters, CommitParameters):
+            victim = max(w.workers)
+
+            def dies(operation: Any, at: Any = at, victim: int = victim) -> None:
+                if isinstance(operation, at):
+                    w.dies(victim)
+
+            w.workers[victim].before = dies
+            answer = await w.push(f"when {at.__name__} kills".encode())
+            assert w.held == [(answer["number"], f"when {at.__name__} kills".encode())] * (len(w.workers))
+            replacement = await w.joins(victim + 10)
+            assert replacement.sets["main"] == w.held[0]
+
+
+async def test_where_all_workers_die_before_it_holds_the_push_waits_for_a_replacement(tmp_path: Path) -> None:
+    async with world(tmp_path, workers=1) as w:
+        w.workers[1].before = lambda operation: w.dies(1) if isinstance(operation, StageParameters) else None
+        push = asyncio.ensure_future(w.push(b"patient one"))
+        while w.workers:
+            await asyncio.sleep(0)
+        await w.joins(2)
+        assert (await push)["number"] == 1
+        assert w.held == [(1, b"patient one")]
+
+
+async def test_a_push_waits_no_longer_for_a_worker_than_a_request(tmp_path: Path) -> None:
+    async with world(tmp_path, workers=1, wait=0.05) as w:
+        w.dies(1)
+        with pytest.raises(Unavailable, match="model 'm' version 1 has no worker: one is being replaced"):
+            await w.push(b"nobody is there")
+
+
+async def test_a_worker_that_cannot_commit_is_replaced(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        w.workers[2].before = lambda operation: _refuse("no") if isinstance(operation, CommitParameters) else None
+        await w.push(b"it holds from then on")
+        assert w.workers[2].killed == "did not follow a change of parameters (no)"
+        assert w.workers[1].sets["main"] == (1, b"it holds from then on")
+
+
+async def test_a_replaced_worker_is_held_until_it_has_everything(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        await w.push(b"main, number 1")
+        await w.push(b"of a customer", set="customer-7", number=40)
+        w.dies(2)
+        await w.push(b"main, number 2")
+        order: list[str] = []
+        replacement = w.workers[3] = Worker(3)
+        replacement.before = lambda operation: order.append(type(operation).__name__)
+        (instruction,) = w.lifecycle.worker_joined(3, "cpu:3")
+        load = w.parameters.sent(3, instruction.record)
+        assert load == msgspec.structs.replace(instruction.record, held=True)
+        w.parameters.loaded(replacement, Loaded("m", 1))  # type: ignore[arg-type]
+        assert w.heard == []
+        while w.tasks:
+            await asyncio.sleep(0)
+        assert replacement.sets == {"main": (2, b"main, number 2"), "customer-7": (40, b"of a customer")}
+        assert order == ["StageParameters", "StageParameters", "CommitParameters"]
+        assert replacement.sent == [ServeLoaded("m", 1)]
+        assert w.heard == [(3, Loaded("m", 1))]
+        assert sorted(w.lifecycle.models["m"].versions[1].ready) == [1, 3]
+
+
+async def test_a_worker_that_joins_while_the_first_push_is_under_way_has_it(tmp_path: Path) -> None:
+    """Its Load came before, and was not held: it is staged on, or restored, before fronts hear of it."""
+    for at in (StageParameters, CommitParameters):
+        async with world(tmp_path) as w:
+            w.dies(2)
+            joining = w.workers[2] = Worker(2)
+            (instruction,) = w.lifecycle.worker_joined(2, "cpu:2")
+            assert not w.parameters.sent(2, instruction.record).held
+
+            def before(operation: Any, at: Any = at, w: Any = w, joining: Worker = joining) -> None:
+                if isinstance(operation, at):
+                    w.parameters.loaded(joining, Loaded("m", 1))
+
+            w.workers[1].before = before
+            await w.push(b"the first of all")
+            while w.tasks:
+                await asyncio.sleep(0)
+            assert w.held == [(1, b"the first of all")] * 2
+            assert w.heard == [(2, Loaded("m", 1))]
+
+
+async def test_what_is_not_kept_leaves_the_model_unready_and_says_so(tmp_path: Path) -> None:
+    async with world(tmp_path, workers=1, kept=20) as w:
+        await w.push(b"21 bytes are too many")
+        assert w.listed()[0]["kept"] == "none"
+        w.dies(1)
+        replacement = await w.joins(2)
+        reason = "parameter set 'main' number 1 was not kept: 21 bytes, at most 20 are kept of all models "
+        reason += "(supervisor.parameter_byte_size)"
+        assert w.heard == [(2, Loaded("m", 1, reason=reason))]
+        assert replacement.sent[1:] == [Unload("m", 1)]
+        assert w.lifecycle.models["m"].versions[1].reason == reason
+        # Loaded from its files again, it is the repository's.
+        for instruction in w.lifecycle.load(w.found, 2, again=True):
+            if type(instruction).__name__ == "Forget":
+                w.parameters.forget("m", 1)
+        w.parameters.loaded(replacement, Loaded("m", 1))
+        assert w.heard[-1] == (2, Loaded("m", 1))
+
+
+async def test_a_file_is_read_again_where_its_bytes_were_not_kept_unless_it_changed(tmp_path: Path) -> None:
+    file = tmp_path / "m" / "1" / "params-17.safetensors"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"as it was")
+    async with world(tmp_path, workers=1, kept=5) as w:
+        await w.push_file("params-17.safetensors", number=17)
+        assert w.listed()[0]["kept"] == "file"
+        w.dies(1)
+        second = await w.joins(2)
+        assert second.sets["main"] == (17, b"from the file params-17.safetensors")
+        file.write_bytes(b"another one")
+        w.dies(2)
+        await w.joins(3)
+        assert w.heard[-1][1].reason.endswith(", and its file is another one now")
+
+
+async def test_what_came_before_goes_first_when_room_is_short(tmp_path: Path) -> None:
+    async with world(tmp_path, kept=30) as w:
+        for content in (b"ten bytes1", b"ten bytes2", b"ten bytes3"):
+            await w.push(content)
+        await w.push(b"ten byte A", set="a")
+        assert w.parameters.sets.byte_size == 30
+        await w.push(b"ten byte B", set="b")
+        # number 2 of main was dropped for it.
+        assert [entry["kept"] for entry in w.listed()] == ["memory"] * 3
+        assert w.parameters.sets.byte_size == 30
+        # Workers may have kept it.
+        assert (await w.revert())["number"] == 2
+        assert w.held == [(2, b"ten bytes2")] * 2
+
+
+async def test_revert_goes_back_once_and_numbers_go_on(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        with pytest.raises(NotFound, match="nothing was pushed into set 'main'"):
+            await w.revert()
+        await w.push(b"number one")
+        await w.push(b"number two")
+        assert (await w.revert())["number"] == 1
+        assert w.held == [(1, b"number one")] * 2
+        with pytest.raises(NotFound, match="no number before 1"):
+            await w.revert()
+        w.dies(2)
+        assert (await w.joins(3)).sets["main"] == (1, b"number one")
+        with pytest.raises(Replaced, match="not newer than 2"):
+            await w.push(b"two once more", number=2)
+        assert (await w.push(b"number three"))["number"] == 3
+
+
+async def test_revert_to_the_repositorys(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        await w.push(b"number one")
+        assert (await w.revert())["number"] == 0
+        assert w.held == [(0, b"")] * 2
+        # A replacement has that by itself.
+        w.dies(2)
+        replacement = await w.joins(3)
+        assert (replacement.calls, replacement.sent[-1]) == ([], ServeLoaded("m", 1))
+
+
+async def test_a_revert_that_one_worker_cannot_do_changes_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        await w.push(b"number one")
+        del w.workers[2].kept["main", 0]
+        with pytest.raises(NotFound, match="number 0 is not there any more"):
+            await w.revert()
+        assert w.held == [(1, b"number one")] * 2
+        assert w.listed()[0]["number"] == 1
+
+
+async def test_named_sets_are_listed_and_dropped_and_bounded(tmp_path: Path) -> None:
+    async with world(tmp_path, sets=3) as w:
+        await w.push(b"for a customer", set="a", number=5)
+        await w.push(b"for another one", set="b")
+        with pytest.raises(
+            Unavailable, match=r"has 3 parameter sets, at most 3 are allowed \(workers.max_parameter_sets\)"
+        ):
+            await w.push(b"one too many", set="c")
+        assert [(entry["set"], entry["number"]) for entry in w.listed()] == [("main", 0), ("a", 5), ("b", 1)]
+        await w.parameters.drop(DropParameters("m", 0, "a"), PEER)
+        assert [sorted(worker.sets) for worker in w.workers.values()] == [["b", "main"]] * 2
+        with pytest.raises(NotFound, match="model 'm' version 1 has no parameter set 'a'"):
+            await w.parameters.drop(DropParameters("m", 0, "a"), PEER)
+        with pytest.raises(NotFound, match="model 'm' has no parameter set 'a'"):
+            w.listed("a")
+        with pytest.raises(InvalidArgument, match="'main' cannot be dropped"):
+            await w.parameters.drop(DropParameters("m", 0, "main"), PEER)
+        await w.push(b"now there is room", set="c")
+
+
+async def test_a_load_of_the_files_ends_what_was_pushed_and_what_is_on_its_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(tmp_path, wait=0.05) as w:
+        await w.push(b"this will be gone")
+
+        def load(operation: Any) -> None:
+            if isinstance(operation, StageParameters):
+                w.lifecycle.load(w.found, 2, again=True)
+                w.parameters.forget("m", 1)
+
+        w.workers[1].before = load
+        with pytest.raises(Unavailable, match="version 1 was loaded anew before its parameters were exchanged"):
+            await w.push(b"this never holds")
+        assert "parameter set 'main' that was pushed into it is gone" in caplog.text
+        assert (w.held, w.listed()[0]["number"]) == ([(1, b"this will be gone")] * 2, 0)
+        # Until the workers have loaded it, nothing is pushed that they would lose.
+        w.workers[1].before = lambda operation: None
+        with pytest.raises(Unavailable, match="model 'm' version 1 is being loaded"):
+            await w.push(b"too early a push")
+        for worker in w.workers.values():
+            w.parameters.loaded(worker, Loaded("m", 1))
+        assert (await w.push(b"and this holds"))["number"] == 1
+
+
+async def test_memory_that_is_not_sealed_or_partial_or_summed_is_made_by_a_worker(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        memory = sealed(b"may change yet", SEALS & ~fcntl.F_SEAL_WRITE & ~fcntl.F_SEAL_SEAL)
+        wanted = PushParameters("m", 1, "main", MemorySource(14))
+        await w.parameters.push(wanted, PEER, memory)
+        os.close(memory)
+        assert w.held == [(1, b"made of may change yet")] * 2
+        for more in ({"partial": True}, {"checksum": "crc32:00000000"}):
+            await w.push(b"0123456789", **more)
+            made = next(call for call in reversed(w.workers[1].calls) if isinstance(call, MakeParameters))
+            assert (made.partial, made.checksum) == (more.get("partial", False), more.get("checksum", ""))
+        assert sum(isinstance(call, MakeParameters) for call in w.workers[2].calls) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"set": "no spaces"}, "no parameter set can be called 'no spaces'"),
+        ({"set": "x" * 129}, "1 to 128 letters"),
+        ({"number": -1}, "number -1 of set 'main' is no number"),
+        ({"checksum": "md5:0"}, "a checksum is"),
+    ],
+)
+async def test_what_is_said_wrongly_is_refused_before_anything_is_done(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    async with world(tmp_path) as w:
+        with pytest.raises(InvalidArgument, match=words):
+            await w.push(b"0123456789", **fields)
+        assert w.workers[1].calls == []
+
+
+async def test_sizes_and_kinds_of_memory(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        with pytest.raises(InvalidArgument, match="1001 bytes of parameters are pushed, at most 1000 are allowed"):
+            await w.push(bytes(1001))
+        with pytest.raises(InvalidArgument, match="9 bytes are no parameters"):
+            await w.push(bytes(9))
+        reader, writer = os.pipe()
+        with pytest.raises(InvalidArgument, match="not a memfd"):
+            await w.parameters.push(PushParameters("m", 0, "main", MemorySource(10)), PEER, reader)
+        os.close(reader)
+        os.close(writer)
+        for path in ("/etc/passwd", "../2/params.npz", ""):
+            with pytest.raises(InvalidArgument, match="is no file of the model"):
+                await w.push_file(path)
+
+
+async def test_models_that_are_not_there(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        for model, version in (("n", 0), ("m", 2)):
+            wanted = PushParameters(model, version, "main", FileSource("p.npz"))
+            with pytest.raises(NotFound, match=f"Request for unknown model: '{model}'"):
+                await w.parameters.push(wanted, PEER, -1)
+        assert json.loads(w.parameters.listed(ListParameters()))[0]["model"] == "m"
+
+
+async def test_owners_of_pushes_over_unix_sockets(tmp_path: Path) -> None:
+    async with world(tmp_path, parameter_owners=("1001",)) as w:
+        with pytest.raises(Unsupported, match="user 1000 may not change parameters"):
+            await w.push(b"from the wrong user")
+        for peer in (Peer("unix", uid=1001), Peer("unix", uid=os.geteuid()), Peer("operator"), Peer("tcp")):
+            memory = sealed(b"from a right one")
+            await w.parameters.push(PushParameters("m", 0, "main", MemorySource(16)), peer, memory)
+            os.close(memory)
+
+
+async def test_a_flood_of_pushes_is_bounded(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        go_on = asyncio.Event()
+        w.workers[1].before = lambda operation: go_on.wait() if isinstance(operation, StageParameters) else None
+        pushes = [asyncio.ensure_future(w.push(b"0123456789", set=f"s{number}")) for number in range(70)]
+        await asyncio.sleep(0.05)
+        go_on.set()
+        results = await asyncio.gather(*pushes, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, ServingError)]
+        assert len(refused) == 6
+        assert str(refused[0]) == "64 changes of parameters are under way, at most 64 are allowed"
+        assert len(w.listed()) == 65
