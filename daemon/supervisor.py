@@ -128,7 +128,7 @@ class Supervisor:
         each = options.workers.devices_per_worker
         self._regions = RegionRegistry(options.regions, self.workers, self.fronts, each)
         self._lanes = ClientLanes(options, self)
-        self._clients = ClientSocket(options, environment, self._regions, self.fronts, self._lanes)
+        self._clients = ClientSocket(options, environment, self._regions, self.fronts, self._lanes, self.parameters)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self.fronts.publish)
         self._operations = Operations(

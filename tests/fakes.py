@@ -23,7 +23,7 @@ from tensord.config.options import Options
 from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
-from tensord.shm import stack_report
+from tensord.shm import descriptors, stack_report
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import (
     ChildReady,
@@ -253,6 +253,8 @@ class FrontProcess:
             self.process = prepared.start(words, list(fds.values()))
         self._control = Channel(ours, decoder(FromFront))
         self._received: deque[Any] = deque()
+        #: Descriptors that came with records.
+        self.fds: list[int] = []
         stack = stack_report.create()
         self.send(Start(INCARNATION, "http-0", msgspec.Raw(msgspec.msgpack.encode(options))), stack)
         os.close(stack)
@@ -271,6 +273,7 @@ class FrontProcess:
             received = self._control.receive()
             assert received is not None
             self._received += received[0]
+            self.fds += received[1]
         return self._received.popleft()
 
     def answer_call(self, code: str = "", message: str = "", result: bytes = b"") -> ControlCall:
@@ -337,6 +340,7 @@ class FrontProcess:
     def close(self) -> None:
         """Ends the process if it has not ended."""
         self._control.close()
+        descriptors.close(self.fds)
         try:
             self.process.wait(PATIENCE_SECONDS)
         finally:

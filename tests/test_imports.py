@@ -56,7 +56,7 @@ INSIDE = {
     "daemon.processes": ("control",),
     "daemon.parameters": ("models", "processes"),
     "daemon.regions": ("control", "front"),
-    "daemon.clients": ("control", "submit", "front", "processes", "regions"),
+    "daemon.clients": ("control", "submit", "front", "parameters", "processes", "regions"),
     "daemon.operator": ("control", "tracing", "models", "parameters", "processes", "regions"),
     "daemon.metrics": ("models", "front", "parameters", "processes", "regions", "clients", "operator"),
     # The commands and the supervisor. Fronts are other processes: it starts them and imports nothing of theirs.

@@ -28,11 +28,13 @@ class AsyncClient:
         self._client = client
         self._connection = client._connection
 
-    async def model(self, name: str, version: int = 0, *, timeout: float | None = None) -> AsyncModel:
+    async def model(
+        self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = ""
+    ) -> AsyncModel:
         """Returns a model. As ``Client.model``."""
         loop = asyncio.get_running_loop()
         description = await loop.run_in_executor(None, self._connection.open, name, version)
-        return AsyncModel(self._connection, description, version, timeout)
+        return AsyncModel(self._connection, description, version, timeout, parameter_set)
 
     def empty(self, tensor: Tensor | Sequence[int], dtype: Any = None, *, shape: Sequence[int] | None = None) -> Array:
         """Makes an array in memory that the server shares. As ``Client.empty``."""

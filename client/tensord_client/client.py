@@ -46,16 +46,17 @@ class Client:
         """Takes the way to the server; ``connect`` finds one."""
         self._connection = connection
 
-    def model(self, name: str, version: int = 0, *, timeout: float | None = None) -> Model:
+    def model(self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = "") -> Model:
         """Returns a model.
 
         Args:
           version: 0 is the newest at the time of each call.
+          parameter_set: of its parameter sets the one that its calls are answered with; "": ``main``.
           timeout: seconds that a call waits for its answer, and a stream for each response; None: any time.
 
         Raises: NotFound: it is not served.  ServingError.
         """
-        return Model(self._connection, self._connection.open(name, version), version, timeout)
+        return Model(self._connection, self._connection.open(name, version), version, timeout, parameter_set)
 
     def empty(self, tensor: Tensor | Sequence[int], dtype: Any = None, *, shape: Sequence[int] | None = None) -> Array:
         """Makes an array for an input, or for an output's place, which the server reads and writes where it lies.

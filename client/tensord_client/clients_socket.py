@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from tensord_client.errors import Unavailable, Unknown, from_code
@@ -34,17 +35,24 @@ class ClientsSocket:
             self._sock.close()
             raise Unavailable(f"no tensord serves at {path}: {error.strerror or error}") from error
 
-    def ask(self, request: dict[str, Any], wait: float = 0.0) -> tuple[dict[str, Any], list[socket.socket]]:
+    def ask(
+        self, request: dict[str, Any], wait: float | None = 0.0, fds: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[socket.socket]]:
         """Asks. Returns the answer and the sockets that came with it.
 
         Args:
-          wait: seconds that the daemon was asked to wait for something.
+          wait: seconds that the daemon may take besides for what is asked; None: any time.
+          fds: descriptors that go along, and stay the caller's.
 
         Raises: ServingError: the answer is an error.  Unavailable: the daemon is gone, or does not answer; this is closed then.
         """
         try:
-            self._sock.settimeout(self._timeout + wait)
-            self._sock.send(json.dumps(request).encode())
+            self._sock.settimeout(None if wait is None else self._timeout + wait)
+            content = json.dumps(request).encode()
+            if fds:
+                socket.send_fds(self._sock, [content], list(fds))
+            else:
+                self._sock.send(content)
             content, ancillary, flags, _ = self._sock.recvmsg(
                 _MAX_ANSWER + 1, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
             )

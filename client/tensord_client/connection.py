@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from tensord_client.call import Call
+from tensord_client.http_channel import Buffer
 from tensord_client.results import Answer, Array, Description
 
 
@@ -57,6 +58,29 @@ class Connection(Protocol):
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Ends a sequence without a further request, as far as that can be said."""
+
+    def push(
+        self,
+        model: str,
+        version: int,
+        name: str,
+        said: Mapping[str, Any],
+        pieces: Sequence[Buffer],
+        timeout: float | None,
+    ) -> dict[str, Any]:
+        """Pushes parameters into a set, ``name``: ``pieces`` of safetensors' layout, or those that ``said`` names.
+
+        Raises: ServingError.
+        """
+
+    def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
+        """Returns what parameter sets a model has. Raises ServingError."""
+
+    def drop_parameters(self, model: str, version: int, name: str) -> None:
+        """Drops a parameter set. Raises ServingError."""
+
+    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
+        """Puts the former parameters of a set into use again. Raises ServingError."""
 
     def close(self) -> None:
         """Ends the connection. Idempotent."""

@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -155,6 +155,43 @@ class HttpConnection:
         except (Unavailable, Unsupported):
             return {}
 
+    def push(
+        self,
+        model: str,
+        version: int,
+        name: str,
+        said: Mapping[str, Any],
+        pieces: Sequence[Buffer],
+        timeout: float | None,
+    ) -> dict[str, Any]:
+        """Pushes parameters: a tree is the body, behind the JSON. Raises ServingError."""
+        text = json.dumps(said, separators=(",", ":")).encode()
+        size = len(text) + sum(map(len, pieces))
+        head = b"Inference-Header-Content-Length: %d\r\n" % len(text) if pieces else b""
+        fields = head + b"Content-Length: %d\r\n\r\n" % size + text
+        path = f"{_path(model, version)}/parameters/{_quoted(name)}"
+        return cast("dict[str, Any]", self._manage(b"POST", path, [fields, *pieces], timeout))
+
+    def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
+        """Returns what parameter sets a model has. Raises ServingError."""
+        return cast("list[dict[str, Any]]", self.get(f"{_path(model, version)}/parameters"))
+
+    def drop_parameters(self, model: str, version: int, name: str) -> None:
+        """Drops a parameter set. Raises ServingError."""
+        self._manage(b"DELETE", f"{_path(model, version)}/parameters/{_quoted(name)}", [b"\r\n"])
+
+    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
+        """Puts the former parameters of a set into use again. Raises ServingError."""
+        path = f"{_path(model, version)}/parameters/{_quoted(name)}/revert"
+        return cast("dict[str, Any]", self._manage(b"POST", path, [b"Content-Length: 0\r\n\r\n"]))
+
+    def _manage(self, method: bytes, path: str, rest: Sequence[Buffer], timeout: float | None = None) -> Any:
+        """Sends what is asked once, whatever comes of it. ``rest``: its last fields and body. Returns the answer's JSON."""
+        first = method + b" " + path.encode() + self._fields + bytes(rest[0])
+        deadline = None if timeout is None else time.monotonic() + timeout
+        exchange = _Get([first, *rest[1:]], deadline, False)
+        return HttpPending(self._pool, exchange, self._waiter, self._patience).waited()
+
     def ask(self, call: Call) -> Pending:
         """Sends a request. What of it waits to be sent is copied: its arrays may be written to. Raises InvalidArgument."""
         return self._send(self._infer(call))
@@ -230,12 +267,12 @@ class PreparedCall:
 
 
 class _Get(Exchange):
-    """A question without a body, answered by JSON."""
+    """A question that is answered by JSON, or by nothing."""
 
     def read(self, response: Response) -> Any:
         if response.status != 200:
             raise _error(response)
-        return json.loads(response.text)
+        return json.loads(response.text) if response.text else None
 
 
 class _Infer(Exchange):
@@ -356,8 +393,12 @@ def _error(response: Response) -> ServingError:
     return from_status(response.status, message)
 
 
+def _quoted(name: str) -> str:
+    return "".join(chr(each) if each in _PLAIN else f"%{each:02X}" for each in name.encode())
+
+
 def _path(model: str, version: int) -> str:
-    quoted = "".join(chr(each) if each in _PLAIN else f"%{each:02X}" for each in model.encode())
+    quoted = _quoted(model)
     return f"/v2/models/{quoted}/versions/{version}" if version else f"/v2/models/{quoted}"
 
 

@@ -24,8 +24,10 @@ from tensord_client import wire
 from tensord_client.call import Call
 from tensord_client.clients_socket import ClientsSocket
 from tensord_client.errors import Cancelled, Internal, ResultsHeld, ServingError, Unavailable, Unsupported
+from tensord_client.http_channel import Buffer
 from tensord_client.memory import Memory
 from tensord_client.opened_model import OpenedModel
+from tensord_client.parameters import sealed
 from tensord_client.pending import Pending
 from tensord_client.placement import Placement
 from tensord_client.prepared_call import PreparedCall
@@ -215,6 +217,53 @@ class LaneConnection:
     def config(self, model: str, version: int) -> Mapping[str, Any]:
         """Returns nothing: a lane does not tell models' configurations."""
         return {}
+
+    # ------------------------------------------------------------------------------------------------- parameter sets
+
+    def push(
+        self,
+        model: str,
+        version: int,
+        name: str,
+        said: Mapping[str, Any],
+        pieces: Sequence[Buffer],
+        timeout: float | None,
+    ) -> dict[str, Any]:
+        """Pushes parameters: a tree in memory that is handed over. Raises ServingError."""
+        question = {"push": {"model": model, "version": version, "set": name, **said}}
+        if not pieces:
+            return self._manage(question, timeout)
+        memory = sealed(pieces)
+        try:
+            return self._manage(question, timeout, memory)
+        finally:
+            os.close(memory)
+
+    def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
+        """Returns what parameter sets a model has. Raises ServingError."""
+        found: list[dict[str, Any]] = self._manage({"parameters": {"model": model, "version": version}})["parameters"]
+        return found
+
+    def drop_parameters(self, model: str, version: int, name: str) -> None:
+        """Drops a parameter set. Raises ServingError."""
+        self._manage({"drop": {"model": model, "version": version, "set": name}})
+
+    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
+        """Puts the former parameters of a set into use again. Raises ServingError."""
+        return self._manage({"revert": {"model": model, "version": version, "set": name}})
+
+    def _manage(self, question: dict[str, Any], timeout: float | None = None, *fds: int) -> dict[str, Any]:
+        """Asks for something that may take its time, on a connection of its own. Raises ServingError, Unavailable.
+
+        ``timeout``: seconds that it may take; None: any time.
+        """
+        if self.is_closed:
+            raise Cancelled("the connection was closed")
+        asked = ClientsSocket(self.path, self._timeout)
+        try:
+            return asked.ask(question, timeout, fds)[0]
+        finally:
+            asked.close()
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Forgets on which lane a sequence is, without a further request."""

@@ -6,14 +6,15 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensord_client.call import Call
-from tensord_client.errors import NotFound, Unavailable, from_code
+from tensord_client.errors import NotFound, Unavailable, Unsupported, from_code
+from tensord_client.http_channel import Buffer
 from tensord_client.results import Answer, Array, Description, Timing, written
 
 if TYPE_CHECKING:
@@ -107,6 +108,30 @@ class LocalConnection:
         for each in loaded:
             each.end_sequence(sequence_id)
 
+    def push(
+        self,
+        model: str,
+        version: int,
+        name: str,
+        said: Mapping[str, Any],
+        pieces: Sequence[Buffer],
+        timeout: float | None,
+    ) -> dict[str, Any]:
+        """Raises Unsupported: parameters are pushed into models that a daemon serves."""
+        raise _no_sets()
+
+    def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
+        """Raises as ``push``."""
+        raise _no_sets()
+
+    def drop_parameters(self, model: str, version: int, name: str) -> None:
+        """Raises as ``push``."""
+        raise _no_sets()
+
+    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
+        """Raises as ``push``."""
+        raise _no_sets()
+
     def close(self) -> None:
         """Ends the models once all requests are answered. Idempotent."""
         with self._lock:
@@ -117,6 +142,10 @@ class LocalConnection:
 
     def __repr__(self) -> str:
         return f"<LocalConnection to {str(self._folder)!r}>"
+
+
+def _no_sets() -> Unsupported:
+    return Unsupported("parameters are pushed into models that a daemon serves; this process serves the model itself")
 
 
 def _described(tensor: testing.Tensor) -> dict[str, Any]:

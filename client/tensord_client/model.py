@@ -20,13 +20,23 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from tensord_client.connection import Connection, Pending, PreparedCall
+    from tensord_client.parameters import ParameterSets
 
 
 class Calls:
     """Makes calls of what the caller gives; the base of a model and of an asynchronous one."""
 
-    def __init__(self, connection: Connection, description: Description, version: int, timeout: float | None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        description: Description,
+        version: int,
+        timeout: float | None,
+        parameter_set: str = "",
+    ) -> None:
         self._connection = connection
+        #: What each request says of it; empty: nothing, and ``main`` answers.
+        self._set: Mapping[str, str] = {"parameter_set": parameter_set} if parameter_set else {}
         self._description = description
         #: The version that is asked; 0: the newest at that time.
         self._asked_version = version
@@ -62,6 +72,8 @@ class Calls:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
         if unknown := own.keys() - Own.__annotations__.keys():
             raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
+        if self._set:
+            own = {**own, "parameters": {**self._set, **own.get("parameters", {})}}
         datatypes = self._datatypes
         arrays = {
             name: tensors.array(name, value, datatypes.get(name))
@@ -138,6 +150,13 @@ class Model(Calls):
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
         call.deadline = None
         return Prepared(self._connection.prepare(call), self.timeout)
+
+    @property
+    def parameters(self) -> ParameterSets:
+        """Returns the model's parameter sets, into which new ones are pushed while it is served."""
+        from tensord_client.parameters import ParameterSets
+
+        return ParameterSets(self._connection, self.name, self._asked_version)
 
     def latest(self) -> Latest:
         """Makes something that is given inputs at any rate, and answers to the newest of them."""

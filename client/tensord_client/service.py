@@ -6,12 +6,13 @@ open ─▶ lane ─ UNSUPPORTED (off, another edition, a description that is to
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tensord_client.call import Call
 from tensord_client.connection import Connection, Pending, PreparedCall
 from tensord_client.errors import ServingError, Unsupported
+from tensord_client.http_channel import Buffer
 from tensord_client.lane import LaneConnection
 from tensord_client.results import Array, Description
 
@@ -68,6 +69,33 @@ class ServiceConnection:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an array in memory that workers have mapped; without lanes, in this process's own."""
         return self._lane.empty(shape, dtype) if self._lane.lanes else self.http().empty(shape, dtype)
+
+    def push(
+        self,
+        model: str,
+        version: int,
+        name: str,
+        said: Mapping[str, Any],
+        pieces: Sequence[Buffer],
+        timeout: float | None,
+    ) -> dict[str, Any]:
+        """Pushes parameters. Raises ServingError."""
+        return self._lane.push(model, version, name, said, pieces, timeout)
+
+    def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
+        """Returns what parameter sets a model has; where they are many, over HTTP. Raises ServingError."""
+        try:
+            return self._lane.parameter_sets(model, version)
+        except Unsupported:
+            return self.http().parameter_sets(model, version)
+
+    def drop_parameters(self, model: str, version: int, name: str) -> None:
+        """Drops a parameter set. Raises ServingError."""
+        self._lane.drop_parameters(model, version, name)
+
+    def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
+        """Puts the former parameters of a set into use again. Raises ServingError."""
+        return self._lane.revert_parameters(model, version, name)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Ends a sequence as far as that can be said."""

@@ -4,6 +4,11 @@
     {"open": {"model": "m", "version": 0}}               ─▶  OpenAnswer + a descriptor for each new lane, in their order
     {"register": {"name": "x", "byte_size": 4096}}       ─▶  {}       with the memfd beside the question
     {"unregister": {"name": "x"}}                        ─▶  {}       "" is all of the client's own
+    {"push": {"model": "m", "number": 17}}               ─▶  what holds now: model, version, set, number, byte_size;
+                                                             a memfd in safetensors' layout beside the question
+    {"parameters": {"model": "m"}}                       ─▶  {"parameters": [...]}
+    {"drop": {"model": "m", "set": "customer-7"}}        ─▶  {}
+    {"revert": {"model": "m"}}                           ─▶  as for push
                                           any of them    ─▶  {"error": "the sentence", "code": "NOT_FOUND"}
 
 Whoever holds a memfd may use the memory, so its owner is not asked. docs/clients-socket.md has the client's side.
@@ -16,8 +21,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tensord.daemon.control.push_fields import PushFields
 from tensord.shm.control_records import LaneLimits
 from tensord.shm.errors import ServingError
+from tensord.shm.operations import MAIN_SET
 
 #: The most bytes of a question, and of an answer.
 MAX_QUESTION = 4096
@@ -55,6 +62,30 @@ class Unregister(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
+class Push(PushFields, forbid_unknown_fields=True, kw_only=True):
+    """Pushes parameters into a set of a model; version 0: the newest that serves."""
+
+    model: str
+    version: _Number = 0
+    set: str = MAIN_SET
+
+
+class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
+    """Names a parameter set of a model; version 0: the newest that serves."""
+
+    model: str
+    version: _Number = 0
+    set: str = MAIN_SET
+
+
+class ParameterSetNames(msgspec.Struct, forbid_unknown_fields=True):
+    """Names a model's parameter sets; version 0 and set "": all."""
+
+    model: str
+    version: _Number = 0
+    set: str = ""
+
+
 class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
     """A question, which has exactly one of these."""
 
@@ -62,6 +93,10 @@ class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
     open: OpenLanes | None = None
     register: Register | None = None
     unregister: Unregister | None = None
+    push: Push | None = None
+    parameters: ParameterSetNames | None = None
+    drop: ParameterSetName | None = None
+    revert: ParameterSetName | None = None
 
 
 class HelloAnswer(msgspec.Struct):

@@ -14,6 +14,7 @@ import errno
 import functools
 import importlib.metadata
 import logging
+import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -21,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tensord.config import restrictions
 from tensord.config.options import Options
 from tensord.daemon.clients.client_lanes import ClientConnection, ClientLanes
 from tensord.daemon.clients.client_messages import (
+    MAX_ANSWER,
     MAX_QUESTION,
     ClientError,
     ClientQuestion,
@@ -36,12 +39,21 @@ from tensord.daemon.front.connection_end import ConnectionEnd
 from tensord.daemon.front.peer import end_of, peer_of
 from tensord.shm import descriptors
 from tensord.shm.control_records import ModelState
-from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.messages import WIRE_VERSION
-from tensord.shm.operations import FAILED, Peer, RegisterSystemRegion, UnregisterRegion
+from tensord.shm.operations import (
+    FAILED,
+    DropParameters,
+    ListParameters,
+    Peer,
+    RegisterSystemRegion,
+    RevertParameters,
+    UnregisterRegion,
+)
 from tensord.shm.regions import check_sealed
 
 if TYPE_CHECKING:
+    from tensord.daemon.parameters.pushes import Parameters
     from tensord.daemon.processes.fronts import Fronts
     from tensord.daemon.regions.region_registry import RegionRegistry
 
@@ -61,6 +73,11 @@ _QUIET = 10.0
 _MAX_QUIET = 1024
 
 
+_QUESTIONS = ", ".join(f"'{name}'" for name in ClientQuestion.__struct_fields__)
+#: Bytes of an answer that are left for what is not the list of parameter sets.
+_BESIDE_LIST = 1 << 10
+
+
 class ClientSocket:
     """Owns the listening socket and its name, and a task for each client."""
 
@@ -71,6 +88,7 @@ class ClientSocket:
         registry: RegionRegistry,
         fronts: Fronts,
         lanes: ClientLanes,
+        parameters: Parameters,
     ) -> None:
         self.path = unix_socket.path(options.clients.socket, NAME, environment)
         self._options = options
@@ -78,6 +96,8 @@ class ClientSocket:
         self._registry = registry
         self._fronts = fronts
         self._lanes = lanes
+        self._parameters = parameters
+        self._restricted = "parameters" in restrictions.parse(options.http.restricted_api)
         self._listener: socket.socket | None = None
         self._clients: set[asyncio.Task[None]] = set()
         #: Owner -> when the log last said what was refused to it (seconds of the loop's clock).
@@ -213,7 +233,7 @@ class ClientSocket:
             question = msgspec.json.decode(content, type=ClientQuestion)
             asked = [part for part in msgspec.structs.astuple(question) if part is not None]
             if len(asked) != 1:
-                raise InvalidArgument("a request is an object with 'hello', 'open', 'register' or 'unregister'")
+                raise InvalidArgument(f"a request is an object with one of {_QUESTIONS}")
             if question.hello is not None:
                 return self._hello(), []
             if question.open is not None:
@@ -223,6 +243,8 @@ class ClientSocket:
                     await self._register(question.register, fds, connection.peer, closed)
             elif question.unregister is not None:
                 await self._registry.unregister(UnregisterRegion("system", question.unregister.name), connection.peer)
+            else:
+                return await self._change_parameters(question, fds, connection.peer), []
             await self._fronts.settled()
         except msgspec.MsgspecError as error:
             return ClientError.of(InvalidArgument(f"malformed request: {error}")), []
@@ -234,6 +256,33 @@ class ClientSocket:
             _log.exception("a request on the clients' socket failed")
             return ClientError.of(Internal(FAILED)), []
         return {}, []
+
+    async def _change_parameters(self, question: ClientQuestion, fds: list[int], peer: Peer) -> Any:
+        """Carries out what is asked of parameter sets. Raises ServingError."""
+        if self._restricted:
+            raise Unsupported("parameters need a key on this server (http.restricted_api): ask over HTTP")
+        if (push := question.push) is not None:
+            if len(fds) > 1:
+                raise InvalidArgument(f"{len(fds)} descriptors came with a push of parameters, 1 is expected at most")
+            memory = fds[0] if fds else -1
+            wanted = push.operation(push.model, push.version, push.set, os.fstat(memory).st_size if fds else -1)
+            with descriptors.needed(f"parameters of model '{push.model[:255]}'"):
+                return msgspec.Raw(await self._parameters.push(wanted, peer, memory))
+        if (named := question.revert) is not None:
+            return msgspec.Raw(
+                await self._parameters.revert(RevertParameters(named.model, named.version, named.set), peer)
+            )
+        if (named := question.drop) is not None:
+            await self._parameters.drop(DropParameters(named.model, named.version, named.set), peer)
+            return {}
+        assert question.parameters is not None
+        names = question.parameters
+        found = self._parameters.listed(ListParameters(names.model, names.version, names.set))
+        if len(found) > MAX_ANSWER - _BESIDE_LIST:
+            raise Unsupported(
+                f"the list of parameter sets has {len(found)} bytes, too many for this socket: ask over HTTP"
+            )
+        return {"parameters": msgspec.Raw(found)}
 
     def _hello(self) -> HelloAnswer:
         http = [url.removeprefix("http://") for url in self._fronts.urls("http")]

@@ -23,16 +23,17 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class ArrivingParameters:
-    """Bounds what arrives at a front. ``limit``: bytes of one push, and of all that arrive at a time beside another one."""
+    """Bounds what arrives at a front."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         #: Bytes of memory that are taken, or promised by a Content-Length, now.
         self.byte_size = 0
 
     @contextlib.asynccontextmanager
-    async def receive(self, request: Request) -> AsyncIterator[tuple[bytes, int]]:
+    async def receive(self, request: Request, limit: int) -> AsyncIterator[tuple[bytes, int]]:
         """Receives a body. Yields its JSON, and sealed memory, open inside the block; -1: there was nothing behind the JSON.
+
+        ``limit``: bytes of parameters of one push, and of all that arrive at a time.
 
         Raises: InvalidArgument, Unsupported, BodyTooLarge.  Unavailable: others take all the room.  ClientDisconnect.
         """
@@ -42,7 +43,7 @@ class ArrivingParameters:
             return
         if text_size > MAX_TEXT:
             raise BodyTooLarge(f"has {text_size} bytes of JSON", MAX_TEXT)
-        pushed = _Pushed(self)
+        pushed = _Pushed(self, limit)
         try:
             if length is not None:
                 pushed.reserve(length - text_size)
@@ -66,13 +67,13 @@ class ArrivingParameters:
                 raise BodyTooLarge(f"has more than {MAX_TEXT} bytes of JSON", MAX_TEXT)
         return bytes(text)
 
-    def take(self, whole: int, more: int) -> None:
+    def take(self, whole: int, more: int, limit: int) -> None:
         """Takes ``more`` bytes for a push that has ``whole`` with them. Raises BodyTooLarge, Unavailable: nothing is taken."""
-        if whole > self._limit:
-            raise BodyTooLarge(f"has {whole} bytes of parameters or more", self._limit)
-        if self.byte_size + more > max(self._limit, whole):
+        if whole > limit:
+            raise BodyTooLarge(f"has {whole} bytes of parameters or more", limit)
+        if self.byte_size + more > limit:
             raise Unavailable(
-                f"{self.byte_size} bytes of parameters are arriving, {more} more are beyond the {self._limit} that are allowed "
+                f"{self.byte_size} bytes of parameters are arriving, {more} more are beyond the {limit} that are allowed "
                 "(workers.max_parameter_byte_size)"
             )
         self.byte_size += more
@@ -81,21 +82,22 @@ class ArrivingParameters:
 class _Pushed:
     """The memory of one push while it arrives."""
 
-    def __init__(self, arriving: ArrivingParameters) -> None:
+    def __init__(self, arriving: ArrivingParameters, limit: int) -> None:
         self._arriving = arriving
+        self._limit = limit
         self._memory = -1
         self._taken = self._written = 0
 
     def reserve(self, byte_size: int) -> None:
         """Takes the room for all of it."""
-        self._arriving.take(byte_size, byte_size)
+        self._arriving.take(byte_size, byte_size, self._limit)
         self._taken = byte_size
 
     def write(self, piece: memoryview) -> None:
         """Writes what came. Raises Unavailable: the host has no memory, or this process no descriptor."""
         end = self._written + len(piece)
         if end > self._taken:
-            self._arriving.take(end, end - self._taken)
+            self._arriving.take(end, end - self._taken, self._limit)
             self._taken = end
         try:
             if self._memory < 0:

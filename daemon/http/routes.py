@@ -47,7 +47,7 @@ class Routes:
     def __init__(self, endpoints: Endpoints, access: Access) -> None:
         self._endpoints = endpoints
         self._access = access
-        self._arriving = ArrivingParameters(endpoints.max_parameter_byte_size)
+        self._arriving = ArrivingParameters()
 
     def table(self) -> list[Endpoint]:
         """Returns each route: method, path, handler, and the call it is in ``tensord.daemon.front.access``."""
@@ -196,7 +196,7 @@ class Routes:
     # -------------------------------------------------------------------------------------------- parameters
 
     async def push_parameters(self, request: Request) -> Response:
-        async with self._arriving.receive(request) as (text, memory):
+        async with self._arriving.receive(request, self._endpoints.max_parameter_byte_size) as (text, memory):
             byte_size = os.fstat(memory).st_size if memory >= 0 else -1
             wanted = push_fields.read(text).operation(*_target(request), request.path_params["set"], byte_size)
             return _answer(await self._endpoints.push_parameters(wanted, peer_of(_fd(request)), memory))

@@ -25,9 +25,20 @@ from tensord.daemon.clients.client_socket import ClientSocket
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.shm import descriptors
 from tensord.shm.control_records import LaneClosed, LaneOpened, ModelState
-from tensord.shm.errors import InvalidArgument, Unavailable, Unsupported
+from tensord.shm.errors import InvalidArgument, Replaced, Unavailable, Unsupported
 from tensord.shm.messages import WIRE_VERSION
-from tensord.shm.operations import Operation, Peer, RegionStatus, RegisterSystemRegion
+from tensord.shm.operations import (
+    DropParameters,
+    FileSource,
+    ListParameters,
+    MemorySource,
+    Operation,
+    Peer,
+    PushParameters,
+    RegionStatus,
+    RegisterSystemRegion,
+    RevertParameters,
+)
 from tensord.shm.record import Record
 from tests.daemon.regions.test_region_registry import FakeHolder
 
@@ -91,12 +102,48 @@ def lanes_of(options: Options, *workers: Worker) -> ClientLanes:
     return lanes
 
 
+class Pushes:
+    """Parameters of which is noted what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Operation] = []
+        self.contents: list[bytes] = []
+        self.peers: list[Peer] = []
+        self.sets = b"[]"
+
+    async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
+        self.asked.append(wanted)
+        self.peers.append(peer)
+        if wanted.number == 16:
+            raise Replaced("number 16 of set 'main' of model 'm' is not newer than 17")
+        if memory >= 0:
+            self.contents.append(os.pread(memory, 100, 0))
+        return b'{"number": 17}'
+
+    async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
+        self.asked.append(wanted)
+        return b'{"number": 16}'
+
+    async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
+        self.asked.append(wanted)
+        return b""
+
+    def listed(self, wanted: ListParameters) -> bytes:
+        self.asked.append(wanted)
+        return self.sets
+
+
 def listening(
-    options: Options, registry: RegionRegistry, environment: dict[str, str] | None = None, *workers: Worker
+    options: Options,
+    registry: RegionRegistry,
+    environment: dict[str, str] | None = None,
+    *workers: Worker,
+    pushes: Pushes | None = None,
 ) -> ClientSocket:
     """A socket that serves, of a daemon with these workers."""
     fronts: Any = NoFronts()
-    served = ClientSocket(options, environment or {}, registry, fronts, lanes_of(options, *workers))
+    parameters: Any = pushes or Pushes()
+    served = ClientSocket(options, environment or {}, registry, fronts, lanes_of(options, *workers), parameters)
     served.listen()
     served.serve()
     return served
@@ -182,8 +229,8 @@ async def test_sealed_memory_is_registered_and_is_its_owners(registry: RegionReg
         (register("r", 64, -4096), lambda: [memory(64)], "offset -4096"),
         (register("r", 1 << 63), lambda: [memory(64)], "Integer overflow|malformed"),
         (register("", 64), lambda: [memory(64)], "1 to 255 characters"),
-        ({}, list, "'open', 'register' or 'unregister'"),
-        ({"hello": {}, "unregister": {"name": ""}}, list, "'open', 'register' or 'unregister'"),
+        ({}, list, "'open', 'register', 'unregister', 'push'"),
+        ({"hello": {}, "unregister": {"name": ""}}, list, "'open', 'register', 'unregister', 'push'"),
         ({"hello": {"who": "me"}}, list, "malformed request"),
         ({"open": {}}, list, "malformed request"),
         ({"open": {"model": "m", "version": -1}}, list, "malformed request"),
@@ -413,3 +460,66 @@ async def test_the_socket_stands_beside_the_control_socket(
         each.close()
     assert not [*tmp_path.rglob("*.sock")]
     registry.close()
+
+
+@contextlib.asynccontextmanager
+async def pushing(path: Path, **http: Any) -> AsyncIterator[Pushes]:
+    registry, pushes = registry_of(Holder(1, -1), RegionsOptions()), Pushes()
+    served = listening(Options(clients=ClientsOptions(socket=str(path)), http=Http(**http)), registry, pushes=pushes)
+    try:
+        yield pushes
+    finally:
+        served.close()
+        await asyncio.sleep(0)
+        registry.close()
+
+
+async def test_parameters_are_pushed_listed_reverted_and_dropped(tmp_path: Path) -> None:
+    async with pushing(tmp_path / "s") as pushes:
+        answers = await ask(
+            tmp_path / "s",
+            ({"push": {"model": "m", "number": 17, "check_finite": True}}, [memory(12)]),
+            ({"push": {"model": "m", "version": 2, "set": "a", "file": "p.npz"}}, []),
+            ({"push": {"model": "m", "number": 16}}, [memory(12)]),
+            ({"parameters": {"model": "m"}}, []),
+            ({"revert": {"model": "m", "set": "a"}}, []),
+            ({"drop": {"model": "m", "version": 1, "set": "a"}}, []),
+        )
+        assert answers == [
+            {"number": 17},
+            {"number": 17},
+            {"error": "number 16 of set 'main' of model 'm' is not newer than 17", "code": "REPLACED"},
+            {"parameters": []},
+            {"number": 16},
+            {},
+        ]
+        assert pushes.asked == [
+            PushParameters("m", 0, "main", MemorySource(12), 17, check_finite=True),
+            PushParameters("m", 2, "a", FileSource("p.npz")),
+            PushParameters("m", 0, "main", MemorySource(12), 16),
+            ListParameters("m"),
+            RevertParameters("m", 0, "a"),
+            DropParameters("m", 1, "a"),
+        ]
+        assert pushes.contents == [bytes(12)]
+        assert (pushes.peers[0].uid, pushes.peers[0].pid) == (os.getuid(), os.getpid())
+
+
+async def test_pushes_that_are_refused_here(tmp_path: Path) -> None:
+    async with pushing(tmp_path / "s") as pushes:
+        pushes.sets = b"[" + b" " * (128 << 10) + b"]"
+        answers = await ask(
+            tmp_path / "s",
+            ({"push": {"model": "m"}}, [memory(1), memory(1)]),
+            ({"push": {"model": "m"}}, []),
+            ({"push": {"model": "m", "typo": 1}}, []),
+            ({"push": {"model": "m"}, "drop": {"model": "m"}}, []),
+            ({"parameters": {"model": "m"}}, []),
+        )
+        words = ["2 descriptors came", "given: none", "unknown field `typo`", "an object with one of", "ask over HTTP"]
+        assert [word in answer["error"] for answer, word in zip(answers, words, strict=True)] == [True] * 5
+        assert pushes.asked == [ListParameters("m")]
+    async with pushing(tmp_path / "t", restricted_api=("parameters:key=value",)) as pushes:
+        (answer,) = await ask(tmp_path / "t", ({"push": {"model": "m"}}, [memory(1)]))
+        assert answer["code"] == "UNSUPPORTED"
+        assert pushes.asked == []

@@ -1,0 +1,212 @@
+"""New parameters into a model that is served: ``Model.parameters``.
+
+    model.parameters.update(tree, version=17)        on every worker, between two batches; or an error, and nothing has changed
+
+A tree goes as one piece in safetensors' layout: into memory that is handed over on the daemon's socket for clients, or as the
+body of an HTTP request. Leaves have the names that they have for the server: the keys on the way to them, joined by dots.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy as np
+
+from tensord_client.errors import InvalidArgument, Unavailable
+from tensord_client.results import Array
+
+if TYPE_CHECKING:
+    from tensord_client.connection import Connection
+
+#: numpy's names of dtypes -> those of safetensors.
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+#: The tensors begin at a multiple of this, behind the header.
+_ALIGNMENT = 64
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+Buffer = Union[bytes, memoryview]
+
+
+class ParameterSets:
+    """The parameter sets of one model. Any thread may use it."""
+
+    def __init__(self, connection: Connection, model: str, version: int) -> None:
+        self._connection = connection
+        self._model = model
+        self._version = version
+
+    def update(
+        self,
+        parameters: Any,
+        *,
+        version: int = 0,
+        set: str = "main",
+        partial: bool = False,
+        check_finite: bool = False,
+        move_sequences: bool = False,
+        timeout: float | None = None,
+    ) -> int:
+        """Pushes parameters; returns once every request that begins from now on is answered with them.
+
+        Args:
+          parameters: a tree of arrays (nested mappings and sequences, or any pytree of JAX), with the names, shapes and dtypes of
+            the model's own; or the name of a file beside the model, such as "params-17.safetensors".
+          version: the number of these parameters, higher than any before; 0: one more than the last.
+          set: which of the model's sets; one that is not there is made.
+          partial: leaves that are not in the tree stay as they are; those of a new set are those of ``main``.
+          check_finite: refuse values that are not finite.
+          move_sequences: sequences that have begun go on with them; else they keep what they began with.
+          timeout: seconds to wait for the answer; None: any time.
+
+        Returns: the number.
+
+        Raises: Replaced: a higher number is there, or is on its way.  InvalidArgument: they do not fit.  ServingError.
+        """
+        said: dict[str, Any] = {"number": version}
+        flags = {"partial": partial, "check_finite": check_finite, "move_sequences": move_sequences}
+        said.update({name: True for name, flag in flags.items() if flag})
+        pieces: list[Buffer] = []
+        if isinstance(parameters, str):
+            said["file"] = parameters
+        else:
+            pieces = list(layout(parameters))
+        answer = self._connection.push(self._model, self._version, set, said, pieces, timeout)
+        return int(answer["number"])
+
+    def list(self) -> list[dict[str, Any]]:
+        """Returns what there is, an entry for each set.
+
+        It has "set", "number", "byte_size", "pushed_at" (seconds since 1970), "pushed_by" and "kept".
+        """
+        return self._connection.parameter_sets(self._model, self._version)
+
+    def drop(self, set: str) -> None:
+        """Drops a set, which is not ``main``. Raises NotFound: there is none."""
+        self._connection.drop_parameters(self._model, self._version, set)
+
+    def roll_back(self, set: str = "main") -> int:
+        """Puts the parameters into use again that a set had before its last. Returns their number.
+
+        Raises: NotFound: there are none, or they are not there any more.
+        """
+        return int(self._connection.revert_parameters(self._model, self._version, set)["number"])
+
+    def __repr__(self) -> str:
+        return f"<ParameterSets of {self._model}>"
+
+
+def layout(parameters: Any) -> Iterator[Buffer]:
+    """Yields a tree in safetensors' layout, without copying its arrays. Raises InvalidArgument: something in it is no array."""
+    leaves = {name: _array(name, leaf) for name, leaf in _leaves(parameters)}
+    if not leaves:
+        raise InvalidArgument("a tree without arrays is no parameters")
+    header: dict[str, Any] = {}
+    end = 0
+    # What is aligned to more comes first, so that all of it is aligned.
+    ordered = sorted(leaves.items(), key=lambda leaf: -leaf[1].dtype.itemsize)
+    for name, array in ordered:
+        header[name] = {
+            "dtype": _DTYPES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [end, end + array.nbytes],
+        }
+        end += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    yield len(text).to_bytes(8, "little") + text
+    for _, array in ordered:
+        if array.nbytes:
+            yield array.reshape(-1).view(np.uint8).data
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields names and leaves, as JAX names them, which knows further kinds of trees."""
+    if "jax" in sys.modules:
+        import jax
+
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            yield jax.tree_util.keystr(path, simple=True, separator=".") or "array", leaf
+    else:
+        yield from _plain_leaves(tree, "")
+
+
+def _plain_leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+    inside: list[tuple[Any, Any]]
+    if isinstance(node, Mapping):
+        inside = [*node.items()]
+    elif isinstance(node, tuple) and hasattr(node, "_fields"):
+        inside = [*zip(node._fields, node)]
+    elif isinstance(node, (list, tuple)):
+        inside = [*enumerate(node)]
+    elif node is None:
+        return
+    else:
+        yield name or "array", node
+        return
+    for key, value in inside:
+        yield from _plain_leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def _array(name: str, leaf: Any) -> Array:
+    try:
+        array = np.ascontiguousarray(leaf)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(f"parameter '{name}' is no array: {error}") from None
+    if array.dtype.name not in _DTYPES:
+        raise InvalidArgument(
+            f"parameter '{name}' has elements of {array.dtype}, which safetensors' layout does not have"
+        )
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    # ``ascontiguousarray`` makes a scalar an array of one.
+    return array.reshape(np.shape(leaf))
+
+
+def sealed(pieces: Sequence[Buffer]) -> int:
+    """Writes pieces into memory that nobody can change any more. Returns its descriptor, the caller's then.
+
+    Raises: Unavailable: the host has no memory for it, or this process no descriptor.
+    """
+    byte_size = sum(map(len, pieces))
+    try:
+        fd = os.memfd_create("tensord-parameters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise Unavailable(f"no descriptor is left for {byte_size} bytes of parameters: {error.strerror}") from error
+    try:
+        os.posix_fallocate(fd, 0, byte_size)
+        for piece in pieces:
+            rest = memoryview(piece)
+            while len(rest):
+                rest = rest[os.write(fd, rest) :]
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise Unavailable(f"the host has no {byte_size} bytes of memory for parameters") from error
+        raise
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
