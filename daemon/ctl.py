@@ -33,6 +33,9 @@ _MODEL_COLUMNS = ("name", "version", "state", "parameters", "programs", "program
 _CONFIG_COLUMNS = ("key", "value", "source", "next", "waits")
 _CONNECTION_COLUMNS = ("front", "owner", "pid", "requests", "idle_s", "request_bytes", "answer_bytes", "lanes")
 _SEQUENCE_COLUMNS = ("worker", "model", "version", "id", "slot", "begun", "running", "waiting", "idle_s")
+_PARAMETER_COLUMNS = (
+    *("model", "version", "set", "number", "number_before", "byte_size", "kept", "pushed_at", "pushed_by"),
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -145,6 +148,9 @@ def _print_status(result: Mapping[str, Any]) -> None:
     if clients["socket"]:
         counts = f"{clients['connections']} connected, {clients['lanes']} lanes"
         click.echo(f"clients: {counts}, on {clients['socket']}")
+    for pushed in result["parameters"]["versions"]:
+        of = f"{pushed['model']} {pushed['version']}"
+        click.echo(f"parameters: {of}: main is number {pushed['number']}, {pushed['sets']} sets were pushed")
     processes = [*result["fronts"], *result["workers"]]
     tables.show(_PROCESS_COLUMNS, processes)
     # All of a kind are of one installation.
@@ -396,6 +402,65 @@ def connections(daemon: _Daemon, watch: float | None) -> None:
 def sequences(daemon: _Daemon, watch: float | None) -> None:
     """Sequences that live, by worker and model: their slots and what waits; 1,000 of each model version."""
     daemon.show(watch, lambda rows: tables.show(_SEQUENCE_COLUMNS, rows), "sequences")
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+
+@main.group()
+def parameters() -> None:
+    """Parameter sets of models, and new ones into models that are served."""
+
+
+_of_version = click.option("--version", default=0, help="The model's version.  [default: the newest]")
+_of_set = click.option("--set", "name", default="main", show_default=True, help="The parameter set.")
+
+
+@parameters.command("list")
+@click.argument("model", default="", shell_complete=_model_name)
+@_watched
+@click.pass_obj
+def parameters_list(daemon: _Daemon, model: str, watch: float | None) -> None:
+    """Every parameter set: its number, its bytes, when it was pushed and by whom, and what is kept of it."""
+    daemon.show(watch, lambda rows: tables.show(_PARAMETER_COLUMNS, rows), "parameters", name=model)
+
+
+@parameters.command("push")
+@click.argument("model", shell_complete=_model_name)
+@click.argument("file")
+@_of_version
+@_of_set
+@click.option("--number", default=0, help="The number of these parameters.  [default: one more than the last]")
+@click.option("--partial", is_flag=True, help="Leaves that are not in the file stay as they are.")
+@click.option("--check-finite", is_flag=True, help="Refuse values that are not finite.")
+@click.option("--move-sequences", is_flag=True, help="Sequences that have begun go on with the new ones.")
+@click.pass_obj
+def parameters_push(daemon: _Daemon, /, model: str, file: str, version: int, name: str, **fields: Any) -> None:
+    """Push the parameters in FILE, which lies beside the model: safetensors, npz, msgpack or an Orbax folder."""
+    daemon.do("push", name=model, version=version, set=name, push={"file": file, **fields})
+
+
+@parameters.command("drop")
+@click.argument("model", shell_complete=_model_name)
+@click.argument("name")
+@_of_version
+@click.pass_obj
+def parameters_drop(daemon: _Daemon, model: str, name: str, version: int) -> None:
+    """Drop the parameter set NAME, which is not main."""
+    daemon.do("drop", name=model, version=version, set=name)
+
+
+@parameters.command("roll-back")
+@click.argument("model", shell_complete=_model_name)
+@_of_version
+@_of_set
+@click.pass_obj
+def parameters_roll_back(daemon: _Daemon, model: str, version: int, name: str) -> None:
+    """Use the parameters again that a set had before its last ones."""
+    daemon.do("revert", name=model, version=version, set=name)
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
 
 
 def _print_json(result: Any) -> None:

@@ -151,6 +151,7 @@ class Supervisor:
             self._gpus,
             self._lanes,
             self.configuration,
+            self.parameters,
         )
         self._metrics = Endpoint(options.metrics, collection.snapshot)
 
@@ -496,6 +497,7 @@ class Supervisor:
             **model_list.of_models(self._models),
             "regions": self._regions.statistics(),
             "clients": self._clients.describe(),
+            "parameters": self.parameters.describe(),
         }
 
     def client_records(self) -> list[dict[str, Any]]:

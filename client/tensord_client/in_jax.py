@@ -8,7 +8,7 @@ Of a model with a batch dimension, what ``vmap`` adds goes into the batch; of an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,3 +94,11 @@ def _many(model: Model, given: dict[str, Array], outer: tuple[int, ...], batched
 def _gathered(answers: list[Any], gather: Callable[[list[Array]], Array]) -> dict[str, Array]:
     names = list(dict.fromkeys(itertools.chain.from_iterable(answers)))
     return {name: gather([answer[name] for answer in answers]) for name in names}
+
+
+def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a pytree with their names: the keys on the way to them, joined by dots; a leaf alone is "array"."""
+    from jax import tree_util
+
+    for path, leaf in tree_util.tree_leaves_with_path(tree):
+        yield tree_util.keystr(path, simple=True, separator=".") or "array", leaf

@@ -144,10 +144,9 @@ def layout(parameters: Any) -> Iterator[Buffer]:
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yields names and leaves, as JAX names them, which knows further kinds of trees."""
     if "jax" in sys.modules:
-        import jax
+        from tensord_client import in_jax
 
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            yield jax.tree_util.keystr(path, simple=True, separator=".") or "array", leaf
+        yield from in_jax.leaves(tree)
     else:
         yield from _plain_leaves(tree, "")
 

@@ -18,9 +18,10 @@ from tensord.config.options import RegionsOptions
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.metrics.ledger import Ledger
 from tensord.daemon.metrics.own_metrics import OwnMetricsLedger
-from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
+from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, ParameterTotals, RegionTotals, WorkerSlot
 from tensord.daemon.models.changes import Models
 from tensord.daemon.operator.configuration import Configuration
+from tensord.daemon.parameters.pushes import Parameters
 from tensord.daemon.processes.child import WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
@@ -86,6 +87,7 @@ class Collection:
         gpus: GpuWatcher,
         lanes: ClientLanes,
         configuration: Configuration,
+        parameters: Parameters,
     ) -> None:
         self._workers = workers
         self._fronts = fronts
@@ -96,6 +98,7 @@ class Collection:
         self._gpus = gpus
         self._lanes = lanes
         self._configuration = configuration
+        self._parameters = parameters
         self._ledger = Ledger()
         self._own = OwnMetricsLedger()
         #: Incarnation -> its last report of the leases on regions.
@@ -140,6 +143,11 @@ class Collection:
             self._configuration.reloaded,
             self._configuration.reloaded_at,
             self._configuration.options.metrics.buckets,
+            ParameterTotals(
+                self._parameters.sets.by_version(),
+                self._parameters.sets.byte_size,
+                dict(self._parameters.outcomes),
+            ),
         )
 
     def _footprints(self, served: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Footprint]:

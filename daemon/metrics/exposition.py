@@ -204,6 +204,7 @@ class _Snapshots:
         yield from _regions(self._snapshot)
         yield from _workers(self._snapshot)
         yield from _clients(self._snapshot)
+        yield from _parameters(self._snapshot)
         yield from _fronts(self._snapshot)
         yield from _gpus(self._snapshot)
         yield _memory(self._snapshot.processes)
@@ -391,6 +392,30 @@ def _workers(snapshot: MetricsSnapshot) -> Iterator[Metric]:
             programs.add_metric((*model, "made"), at.number - 1)
             programs.add_metric((*model, "all"), at.total)
     yield programs
+
+
+def _parameters(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    pushed = snapshot.parameters
+    labels = {key: (key[0], str(key[1])) for key in pushed.versions}
+    sets = GaugeMetricFamily(
+        "tensord_parameter_sets", "Parameter sets that were pushed and are in force", labels=_MODEL
+    )
+    yield _filled(sets, [(labels[key], count) for key, (count, _) in pushed.versions.items()])
+    number = GaugeMetricFamily(
+        "tensord_parameter_version", "Number of the parameters of the set main; 0: the repository's", labels=_MODEL
+    )
+    yield _filled(number, [(labels[key], main) for key, (_, main) in pushed.versions.items()])
+    yield GaugeMetricFamily(
+        "tensord_parameter_kept_bytes",
+        "Pushed parameters that are kept for workers that are replaced",
+        pushed.byte_size,
+    )
+    outcomes = CounterMetricFamily(
+        "tensord_parameter_changes_total",
+        "Changes of parameter sets, by what came of them",
+        labels=["model", "outcome"],
+    )
+    yield _filled(outcomes, list(pushed.outcomes.items()))
 
 
 def _clients(snapshot: MetricsSnapshot) -> Iterator[Metric]:

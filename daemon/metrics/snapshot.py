@@ -72,6 +72,18 @@ class RegionTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterTotals:
+    """The parameter sets that were pushed into models."""
+
+    #: Model and version -> its pushed sets, and the number of its set ``main``.
+    versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    #: Bytes that are kept for workers that are replaced.
+    byte_size: int = 0
+    #: Model and outcome of a change -> how often, ever.
+    outcomes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
     """The snapshot of all that metrics show."""
 
@@ -108,3 +120,4 @@ class MetricsSnapshot:
     reloaded_at: float = 0.0
     #: Upper bounds of the histograms of durations, in seconds.
     buckets: Sequence[float] = ()
+    parameters: ParameterTotals = ParameterTotals()

@@ -11,20 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from tensord.daemon.control.log_settings import MAX_VERBOSE
+from tensord.daemon.control.push_fields import PushFields
 from tensord.daemon.operator.operations import Operations
 from tensord.daemon.processes.child import Child
 from tensord.daemon.tracing import trace_settings
 from tensord.shm import descriptors
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 from tensord.shm.operations import (
+    MAIN_SET,
     ChangeLog,
     ConnectionRecords,
+    DropParameters,
+    ListParameters,
     LoadModel,
     ModelStatistics,
     Operation,
     Peer,
     RegionRecords,
     RepositoryIndex,
+    RevertParameters,
     SequenceRecords,
     TakeProfile,
     UnloadModel,
@@ -52,6 +57,10 @@ class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
     #: Of a profile: its length, and where it is written; "": in a folder of the daemon's own.
     seconds: float = 0.0
     folder: str = ""
+    #: Of a model, for its parameter sets; 0: the newest, or all.
+    version: int = 0
+    set: str = ""
+    push: PushFields | None = None
 
 
 class _LogSettings(msgspec.Struct, forbid_unknown_fields=True):
@@ -169,4 +178,12 @@ def _operation(question: OperatorQuestion) -> Operation:
         case "trace":
             settings = msgspec.convert(question.settings or {}, dict[str, list[str]])
             return trace_settings.parse(question.name, settings)
+        case "parameters":
+            return ListParameters(question.name, question.version, question.set)
+        case "push":
+            return (question.push or PushFields()).operation(question.name, question.version, question.set)
+        case "drop":
+            return DropParameters(question.name, question.version, question.set)
+        case "revert":
+            return RevertParameters(question.name, question.version, question.set or MAIN_SET)
     raise InvalidArgument(f"unknown command '{question.command}'")

@@ -97,6 +97,13 @@ class ParameterSets:
     def __iter__(self) -> Iterator[tuple[VersionKey, str, ParameterSet]]:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
+    def by_version(self) -> dict[VersionKey, tuple[int, int]]:
+        """Counts the sets that were pushed into each version, with the number of its ``main``."""
+        return {
+            key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
+            for key, sets in self._sets.items()
+        }
+
     def put(self, key: VersionKey, name: str, content: Content) -> None:
         """Puts a content into force, and owns its memory; what does not fit is not kept."""
         sets = self._sets.setdefault(key, {})

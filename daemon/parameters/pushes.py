@@ -511,6 +511,14 @@ class Parameters:
 
     # ------------------------------------------------------------------------------------------------------------- others
 
+    def describe(self) -> dict[str, Any]:
+        """Describes what was pushed, for ``tensorctl status``."""
+        versions = [
+            {"model": name, "version": version, "sets": count, "number": number}
+            for (name, version), (count, number) in sorted(self.sets.by_version().items())
+        ]
+        return {"byte_size": self.sets.byte_size, "max_byte_size": self.sets.limit, "versions": versions}
+
     def close(self) -> None:
         """Gives back all memory. Idempotent."""
         self.sets.close()

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from tensord.daemon.metrics import exposition
 from tensord.daemon.metrics.exposition import render
 from tensord.daemon.metrics.ledger import Total
-from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, RegionTotals, WorkerSlot
+from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, ParameterTotals, RegionTotals, WorkerSlot
 from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint
 from tensord.shm.figures import Compiles, Counts
@@ -51,6 +51,7 @@ SNAPSHOT = MetricsSnapshot(
     reloaded=False,
     reloaded_at=1_800_000_000.5,
     buckets=[0.0005, 2.5],
+    parameters=ParameterTotals({("m", 3): (4, 17)}, 8192, {("m", "pushed"): 17, ("m", "overtaken"): 1}),
 )
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 
@@ -113,6 +114,11 @@ def test_ours() -> None:
         "tensord_regions_max 4096.0",
         "tensord_clients 5.0",
         "tensord_client_lanes_refused_total 2.0",
+        'tensord_parameter_sets{model="m",version="3"} 4.0',
+        'tensord_parameter_version{model="m",version="3"} 17.0',
+        "tensord_parameter_kept_bytes 8192.0",
+        'tensord_parameter_changes_total{model="m",outcome="pushed"} 17.0',
+        'tensord_parameter_changes_total{model="m",outcome="overtaken"} 1.0',
         'tensord_client_lanes{device="cpu:0",worker="worker-0"} 8.0',
         'tensord_client_lane_requests_total{device="cpu:0",worker="worker-0"} 9.0',
         'tensord_client_segment_bytes{device="cpu:0",worker="worker-0"} 4096.0',
