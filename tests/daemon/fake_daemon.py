@@ -172,12 +172,16 @@ class FakeDaemon:
         """What the front was told of a version."""
         return dict(self.ask()["models"].get(f"{name}/{version}", {"state": "", "workers": []}))
 
-    def status(self) -> Any:
-        """What tensorctl is told."""
+    def tensorctl(self, command: str, **fields: Any) -> dict[str, Any]:
+        """What the daemon answers to tensorctl: "result", or "error"."""
         with socket.socket(socket.AF_UNIX) as sock, sock.makefile("rb") as lines:
             sock.connect(str(self.control))
-            sock.sendall(b'{"command": "status"}\n')
-            return json.loads(lines.readline())["result"]
+            sock.sendall(json.dumps({"command": command, **fields}).encode() + b"\n")
+            return dict(json.loads(lines.readline()))
+
+    def status(self) -> Any:
+        """What tensorctl is told."""
+        return self.tensorctl("status")["result"]
 
     def children(self, module: str) -> list[psutil.Process]:
         found = []

@@ -4,6 +4,9 @@ A client's lane answers what comes with the lane's number and its client's pid. 
 told.
 
 ``fails`` does not load; ``dies`` kills the process that loads it, ``dies_once`` the first that does; ``never`` is never answered.
+
+Parameters are made of a file's name. Where they are to be staged or committed and a file ``dies-at-StageParameters`` (or so) lies
+in the model's folder, the process takes the file away and dies. A set called ``bad`` is refused.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from tensord.shm.control_records import (
     Load,
     Loaded,
     Reply,
+    ServeLoaded,
     Start,
     Stop,
     ToWorkerControl,
@@ -40,7 +44,17 @@ from tensord.shm.control_records import (
 )
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import Counts, Figures, VersionFigures
-from tensord.shm.operations import EndIdleLanes, ModelStatistics, RegionRecords, RegisterSystemRegion, WorkerFigures
+from tensord.shm.operations import (
+    CommitParameters,
+    EndIdleLanes,
+    FileSource,
+    MakeParameters,
+    ModelStatistics,
+    RegionRecords,
+    RegisterSystemRegion,
+    StageParameters,
+    WorkerFigures,
+)
 from tensord.shm.record import decoder
 from tensord.shm.regions import open_object
 from tensord.shm.sequence_page import SequencePage
@@ -60,6 +74,11 @@ class FakeWorker:
         self.client_lanes: dict[int, socket.socket] = {}
         self.held: set[int] = set()
         self.lane_requests = 0
+        #: Push -> what was staged; set -> its number and content; versions that no request finds.
+        self.staged: dict[int, list[tuple[str, int, bytes]]] = {}
+        self.sets: dict[str, tuple[int, bytes]] = {}
+        self.holding: set[tuple[str, int]] = set()
+        self.folders: dict[str, Path] = {}
         self.began_ns = time.monotonic_ns()
         channel = Channel(socket.socket(fileno=control_fd), decoder(ToWorkerControl))
         self.connection = ControlChannel(channel, self.received, self.done.set)
@@ -88,6 +107,8 @@ class FakeWorker:
                 fds = []
             case Load(name, version):
                 self.load(record, name, version)
+            case ServeLoaded(name, version):
+                self.holding.remove((name, version))
             case Unload(name, version):
                 self.models.pop((name, version), None)
                 self.connection.send(Unloaded(name, version))
@@ -136,6 +157,9 @@ class FakeWorker:
             self.connection.send(Loaded(name, version, reason="it always does"))
             return
         self.models[name, version] = self.models.get((name, version), 0) + 1
+        self.folders[name] = Path(load.model_path)
+        if load.held:
+            self.holding.add((name, version))
         described = msgspec.json.encode({"name": name, "loads": self.models[name, version]})
         self.connection.send(Loaded(name, version, metadata=described, config=b"{}"))
 
@@ -161,16 +185,46 @@ class FakeWorker:
                 )
                 figures = Figures(versions, {"system": len(self.regions), "cuda": 0}, (), self.lane_requests, 0)
                 self.connection.send(Reply(call_id, result=msgspec.json.encode(figures)))
+            case MakeParameters(source=FileSource(path)):
+                memory = os.memfd_create("fake", os.MFD_ALLOW_SEALING)
+                os.write(memory, f"made of {path}".encode())
+                self.connection.send(Reply(call_id, result=b"{}"), memory)
+                os.close(memory)
+            case StageParameters(push, _, _, name, number):
+                self.die_at(operation)
+                content = os.pread(fds[0], 1000, 0)
+                os.close(fds[0])
+                if name == "bad":
+                    self.connection.send(Reply(call_id, "INVALID_ARGUMENT", "it always is"))
+                    return
+                self.staged.setdefault(push, []).append((name, number, content))
+                self.connection.send(Reply(call_id, result=b"{}"))
+            case CommitParameters(push):
+                self.die_at(operation)
+                self.sets |= {name: (number, content) for name, number, content in self.staged.pop(push)}
+                self.connection.send(Reply(call_id, result=b"{}"))
             case ModelStatistics():
-                counts = {"inference_count": 3, "execution_count": 2}
+                # What requests find, with the sets that would answer them.
+                counts: dict[str, Any] = {"inference_count": 3, "execution_count": 2}
                 counts |= {"inference_stats": {"success": {"count": 3, "ns": 6000}}}
-                stats = [{"name": n, "version": str(v), **counts} for n, v in self.models]
+                if self.sets:
+                    counts["sets"] = {name: number for name, (number, _) in self.sets.items()}
+                stats = [
+                    {"name": n, "version": str(v), **counts} for n, v in self.models if (n, v) not in self.holding
+                ]
                 self.connection.send(Reply(call_id, result=msgspec.json.encode({"model_stats": stats})))
             case EndIdleLanes():
                 self.connection.send(Reply(call_id, result=b"0"))
             case _:
                 self.regions.pop(getattr(operation, "name", ""), None)
                 self.connection.send(Reply(call_id))
+
+    def die_at(self, operation: Any) -> None:
+        for folder in self.folders.values():
+            marker = folder / f"dies-at-{type(operation).__name__}"
+            if marker.exists():
+                marker.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
