@@ -395,6 +395,10 @@ class Models:
         """Forgets a worker that was stopped because nobody needs it."""
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
+    def fill(self, name: str, number: int) -> None:
+        """Loads a version on the workers that failed to get it before."""
+        self._begin(self.lifecycle.fill(name, number))
+
     def loading(self, incarnation: int, at: Loading) -> None:
         """Notes how far a worker is with a load."""
         self._readiness.loads(incarnation, at)

@@ -246,6 +246,21 @@ class Lifecycle:
         """Returns the workers that load a version."""
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
+    def fill(self, name: str, number: int) -> list[Instruction]:
+        """Loads a version on the workers that should have it and failed to, because what they lacked is there now."""
+        version = self.version(name, number)
+        if version is None or version.given_up or self.models[name].running is not None:
+            return []
+        missing = self._homes(version) - version.ready.keys() - version.loading.keys() - version.postponed
+        out: list[Instruction] = []
+        if missing and version.state is not IndexState.READY:
+            version.state, version.reason = IndexState.LOADING, ""
+            out.append(self._publish(number, version))
+        version.wanted = version.wanted or bool(missing)
+        for worker in sorted(missing):
+            out += self._send_load(worker, version)
+        return out
+
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
         """Tries a version again, when the time that a ``Retry`` named has come."""
         version = self.version(name, number)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tensord.config.options import Options
+from tensord.daemon.models.versions import IndexState
 from tensord.daemon.parameters import push_checks
 from tensord.daemon.parameters.parameter_sets import Content, ParameterSet, ParameterSets, VersionKey, words_of
 from tensord.shm import descriptors
@@ -90,6 +91,8 @@ class Parameters:
         self._held: set[tuple[int, VersionKey]] = set()
         #: Worker and version that is being restored -> answers to its loads, in order.
         self._restoring: dict[tuple[int, VersionKey], deque[Loaded]] = {}
+        #: Versions that a replaced worker could not be given everything of -> why.
+        self._lacking: dict[VersionKey, str] = {}
         #: Set, and replaced, with every load that is answered and every version that is gone.
         self._news = asyncio.Event()
         #: Model and outcome, "pushed", "refused", "overtaken", "reverted" or "dropped" -> how often, ever.
@@ -108,7 +111,7 @@ class Parameters:
         """
         push_checks.check_owner(self._owners, peer)
         push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
-        key = wanted.model, self._resolved(wanted.model, wanted.version)
+        key = wanted.model, self._resolved(wanted.model, wanted.version, lacking=True)
         what = f"set '{wanted.set}' of model '{key[0]}' version {key[1]}, pushed by {words_of(peer)}"
         byte_size = os.fstat(memory).st_size if memory >= 0 else 0
         try:
@@ -131,6 +134,8 @@ class Parameters:
             raise
         self.outcomes[key[0], "pushed"] += 1
         _log.info("%s: number %d, %d bytes", what, content.number, content.byte_size)
+        if self._lacking.pop(key, None):
+            self._models.fill(*key)
         return _answer(key, wanted.set, content)
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
@@ -191,9 +196,14 @@ class Parameters:
 
     # ------------------------------------------------------------------------------------------------------------- a push
 
-    def _resolved(self, model: str, number: int) -> int:
-        """Returns the number of a version that serves; 0: the newest. Raises NotFound."""
+    def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
+        """Returns the number of a version that serves; 0: the newest. Raises NotFound.
+
+        ``lacking``: or of one that would serve if it did not lack what was pushed into it.
+        """
         served = self._models.lifecycle.ready_models().get(model, [])
+        if lacking:
+            served = [*served, *(version for name, version in self._lacking if name == model)]
         if number in served or (served and not number):
             return number or max(served)
         raise NotFound(f"{UNKNOWN_MODEL}'{model}'{f' version {number}' if number else ''} is not ready")
@@ -237,6 +247,9 @@ class Parameters:
             content.fingerprint = await self._fingerprint(key, wanted.source)
             content.file = wanted.source
 
+        if key in self._lacking and key[1] not in self._models.lifecycle.ready_models().get(key[0], []):
+            return await self._brought_back(key, wanted, content, memory)
+
         def check() -> None:
             found = self.sets.find(key, wanted.set)
             newer = max(self._claimed.get((key, wanted.set), 0), number if found is None else found.highest)
@@ -258,6 +271,28 @@ class Parameters:
         except BaseException:
             content.close()
             raise
+
+    async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
+        """Loads a version again that lacked what was pushed into it, with what is pushed now. Raises ServingError."""
+        of = f"model '{key[0]}' version {key[1]}"
+        if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
+            raise Unavailable(
+                f"{of} is not served: {self._lacking[key]}; parameters that are pushed whole, as a body or a tree, bring it back"
+            )
+        async with self._turn(key[0]):
+            with descriptors.needed(f"parameters of {of}"):
+                content.memory = os.dup(memory)
+            content.byte_size = os.fstat(memory).st_size
+            self.sets.put(key, wanted.set, content)
+        del self._lacking[key]
+        self._models.fill(*key)
+        while True:
+            version = self._models.lifecycle.version(*key)
+            if version is None or version.state is IndexState.UNAVAILABLE:
+                raise InvalidArgument(f"{of} is not served: {'it is gone' if version is None else version.reason}")
+            if version.state is IndexState.READY:
+                return content
+            await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
         """Returns sealed memory that holds what is pushed, the caller's then."""
@@ -417,6 +452,7 @@ class Parameters:
     def forget(self, name: str, version: int) -> None:
         """Forgets what was pushed into a version: it is loaded anew from its files, or unloaded."""
         self._changing.discard((name, version))
+        self._lacking.pop((name, version), None)
         if names := self.sets.forget((name, version)):
             said = f"{len(names)} parameter sets" if len(names) > 1 else f"parameter set '{names[0]}'"
             _log.warning(
@@ -452,6 +488,8 @@ class Parameters:
                 async with self._turn(key[0]):
                     if not answer.reason and (reason := await self._restored(worker, key)):
                         worker.send(Unload(*key))
+                        if worker.alive:
+                            self._lacking[key] = reason
                         answer = Loaded(*key, reason=reason)
                     self._pass_on(worker, answer)
         finally:

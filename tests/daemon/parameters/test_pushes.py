@@ -16,10 +16,11 @@ import msgspec
 import pytest
 
 from tensord.config.options import Options, Requests, SupervisorOptions, Workers
+from tensord.daemon.models.instructions import Send
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.parameters.pushes import Parameters
-from tensord.shm.control_records import Loaded, ServeLoaded, Unload
+from tensord.shm.control_records import Load, Loaded, ServeLoaded, Unload
 from tensord.shm.errors import InvalidArgument, NotFound, Replaced, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import (
     AbortParameters,
@@ -119,7 +120,7 @@ class World:
         self.workers = {number: Worker(number) for number in range(1, workers + 1)}
         self.lifecycle = Lifecycle()
         self.tasks: set[asyncio.Task[None]] = set()
-        models: Any = SimpleNamespace(lifecycle=self.lifecycle, loaded=self.loaded)
+        models: Any = SimpleNamespace(lifecycle=self.lifecycle, loaded=self.loaded, fill=self.fill)
         supervisor: Any = SimpleNamespace(workers=SimpleNamespace(by_incarnation=self.workers), spawn=self.spawn)
         given = Options(
             workers=Workers(max_parameter_sets=options.pop("sets", 100), max_parameter_byte_size=1000),
@@ -144,6 +145,12 @@ class World:
     def loaded(self, worker: int, answer: Loaded) -> None:
         self.heard.append((worker, answer))
         self.lifecycle.loaded(worker, answer)
+
+    def fill(self, name: str, number: int) -> None:
+        for instruction in self.lifecycle.fill(name, number):
+            if isinstance(instruction, Send) and isinstance(instruction.record, Load):
+                load = self.parameters.sent(instruction.worker, instruction.record)
+                self.workers[instruction.worker].send(load)
 
     async def push(self, content: bytes, **more: Any) -> dict[str, Any]:
         memory = sealed(content)
@@ -366,12 +373,47 @@ async def test_what_is_not_kept_leaves_the_model_unready_and_says_so(tmp_path: P
         assert w.heard == [(2, Loaded("m", 1, reason=reason))]
         assert replacement.sent[1:] == [Unload("m", 1)]
         assert w.lifecycle.models["m"].versions[1].reason == reason
+        with pytest.raises(
+            Unavailable, match=r"is not served: parameter set 'main' number 1 was not kept.*bring it back"
+        ):
+            await w.push(b"a part of it", partial=True)
         # Loaded from its files again, it is the repository's.
         for instruction in w.lifecycle.load(w.found, 2, again=True):
             if type(instruction).__name__ == "Forget":
                 w.parameters.forget("m", 1)
         w.parameters.loaded(replacement, Loaded("m", 1))
         assert w.heard[-1] == (2, Loaded("m", 1))
+
+
+async def test_a_whole_push_brings_back_what_lacked_another_one(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        async with world(tmp_path, workers=workers, kept=20) as w:
+            await w.push(b"21 bytes are too many")
+            w.dies(1)
+            second = await w.joins(9)
+            assert w.lifecycle.version("m", 1).ready.keys() == {2} - ({2} if workers == 1 else set())  # type: ignore[union-attr]
+            push = asyncio.ensure_future(w.push(b"these are kept"))
+            while not any(isinstance(record, Load) for record in second.sent[2:]):
+                await asyncio.sleep(0)
+            w.parameters.loaded(second, Loaded("m", 1))  # type: ignore[arg-type]
+            assert (await push)["number"] == 2
+            while w.tasks:
+                await asyncio.sleep(0)
+            assert w.held == [(2, b"these are kept")] * workers
+            assert len(w.lifecycle.version("m", 1).ready) == workers  # type: ignore[union-attr]
+
+
+async def test_what_does_not_fit_does_not_bring_it_back(tmp_path: Path) -> None:
+    async with world(tmp_path, workers=1, kept=20) as w:
+        await w.push(b"21 bytes are too many")
+        w.dies(1)
+        second = await w.joins(9)
+        push = asyncio.ensure_future(w.push(b"a bad content"))
+        while not any(isinstance(record, Load) for record in second.sent[2:]):
+            await asyncio.sleep(0)
+        w.parameters.loaded(second, Loaded("m", 1))  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match=r"number 2 cannot be restored: leaf 'w' has shape"):
+            await push
 
 
 async def test_a_file_is_read_again_where_its_bytes_were_not_kept_unless_it_changed(tmp_path: Path) -> None:
