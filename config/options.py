@@ -160,6 +160,8 @@ class Metrics(Section, frozen=True):
     port: Port = 8002
     #: Whether GPUs are shown as well, where there are GPU workers; their errors are logged then.
     gpus: bool = True
+    #: The port of HAProxy's agent-check, on the same address; 0: there is none.
+    agent_port: Port = 0
     #: Upper bounds of the histograms of durations, in seconds; they grow.
     buckets: Annotated[tuple[Bound, ...], Meta(min_length=1, max_length=MAX_BUCKETS)] = (
         *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),

@@ -30,6 +30,7 @@ from tensord.config.options import Log, Options
 from tensord.daemon.clients.client_lanes import ClientLanes
 from tensord.daemon.clients.client_socket import ClientSocket
 from tensord.daemon.control.log_settings import LogSettings
+from tensord.daemon.metrics.agent import Agent
 from tensord.daemon.metrics.collection import Collection
 from tensord.daemon.metrics.endpoint import Endpoint
 from tensord.daemon.models.changes import Models
@@ -154,6 +155,7 @@ class Supervisor:
             self.parameters,
         )
         self._metrics = Endpoint(options.metrics, collection.snapshot)
+        self._agent = Agent(options.metrics, self._availability, collection.look)
 
     async def run(self) -> int:
         """Runs the daemon, from the first bind to the last child.
@@ -180,6 +182,7 @@ class Supervisor:
         control = ControlSocket(self.options.supervisor, self._environment, OperatorCommands(self, self._operations))
         try:
             await self._metrics.open()
+            await self._agent.open()
             await control.open()
             self._clients.serve()
             self.workers.start_all(self._spawned)
@@ -198,6 +201,7 @@ class Supervisor:
             self.phase = DaemonPhase.STOPPING
             await self._bury()
             self._metrics.close()
+            self._agent.close()
             control.close()
             self._models.close()
             self.parameters.close()
@@ -503,6 +507,15 @@ class Supervisor:
     def client_records(self) -> list[dict[str, Any]]:
         """Describes the clients that are connected to the clients' socket."""
         return self._lanes.records()
+
+    def _availability(self) -> tuple[bool, str]:
+        """Returns whether the daemon drains or stops, and why it is not ready ("": it is), for balancers."""
+        draining = self.drain.phase is not DrainPhase.NONE or self.phase not in (
+            DaemonPhase.STARTING,
+            DaemonPhase.SERVING,
+        )
+        readiness = self._models.readiness
+        return draining, "" if readiness.ready else readiness.sentence() or "starting"
 
     def _drain_phase(self) -> str:
         if self.phase is not DaemonPhase.SERVING:

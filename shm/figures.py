@@ -58,6 +58,8 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     padded_elements: int = 0
     #: Failed requests that newer ones replaced while they waited.
     replaced: int = 0
+    #: Time of all runs, each once however many requests it was for, in ns. Of an ensemble 0: its steps' runs are theirs.
+    busy_ns: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))

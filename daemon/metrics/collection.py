@@ -10,12 +10,14 @@ import asyncio
 import logging
 import operator
 import os
+import time
 from collections.abc import Iterable
 
 import msgspec
 
 from tensord.config.options import RegionsOptions
 from tensord.daemon.clients.client_lanes import ClientLanes
+from tensord.daemon.metrics.busy_part import WINDOW_NS, BusyPart
 from tensord.daemon.metrics.ledger import Ledger
 from tensord.daemon.metrics.own_metrics import OwnMetricsLedger
 from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, ParameterTotals, RegionTotals, WorkerSlot
@@ -149,6 +151,18 @@ class Collection:
                 dict(self._parameters.outcomes),
             ),
         )
+
+    async def look(self, busy: BusyPart) -> None:
+        """Looks at the workers for the part of the time in which they are busy."""
+        workers = self._workers.ready()
+        await asyncio.gather(*(self._ask(worker) for worker in workers))
+        served = [
+            (name, number) for name, numbers in self._models.lifecycle.ready_models().items() for number in numbers
+        ]
+        now_ns = time.monotonic_ns()
+        oldest = [worker.page.oldest() for worker in workers if worker.page is not None]
+        running = sum(run is not None and now_ns - run.since_ns > WINDOW_NS for run in oldest)
+        busy.look(now_ns, sum(total.counts.busy_ns for total in self._ledger.totals(served)), len(workers), running)
 
     def _footprints(self, served: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Footprint]:
         models = self._models.lifecycle.models

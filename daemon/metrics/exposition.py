@@ -298,6 +298,12 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Metric]:
         labels=_MODEL,
     )
     yield _filled(copied, [(labels, total.counts.copied_byte_size) for labels, total in models])
+    busy = CounterMetricFamily(
+        "tensord_model_busy_seconds_total",
+        "Time of all runs of it, each once however many requests it was for; an ensemble's are its steps'",
+        labels=_MODEL,
+    )
+    yield _filled(busy, [(labels, total.counts.busy_ns / 1e9) for labels, total in models])
     rows_of_nobody = CounterMetricFamily(
         "tensord_padded_rows_total", "Rows of batches that padded a bucket and belonged to no request", labels=_MODEL
     )

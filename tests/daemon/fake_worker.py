@@ -209,9 +209,7 @@ class FakeWorker:
                 counts |= {"inference_stats": {"success": {"count": 3, "ns": 6000}}}
                 if self.sets:
                     counts["sets"] = {name: number for name, (number, _) in self.sets.items()}
-                stats = [
-                    {"name": n, "version": str(v), **counts} for n, v in self.models if (n, v) not in self.holding
-                ]
+                stats = [{"name": n, "version": str(v), **counts} for n, v in self.models if (n, v) not in self.holding]
                 self.connection.send(Reply(call_id, result=msgspec.json.encode({"model_stats": stats})))
             case EndIdleLanes():
                 self.connection.send(Reply(call_id, result=b"0"))

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeAlias
 
+import msgspec
+
 from tensord.config.options import Metrics
 from tensord.shm.arrays import Array
 from tensord.shm.errors import ServingError
@@ -263,6 +265,8 @@ class ModelVersion:
         cached = self.cache is not None
         counts, streams = statistics.counts(), self.loaded.streams
         parameters = None if self.sets is None else self.sets.figures()
+        if self.loaded.ensemble is not None:
+            counts = msgspec.structs.replace(counts, busy_ns=0)
         return VersionFigures(
             self.name,
             self.version,

@@ -327,6 +327,7 @@ class VersionStatistics:
             first_within_3=self._first_within[3],
             lost_sequences=self.lost_sequences,
             replaced=self.failures[Failure.REPLACED],
+            busy_ns=sum([each.input_ns + each.infer_ns + each.output_ns for each in self._batches.values()]),
         )
 
     def to_dict(self) -> dict[str, Any]:

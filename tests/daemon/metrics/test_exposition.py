@@ -24,6 +24,7 @@ COUNTS = Counts(
     *(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40, 5, 6, 7, 8, 66_000, 9, 77_000),
     lost_sequences=3,
     replaced=12,
+    busy_ns=7_500_000_000,
 )
 #: Of two buckets: counts, and sums in ns, of each kind.
 DURATIONS = {"lane": (1, 2, 3, 4_500_000_000, 6, 0, 0, 250, 0, 0, 6, 60_000_000_000, 1, 0, 0, 1000)}
@@ -139,6 +140,7 @@ def test_ours() -> None:
         "# TYPE tensord_queue_duration_seconds histogram",
         'tensord_front_requests_total{code="200",protocol="http"} 40.0',
         'tensord_front_requests_total{code="400",protocol="http"} 2.0',
+        'tensord_model_busy_seconds_total{model="m",version="3"} 7.5',
         'tensord_model_served{model="m"} 1.0',
         'tensord_model_state{model="m",state="READY",version="3"} 1.0',
         'tensord_model_state{model="m",state="LOADING",version="3"} 0.0',

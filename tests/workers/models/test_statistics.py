@@ -70,6 +70,7 @@ def test_counts_say_what_the_statistics_say() -> None:
         compute_infer_ns=3 * 40,
         compute_output_ns=3 * 20,
         copied_byte_size=96,
+        busy_ns=70,
     )
 
 
