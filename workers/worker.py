@@ -403,7 +403,7 @@ class Worker:
                 self._open(submitter)
         except (ServingError, OSError) as error:
             _log.error("a client's lane was not opened: %s", error)
-            self._clients.pop(peer, None)
+            self._forget_client(peer)
             sock.close()
             self._channel.put(LaneClosed(peer))
 
@@ -450,10 +450,14 @@ class Worker:
         self._stalled.discard(fd)
         submitter.lane.close()
         if submitter.segments is not None:
-            del self._clients[submitter.peer]
-            if submitter.owner is not None and submitter.owner.leave(submitter):
-                del self._owners[submitter.owner.name]
+            self._forget_client(submitter.peer)
             self._channel.put(LaneClosed(submitter.peer))
+
+    def _forget_client(self, peer: int) -> None:
+        submitter = self._clients.pop(peer, None)
+        owner = None if submitter is None else submitter.owner
+        if submitter is not None and owner is not None and owner.leave(submitter):
+            del self._owners[owner.name]
 
     def _flush_all(self) -> None:
         unflushed = self._unflushed[:]

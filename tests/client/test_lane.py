@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from tensord_client.pending import Pending
 
 from tensord.shm.messages import WIRE_VERSION
 from tests.daemon_process import DaemonProcess
+from tests.scrapes import scrape
 
 _PATIENCE = 120.0
 
@@ -392,6 +394,39 @@ def test_a_prepared_call_sends_once_and_receives_once(connection: LaneConnection
         gc.enable()
         lane.sock = counted._sock
     assert counted.calls == ["send", "recvmsg_into"] * 500
+
+
+def test_16_mib_are_neither_copied_nor_allocated(connection: LaneConnection, daemon: DaemonProcess) -> None:
+    """Of a prepared call whose arrays both ends see, once the first answers have shown the worker where its outputs go."""
+    count = 4 << 20
+    given, place = connection.empty(count, np.float32), connection.empty(count, np.float32)
+    given[:] = np.arange(count)
+    call = connection.prepare(identity(given, places={"OUTPUT0": place}))
+    for _ in range(5):
+        call(_PATIENCE)
+    np.testing.assert_array_equal(place, given)
+
+    def copied() -> float:
+        return scrape(daemon.metrics_url).model("tensord_copied_bytes_total", "identity")
+
+    before = copied()
+    tracemalloc.start()
+    try:
+        call(_PATIENCE)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        for number in range(20):
+            given[0] = number
+            assert call(_PATIENCE)["OUTPUT0"] is place
+            assert place[0] == number
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now - held < 2048
+    assert peak - held < 8192
+    assert call.timing is not None
+    assert call.timing.copied_bytes == 0
+    assert copied() == before
 
 
 def test_a_prepared_call_may_leave_outputs_to_the_server(connection: LaneConnection) -> None:
