@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.http as httpclient
 
 from examples import train_digits
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.examples.models import ROOT
 from tests.examples.test_digits import STATED
 
@@ -72,6 +73,32 @@ def test_digits(daemon: DaemonProcess, client: str) -> None:
     status, output, pid = run(client, daemon.grpc_url if client.startswith("grpc") else daemon.url)
     assert status == 0, output
     assert f"digits_{pid}" not in os.listdir("/dev/shm")
+
+
+def test_torch_in_and_jax_out(daemon: DaemonProcess) -> None:
+    pytest.importorskip("torch")
+    status, output, _ = run("torch_to_jax.py", daemon.url)
+    assert status == 0, output
+
+
+@pytest.mark.parametrize("folder", [ROOT, CLIENTS], ids=["root", "clients"])
+def test_the_notebook(daemon: DaemonProcess, folder: Path) -> None:
+    """Its cells one after the other, as a notebook runs from the top; with the models served in the process as well."""
+    notebook = json.loads((CLIENTS / "notebook.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"] == [[]] * len(cells)
+    script = "\n".join([*cells, "print(predicted)"])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TENSORD": daemon.url if folder == ROOT else str(ROOT / "examples" / "models")},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((CLIENTS / "digits.json").read_text())["labels"]
 
 
 def test_digits_reaches_its_accuracy_through_the_wire(daemon: DaemonProcess) -> None:
