@@ -11,6 +11,7 @@ import functools
 import urllib.parse
 from typing import NamedTuple
 
+from tensord.daemon.front import load_report
 from tensord.daemon.grpc import header_rules
 from tensord.daemon.grpc.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, Violation
 from tensord.daemon.grpc.hpack_decoder import Fields, decoder, fields
@@ -37,6 +38,8 @@ class CallHead(NamedTuple):
     http_status: int = 200
     #: Bytes of DATA that its client will send; None: it has not said.
     content_length: int | None = None
+    #: How the trailers report the load of this host; "": not (``tensord.daemon.front.load_report``).
+    load_format: str = ""
 
 
 class HeaderBlocks:
@@ -99,13 +102,23 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
     length = header_rules.check_own(own)
     if head.http_status != 200:
         return head
-    timeout_ns, metadata = 0, []
+    timeout_ns, metadata, load_format = 0, [], ""
     for name, value in header_rules.metadata(own):
         if name == "grpc-timeout":
             timeout_ns = _timeout_ns(value)
         else:
             metadata.append((name, value))
-    return CallHead(head.path, timeout_ns, head.encoding, head.accepts, tuple(metadata), content_length=length)
+            if name == load_report.ASKED:
+                load_format = load_report.asked(value)
+    return CallHead(
+        head.path,
+        timeout_ns,
+        head.encoding,
+        head.accepts,
+        tuple(metadata),
+        content_length=length,
+        load_format=load_format,
+    )
 
 
 def _timeout_ns(text: str) -> int:
@@ -156,6 +169,11 @@ def trailers(status: int, message: str) -> bytes:
         text = text[:cut]
     block = _literal(b"grpc-status", str(status).encode())
     return block + _literal(b"grpc-message", text) if text else block
+
+
+def with_field(block: bytes, name: bytes, value: bytes) -> bytes:
+    """Adds a header field to a block."""
+    return block + _literal(name, value)
 
 
 def trailers_only(status: int, message: str) -> bytes:

@@ -68,7 +68,7 @@ class GrpcFront(Front):
         counters = self.place.counters.front(self.place.row)
         self.answered = Answered(counters, self.submitter.refusals, "grpc", options.log.access)
         serving = self._serving = Serving(
-            options.grpc, methods, counters, self.submitter.accounts, self.answered, rules
+            options.grpc, methods, counters, self.submitter.accounts, self.answered, rules, self.submitter
         )
         opening = Opening(lambda owner: Connection(serving, owner), tls_context(options.grpc))
         self._acceptor = Acceptor(self.place.listeners, serving.counters, opening.open, opening.pending)

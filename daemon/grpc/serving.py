@@ -20,6 +20,7 @@ from tensord.daemon.submit.accounts import Accounts
 if TYPE_CHECKING:
     from tensord.daemon.grpc.connection import Connection
     from tensord.daemon.grpc.stream import Stream
+    from tensord.daemon.submit.submitter import Submitter
 
 
 @dataclass(slots=True)
@@ -37,6 +38,8 @@ class Serving:
     answered: Answered
     #: What a path needs to be let in; those that are not here need nothing.
     rules: dict[str, Rule] = field(default_factory=dict)
+    #: Tells the load; None: there is nothing to be told.
+    submitter: Submitter | None = None
     connections: set[Connection] = field(default_factory=set)
     #: Bytes of incomplete messages, all connections together.
     collected: int = 0

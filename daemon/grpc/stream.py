@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tensord.daemon.front import load_report
 from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, DrainRate
 from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import frames, header_blocks
@@ -287,6 +288,7 @@ class Stream:
             or framed > self.send_window
             or (http2.serving.compression and self._compresses(size))
             or self._head_sent
+            or self.head.load_format
             # TLS copies what is large, and says nothing of when that was.
             or (framed > _SMALL and (framed > http2.room or not self.connection.is_plain))
         ):
@@ -396,6 +398,10 @@ class Stream:
         if not self._head_sent:
             self._head_sent = True
             self._trailers = header_blocks.trailers_only(code, message)
+        submitter = self.http2.serving.submitter
+        if self.head.load_format and submitter is not None:
+            report = load_report.header(submitter, self.head.load_format)
+            self._trailers = header_blocks.with_field(self._trailers, *report)
         self.pump()
 
     def answer_http(self, status: int) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tensord.daemon.front import load_report
 from tensord.daemon.front.status import BodyTooLarge, http_status
 from tensord.daemon.http import json_cut, placement, request_codec, response_codec
 from tensord.daemon.http.body import Body, CollectedBody, PlacedBody
@@ -536,6 +537,8 @@ class Exchange(InFlight):
 
     def _connection_line(self) -> bytes:
         lines = self._head.keep_alive_line if self.keep_alive else response_codec.CLOSE
+        if self._head.load_format:
+            lines = b"%b: %b\r\n%b" % (*load_report.header(self._serving.submitter, self._head.load_format), lines)
         return self._head.origin_lines + self._timing_line + lines
 
     def _answer_defect(self) -> None:

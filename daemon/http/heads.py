@@ -23,6 +23,7 @@ END = b"\r\n\r\n"
 _SIGNIFICANT = (
     rb"host|connection|proxy-connection|keep-alive|upgrade|expect|te|trailer|transfer-encoding|content-length"
     rb"|inference-header-content-length|content-encoding|accept-encoding|tensord-timing"
+    rb"|endpoint-load-metrics-format"
 )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tensord.daemon.front import load_report
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE
 from tensord.daemon.http.compression import answer_coding, request_coding
 from tensord.daemon.submit.model_states import parse_version
@@ -86,6 +87,8 @@ class InferHead:
     trace_parent: str = ""
     #: ``RequestRecord.trace``: TIMING where the answer is to say how long it took (Tensord-Timing).
     trace: int = 0
+    #: How the answer reports the load of this host; "": not (``tensord.daemon.front.load_report``).
+    load_format: str = ""
     #: Of the table of models when its model was last found there; -1: it was not looked for.
     edition: int = -1
     #: Whether the answer is written as it is, and need say nothing of the connection, or to a browser.
@@ -98,7 +101,7 @@ class InferHead:
 
     def __post_init__(self) -> None:
         length, json_size = self.content_length, self.json_size
-        self.is_plain = not self.accepts and not self.keep_alive_line
+        self.is_plain = not self.accepts and not self.keep_alive_line and not self.load_format
         self.text_size = self.tail_size = -1
         if length is not None and length <= COLLECT_BYTE_SIZE and not self.coding and json_size != 0:
             text_size = length if json_size is None else json_size
@@ -172,7 +175,7 @@ def infer_head(
     json_size: int | None = None
     error: ServingError | None = route.error
     coding: str | None = None
-    accepts, trace = "", 0
+    accepts, trace, load_format = "", 0, ""
     for name, value in fields:
         if name == b"content-length":
             length = int(value)
@@ -194,10 +197,22 @@ def infer_head(
             accepts = answer_coding(value)
         elif name == b"tensord-timing":
             trace = TIMING
+        elif name == b"endpoint-load-metrics-format":
+            load_format = load_report.asked(value.decode("latin-1"))
     # Who speaks HTTP/1.0 must be told that the connection stays.
     connection = b"" if version != "1.0" else b"Connection: keep-alive\r\n"
     return InferHead(
-        route.model, route.version, length, json_size, keep_alive, error, connection, coding or "", accepts, trace=trace
+        route.model,
+        route.version,
+        length,
+        json_size,
+        keep_alive,
+        error,
+        connection,
+        coding or "",
+        accepts,
+        trace=trace,
+        load_format=load_format,
     )
 
 

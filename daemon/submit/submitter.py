@@ -46,7 +46,7 @@ from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.sequence_page import SequencePage
 from tensord.shm.spin import Spin
-from tensord.shm.status_page import StatusPage
+from tensord.shm.status_page import StatusPage, WorkerState
 
 _log = logging.getLogger(__name__)
 #: By then a front has read what the supervisor said before it took a model from a worker.
@@ -118,6 +118,12 @@ class Submitter:
         self._dirty: list[WorkerLink] = []
         self._ends_iteration = False
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def load(self) -> tuple[int, float]:
+        """Returns how many requests are in flight, and which part of the workers runs something at this moment."""
+        states = [worker.page.state[0] for worker in self._routing.workers.values() if not worker.closed]
+        return len(self._in_flight), states.count(WorkerState.EXECUTING) / max(1, len(states))
 
     # ------------------------------------------------------------------------------------------------ sending
 

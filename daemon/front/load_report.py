@@ -1,0 +1,52 @@
+"""Reports the load of this host with an answer, to a balancer that asks for it by the header ``endpoint-load-metrics-format``.
+
+    endpoint-load-metrics: TEXT application_utilization=0.5, named_metrics.in_flight=12
+    endpoint-load-metrics: JSON {"application_utilization":0.5,"named_metrics":{"in_flight":12}}
+    endpoint-load-metrics-bin: the message OrcaLoadReport in base64
+
+Over HTTP it is a header of the answer, over gRPC one of the trailers. Source: Envoy's "Open Request Cost Aggregation", with
+xds/data/orca/v3/orca_load_report.proto; Triton docs/protocol/extension_generate.md, "ORCA".
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from tensord.daemon.submit.submitter import Submitter
+
+#: The request's header, in lower case.
+ASKED = "endpoint-load-metrics-format"
+#: Its values; anything else asks for nothing.
+FORMATS = frozenset(("text", "json", "bin"))
+#: Field 9 of the message, a double; fields 1 and 2 of an entry of field 8, a map from string to double.
+_APPLICATION_UTILIZATION, _NAMED_METRICS, _KEY, _VALUE = b"\x49", b"\x42", b"\x0a", b"\x11"
+
+
+def asked(value: str) -> str:
+    """Returns the format that a header's value asks for; "": none that is known."""
+    wanted = value.strip().lower()
+    return wanted if wanted in FORMATS else ""
+
+
+def header(submitter: Submitter, wanted: str) -> tuple[bytes, bytes]:
+    """Returns name and value of the header that reports the load of this moment. ``wanted``: one of FORMATS."""
+    in_flight, utilization = submitter.load
+    if wanted == "text":
+        value = f"TEXT application_utilization={utilization:.3f}, named_metrics.in_flight={in_flight}".encode()
+    elif wanted == "json":
+        report = {"application_utilization": round(utilization, 3), "named_metrics": {"in_flight": in_flight}}
+        value = b"JSON " + msgspec.json.encode(report)
+    else:
+        return b"endpoint-load-metrics-bin", base64.b64encode(_message(in_flight, utilization)).rstrip(b"=")
+    return b"endpoint-load-metrics", value
+
+
+def _message(in_flight: int, utilization: float) -> bytes:
+    name = b"in_flight"
+    entry = _KEY + bytes((len(name),)) + name + _VALUE + struct.pack("<d", in_flight)
+    return _NAMED_METRICS + bytes((len(entry),)) + entry + _APPLICATION_UTILIZATION + struct.pack("<d", utilization)
