@@ -121,7 +121,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     def _resume(self) -> None:
-        """Accepts again after a pause: whatever still waits was not accepted by another front."""
+        """Resumes accepting after a pause, and takes a connection that no other front has accepted meanwhile."""
         self._timer = None
         self._go_on()
         for listener in self._listeners:

@@ -51,7 +51,7 @@ CALLS: Mapping[str, str] = {
 
 
 class Restricted(Unavailable):
-    """Says that a call needs a key that the client did not send. Over HTTP it has a status of its own, 403."""
+    """Raised where a call needs a key that the client did not send. Over HTTP it has a status of its own, 403."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V | None]):
-    """A cache of values by key: it keeps at least the last ``count`` that were put or found, at most twice as many. 0: none.
+    """Caches values by key: at least the last ``count`` that were put or found, at most twice as many. 0: none.
 
     ``cache[key]`` returns a value, or None if there is none, or not any more. A young entry is found without running Python
     code.

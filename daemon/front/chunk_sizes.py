@@ -19,7 +19,7 @@ _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 
 
 class ChunkRefused(Exception):
-    """Says that a body is not accepted."""
+    """Raised where a chunked body is refused; has the status and the text of the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class ChunkSizes:
         self._spent = 0
 
     def take(self, data: bytes, at: int, end: int) -> int:
-        """Follows those bytes; returns where the body ended, or ``end``. Raises: Refusal: there is too much, or will be."""
+        """Follows ``data[at:end]``; returns where the body ended, or ``end``. Raises ChunkRefused: the body is too large."""
         while at < end and self._phase is not _Phase.ENDED and self._phase is not _Phase.LOST:
             if self._left:
                 taken = min(self._left, end - at)

@@ -16,7 +16,7 @@ from tensord.shm.errors import Unavailable
 
 
 class ConnectionEnd:
-    """Tells the end of one connection; it costs descriptors only once somebody asks."""
+    """Signals the end of one connection by a descriptor, which is opened only once somebody asks for it."""
 
     __slots__ = ("_closed", "_reader", "_writer")
 
@@ -26,7 +26,7 @@ class ConnectionEnd:
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Opens a descriptor inside the block; it is readable once the connection ended.
+        """Yields a descriptor, for the block, that becomes readable when the connection ends.
 
         Raises: Unavailable: no descriptors are left.
         """

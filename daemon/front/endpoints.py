@@ -62,7 +62,7 @@ MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
-    """Answers the endpoints. JSON results are the supervisor's bytes, unread."""
+    """Implements the endpoints for both protocols. JSON results are the supervisor's bytes, unparsed."""
 
     def __init__(self, table: ModelStates, calls: ControlCalls, options: Options) -> None:
         self._table = table
@@ -83,7 +83,7 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ health
 
     async def unreadiness(self) -> str:
-        """Returns why the daemon is not ready, naming the models; "": it is. See ``tensord.shm.progress.Readiness``."""
+        """Returns why the daemon is not ready, naming the models; "" if it is ready (``tensord.shm.progress.Readiness``)."""
         if self.stopping:
             return "the server is stopping"
         readiness = self._table.readiness

@@ -9,6 +9,6 @@ MAX_ENTRIES = 1024
 
 
 def check_count(count: int, what: str) -> None:
-    """Raises InvalidArgument if there are too many entries."""
+    """Checks the number of entries of a list or object. Raises InvalidArgument: more than ``MAX_ENTRIES``."""
     if count > MAX_ENTRIES:
         raise InvalidArgument(f"{count} {what} are given, at most {MAX_ENTRIES} are allowed")

@@ -43,7 +43,7 @@ class LingeringClose:
         self._lingering: dict[Lingering, None] = {}
 
     def see_out(self, transport: asyncio.Transport) -> None:
-        """Ends a connection, once what its protocol is doing is done.
+        """Closes a connection gently, once its protocol has finished the current step.
 
         The protocol is told that it is lost, and gets no more data.
 
@@ -104,7 +104,7 @@ class Lingering(asyncio.Protocol):
         self._lingering_close.forget(self)
 
     def is_late(self, now: float, min_rate: int) -> bool:
-        """Returns whether it has read fewer than ``min_rate`` bytes a second for ``LINGER_SECONDS``, or had nothing to read."""
+        """Returns whether the client has read fewer than ``min_rate`` bytes a second for ``LINGER_SECONDS``, or nothing."""
         untaken = _waiting(self._transport, termios.TIOCOUTQ)
         return self._pace.is_slow(self._since, untaken, now, LINGER_SECONDS, min_rate)
 

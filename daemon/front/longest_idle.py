@@ -21,15 +21,15 @@ _LOG_SECONDS = 60.0
 
 
 class IdleConnection(Protocol):
-    """Is what is asked of a connection that may have to make room."""
+    """Is the interface of connections that may be closed to make room for new ones."""
 
     @property
     def used_at(self) -> float:
-        """Returns when it was last of use to its client; rising, whatever the clock."""
+        """Returns when the connection last served its client, by any clock that never goes back."""
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether it waits for no answer, nor for all of one to leave."""
+        """Returns whether the client waits for no answer, and has received all of each."""
 
     def make_room(self) -> None:
         """Closes the connection."""

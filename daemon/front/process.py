@@ -124,11 +124,11 @@ class Front(ABC):
 
     @abstractmethod
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        """Begins to serve; returns when clients are served."""
+        """Starts to serve; returns once clients are accepted."""
 
     @abstractmethod
     async def drain(self, grace_ns: int) -> None:
-        """Accepts nothing new; returns when what was accepted is answered, after ``grace_ns`` at the latest."""
+        """Stops accepting; returns when accepted requests are answered, after ``grace_ns`` at the latest."""
 
     @abstractmethod
     def connections(self) -> Iterator[dict[str, Any]]:
@@ -206,7 +206,7 @@ class Front(ABC):
         self._connection.send(Reply(call.call_id))
 
     def _orphaned(self) -> None:
-        """Exits, as the supervisor is gone: nobody would ever stop us."""
+        """Exits the process, because the supervisor is gone and nobody else would stop it."""
         os._exit(1)
 
 

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Is the base of both protocols' receivers. It owns the lease until ``take_lease`` or ``drop``.
+    """Receives a large body into the request arena; base class for both protocols. Owns the lease until it is taken, or dropped.
 
     Args:
       model: the one that is asked for, as far as it is known.
@@ -39,7 +39,7 @@ class Receiver:
         self._dropped = False
 
     def _ask_for_room(self, byte_size: int, waits: bool = True) -> bool:
-        """Calls ``_place`` and returns True if there is room now. Raises as ``loan``.
+        """Asks for arena memory; calls ``_place`` and returns True if there is some now. Raises as ``loan``.
 
         Otherwise, if it ``waits``, calls ``_place`` when there is room, and then ``_progressed``, also after a refusal.
         """
@@ -70,12 +70,12 @@ class Receiver:
         self._progressed()
 
     def take_lease(self) -> Lease | None:
-        """Hands over the lease in which the body lies; the caller releases it."""
+        """Returns the lease that the body lies in; the caller owns it then."""
         lease, self._lease = self._lease, None
         return lease
 
     def drop(self) -> None:
-        """Drops the body and releases what it takes. Idempotent."""
+        """Drops the body and releases its memory. Idempotent."""
         self._dropped = True
         self._give_back()
 
@@ -85,13 +85,13 @@ class Receiver:
             self._submitter.give_back(lease)
 
     def _place(self, lease: Lease) -> None:
-        """Directs what comes into the lease, after what came before."""
+        """Directs the body into the lease, including what arrived before."""
         raise NotImplementedError
 
     def _refuse(self, error: ServingError) -> None:
-        """Handles that there was no room in time."""
+        """Refuses the body, because no memory came free in time."""
         raise NotImplementedError
 
     def _progressed(self) -> None:
-        """Goes on after the wait for room."""
+        """Continues after the wait for memory, which ended with a lease or a refusal."""
         raise NotImplementedError

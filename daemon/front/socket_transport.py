@@ -89,7 +89,7 @@ class SocketTransport(asyncio.Transport):
         self._ending = False
 
     def begin(self) -> None:
-        """Gives the connection to the protocol, and reads what came already."""
+        """Starts the protocol, and reads what has already arrived."""
         self._protocol.connection_made(self)
         if self.reading:
             self.read()
@@ -116,7 +116,7 @@ class SocketTransport(asyncio.Transport):
             self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
 
     def _left_unread(self, events: int) -> None:
-        """Handles that the client has gone, or has ended its side, while it is not read."""
+        """Handles the client's end, or that of its sending side, while reading is paused."""
         if events & _BROKEN:
             self._fail(ConnectionResetError("the client has gone"))
         elif self._watch.heeds_end:
@@ -135,7 +135,7 @@ class SocketTransport(asyncio.Transport):
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> None:
-        """Reads what there is, or the end."""
+        """Reads what has arrived, or the end of file."""
         if self.gives_buffers:
             self._read_into_buffers()
             return
@@ -304,7 +304,7 @@ class SocketTransport(asyncio.Transport):
             self._end_soon(error)
 
     def _end_soon(self, error: OSError | None) -> None:
-        """Ends the connection once what the protocol is doing is done."""
+        """Ends the connection in the loop's next iteration, after the protocol's current step."""
         self._ending = True
         self._watch.loop.call_soon(self._end, error)
 

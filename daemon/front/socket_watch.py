@@ -36,7 +36,7 @@ class SocketWatch:
         self.loop.add_reader(self._epoll.fileno(), self._ready)
 
     def open(self, connection: SocketType, protocol: asyncio.Protocol) -> None:
-        """Begins a client's connection; the protocol has it, and what came already, when this returns."""
+        """Opens an accepted connection: starts its protocol, and hands it what has already arrived."""
         transport = SocketTransport(self, connection, protocol)
         self._transports[transport.fd] = transport
         try:

@@ -24,12 +24,12 @@ _TABLE: dict[str, tuple[int, str]] = {
 
 
 class BodyTooLarge(InvalidArgument):
-    """Says that an HTTP request body is beyond its limit, for which the family of errors has no code."""
+    """Raised where an HTTP request body is beyond its limit, for which the family of errors has no code."""
 
     status = 413
 
     def __init__(self, found: str, limit: int) -> None:
-        """Takes in ``found`` what is known of the body, as "has more than 10 bytes"."""
+        """``found``: what is known of the body's size, as a clause: "has more than 10 bytes"."""
         super().__init__(f"the request body {found}, at most {limit} are allowed")
 
     @property

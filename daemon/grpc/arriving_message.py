@@ -45,7 +45,7 @@ _NOWHERE = memoryview(b"")
 
 
 class ArrivingMessage(Receiver):
-    """Takes one message. Owned by its stream, then by its call: until ``take_lease`` or ``drop``.
+    """Receives one message in pieces. Owned by its stream, then by its call: until ``take_lease`` or ``drop``.
 
     Args:
       flag: whether it is compressed.
@@ -92,7 +92,7 @@ class ArrivingMessage(Receiver):
 
     @property
     def kept_byte_size(self) -> int:
-        """Returns how many bytes it has in ordinary memory."""
+        """Returns how many bytes of the message are kept in ordinary memory."""
         kept, fields = 0 if self._content is None else self.byte_size - self.left, self._fields
         return kept if fields is None or self.is_declined else kept + len(fields.head) + len(fields.client_id)
 
@@ -104,7 +104,7 @@ class ArrivingMessage(Receiver):
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview) -> None:
-        """Takes the next piece, nothing beyond the message."""
+        """Takes the next piece of the message; the piece must end where the message does, or before."""
         if self.is_placed:
             self._fill(piece, 0)
         else:
@@ -118,12 +118,12 @@ class ArrivingMessage(Receiver):
         self.left -= len(piece)
 
     def rest(self) -> memoryview:
-        """Returns where the next bytes of the raw tensor under way may be written. Empty: they have to be fed."""
+        """Returns the memory for the next bytes of the raw tensor under way; empty where they must be passed to ``feed``."""
         lease, fields = self._lease, self._fields
         return _NOWHERE if lease is None or fields is None else lease.view[self._at : self._at + fields.raw_left]
 
     def advance(self, byte_size: int) -> None:
-        """Notes that so many bytes were written into ``rest``."""
+        """Notes that so many bytes were written to the memory that ``rest`` returned."""
         fields = self._fields
         assert fields is not None
         self._at += byte_size
@@ -167,7 +167,7 @@ class ArrivingMessage(Receiver):
         self._raws.append((0, self._fields.raw_left))
 
     def _fill(self, piece: memoryview, at: int) -> None:
-        """Puts a piece into the lease, from ``at`` on; of a refused message nothing."""
+        """Copies a piece, from ``at`` on, into the lease; drops it where the message was refused."""
         fields, lease, end = self._fields, self._lease, len(piece)
         while at < end and lease is not None and fields is not None:
             if size := min(fields.raw_left, end - at):
@@ -199,25 +199,25 @@ class ArrivingMessage(Receiver):
         self._end(RefusedRequest(error, self.client_id))
 
     def _end(self, refused: RefusedRequest) -> None:
-        """Ends a message that is no request, or that there is no room for: what comes of it is passed over."""
+        """Refuses the message: it is no request, or has no room. The bytes that still arrive are dropped."""
         self.is_placed = True
         self._error = refused
         self._give_back()
 
     @property
     def client_id(self) -> str:
-        """Returns the id as far as it came, for whoever refuses it."""
+        """Returns the request id as far as it has arrived, for the text of a refusal."""
         return "" if self._fields is None else self._fields.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def take_content(self) -> Buffer:
-        """Hands over all of it, where it is not placed."""
+        """Hands over the bytes of a message that was not placed."""
         content, self._content = self._content, None
         return b"" if content is None else content
 
     def fields(self) -> tuple[bytes, bytes, tuple[bytes | Slice, ...]]:
-        """Returns the head, the id and the raw tensors of one that is placed; a tiny one as it travels in its record.
+        """Returns head, id and raw tensors of a message that was placed; tiny tensors as bytes, others as places in the lease.
 
         Raises RefusedRequest: it is no request, or there was no room for it.
         """
@@ -244,7 +244,7 @@ class ArrivingMessage(Receiver):
 
 
 class Refused(Exception):
-    """Says that a message is not taken, with the status that ends its call."""
+    """Raised where a message is refused; carries the status that ends its call."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)

@@ -11,12 +11,12 @@ from tensord.shm.messages import Buffer
 
 
 class Call(ABC):
-    """Answers one stream. Nothing is called any more after ``abandoned``."""
+    """Handles one gRPC call: takes its messages and answers on its stream. ``abandoned`` is the last method called."""
 
     __slots__ = ()
 
     def arriving(self, byte_size: int, on_room: Callable[[], None]) -> ArrivingMessage | None:
-        """Returns what places a large message of that size while it arrives. None: it is wanted in one piece."""
+        """Returns a receiver for a large message of that size, or None to get the message in one piece."""
         return None
 
     @abstractmethod
@@ -24,21 +24,21 @@ class Call(ABC):
         """Takes a whole message from the client: those bytes of ``content``. Whoever keeps it takes ``kept``."""
 
     def placed_message(self, message: ArrivingMessage) -> None:
-        """Takes a whole message that was placed; the call drops it, or takes its lease."""
+        """Takes a complete message whose tensors lie in the arena; the call must drop it, or take its lease."""
         raise NotImplementedError("a call whose messages are placed takes them")
 
     @abstractmethod
     def half_closed(self) -> None:
-        """Takes note that the client sends no more messages."""
+        """Notes that the client has sent its last message."""
 
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Says whether nothing was asked that is still to be answered."""
+        """Returns whether no request of the call is waiting for its answer."""
 
     @property
     def answers(self) -> bool:
-        """Says whether the call is waiting for the server: nothing more is expected from the client."""
+        """Returns whether the call waits for the server alone, and expects nothing more from the client."""
         return not self.idle
 
     @property
@@ -48,13 +48,13 @@ class Call(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends for the server's stop: what was taken is answered, nothing more is taken. May be called again."""
+        """Ends the call because the server stops: accepted requests are still answered, new ones are not accepted. Idempotent."""
 
     @abstractmethod
     def abandoned(self) -> None:
-        """Gives up: nobody waits for an answer, because the client went away, or the deadline passed."""
+        """Cancels the call: the client went away, or its deadline passed."""
 
 
 def kept(content: Buffer, start: int, end: int) -> Buffer:
-    """Returns a message alone: a view of it would keep everything that came with it."""
+    """Returns the message as an object of its own, because a view of it would keep alive everything that came with it."""
     return content if end - start == len(content) else bytes(content[start:end])

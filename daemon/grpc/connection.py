@@ -37,7 +37,7 @@ _PING = b"tensord\0"
 
 
 class Connection(asyncio.Protocol):
-    """Owns the transport. ``owner``: of what it holds (``Peer.owner``)."""
+    """Carries one client's HTTP/2 connection and owns its transport. ``owner``: whom its memory counts for (``Peer.owner``)."""
 
     def __init__(self, serving: Serving, owner: str) -> None:
         self.serving = serving
@@ -130,14 +130,14 @@ class Connection(asyncio.Protocol):
             self._read_directly()
 
     def _rest(self) -> None:
-        """Has looked at enough for this iteration of the loop: others come first now."""
+        """Pauses until the next iteration of the loop, because this connection has used up its share of the current one."""
         assert self._transport is not None
         self._resting = True
         self._transport.pause_reading()
         self.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Goes on with what was left; once nothing is, the client is read again."""
+        """Parses the bytes left by ``_rest``; once none are left, reading from the client resumes."""
         if self.http2.phase is CLOSED or self._paused_since:
             return
         self._resting = False
@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _read_directly(self) -> None:
-        """Has the rest of the payload read to where it belongs, if that is known, and takes the transport back later."""
+        """Lets the reader fill the memory that the rest of a large payload belongs in; after small payloads it leaves."""
         reader = self._reader
         if self.http2.phase is CLOSED or self._paused_since or self._resting:
             return
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
                 reader.leave()
 
     def direct_body_complete(self) -> None:
-        """Goes on behind what the reader has read: what comes next comes here again."""
+        """Continues after the reader has filled its memory: further bytes are parsed here again."""
         assert self._reader is not None
         http2 = self.http2
         http2.is_flushing = True
@@ -176,7 +176,7 @@ class Connection(asyncio.Protocol):
             self._flush()
 
     def stop_direct(self, stream: Stream) -> None:
-        """Reads nothing more of that stream to its place: it is not wanted."""
+        """Stops the reader if it is reading that stream's payload, because the message is not wanted any more."""
         http2, reader = self.http2, self._reader
         if reader is not None and reader.reads_body and http2.data_stream is stream:
             reader.stop()
@@ -184,7 +184,7 @@ class Connection(asyncio.Protocol):
             http2.data_read = 0
 
     def _note_direct(self, now: float) -> None:
-        """Counts what the reader has read so far of a payload."""
+        """Updates the count of payload bytes that the reader has read so far."""
         reader, http2 = self._reader, self.http2
         if reader is not None and reader.reads_body and reader.byte_size != http2.data_read:
             http2.data_read, http2.heard_at = reader.byte_size, now
@@ -246,7 +246,7 @@ class Connection(asyncio.Protocol):
             self._see_out()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
-        """Calls back when nothing that was written so far is looked at any more."""
+        """Calls back once everything written so far has left, so that its memory may be reused."""
         if self._lost or not (self.http2.out or self._paused_since):
             on_written()
         else:
@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
         self._close()
 
     def _close(self) -> None:
-        """Ends the connection; what was written leaves first."""
+        """Closes the connection after everything written has left."""
         if self.http2.phase is not CLOSED:
             self.http2.phase = ConnectionPhase.CLOSED
             if not self._paused_since:
@@ -285,7 +285,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def announce_end(self) -> None:
-        """Takes no new streams, once the client can know of it."""
+        """Announces with GOAWAY that no new streams will be accepted."""
         if self.http2.phase is ConnectionPhase.OPENING:
             self.abort()
         elif self.http2.phase is ConnectionPhase.OPEN:
@@ -293,34 +293,34 @@ class Connection(asyncio.Protocol):
             self.http2.announce_end()
 
     def stop(self) -> None:
-        """Ends for the server's stop: no new streams, and those there are end with the answers they are owed."""
+        """Ends the connection because the server stops: no new streams; open ones end with the answers they are owed."""
         now = self.loop.time()
         self._note_direct(now)
         self.http2.stop(now)
 
     def make_room(self) -> None:
-        """Ends, because others need its place."""
+        """Ends this idle connection, because a new one needs its place."""
         self._fail(Violation(frames.NO_ERROR, "idle longest of too many connections"))
 
     # -------------------------------------------------------------------------------------------------------- deadlines
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether it waits for no answer, nor for all of one to leave."""
+        """Returns whether the client waits for no answer, and has received all of each."""
         if self.http2.phase is CLOSED or self._paused_since:
             return False
         return all(stream.idle for stream in self.http2.streams.values())
 
     @property
     def used_at(self) -> float:
-        """Returns when it was last of use to its client."""
+        """Returns when the connection last served its client, in the loop's time."""
         if self.http2.answered != self._answered_before:
             self._answered_before = self.http2.answered
             self._used_at = max(self._used_at, self.http2.heard_at)
         return self._used_at
 
     def check(self, now: float) -> None:
-        """Looks at every deadline of the connection; called about once a second."""
+        """Checks every deadline of the connection; called about once a second."""
         options, http2 = self.serving.options, self.http2
         assert self._transport is not None
         self._note_direct(now)
@@ -341,7 +341,7 @@ class Connection(asyncio.Protocol):
         return self._check_age(now)
 
     def _is_alive(self, now: float) -> bool:
-        """Asks a client that has long been silent, with a PING. Returns False where it did not answer in time."""
+        """Sends a PING to a client that was silent for long. Returns False if an earlier PING was not answered in time."""
         options, heard_at = self.serving.options, self.http2.heard_at
         if self._asked_at:
             if heard_at >= self._asked_at:
@@ -353,7 +353,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _check_age(self, now: float) -> None:
-        """Ends what is old, or asks nothing for long."""
+        """Ends a connection that is too old, or has been idle for too long."""
         options = self.serving.options
         if not self.asks_nothing:
             self._used_at = now

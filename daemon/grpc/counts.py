@@ -40,7 +40,7 @@ _VARINT, _FIXED64, _DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 @dataclass(slots=True)
 class _Field:
-    """Says how a message field is counted: its name, the most occurrences that are taken, and what it holds."""
+    """Describes how a message field is counted: its name, its highest allowed count, and the kind of message it holds."""
 
     name: str
     most: int
@@ -66,7 +66,7 @@ class _Malformed(Exception):
 
 
 def check(message: Buffer, descriptor: Any) -> None:
-    """Looks for more entries than may be. Raises InvalidArgument: of which, and how many are taken."""
+    """Checks that no repeated field has too many entries. Raises InvalidArgument, with the field's name and its limit."""
     size = len(message)
     if size <= _UNCOUNTED:
         return

@@ -36,7 +36,7 @@ _MAX_RESETS = 10_000
 
 
 class Floods:
-    """Counts what one connection asks. Frames, answers and bytes are totals since the connection began."""
+    """Keeps one connection within its limits. Frames, answers and bytes are totals since the connection began."""
 
     __slots__ = ("_answers_at_ping", "_frames_given", "_options", "_pinged_at", "_resets", "_resets_given", "_strikes")
 
@@ -51,12 +51,12 @@ class Floods:
         self._answers_at_ping = 0
 
     def second(self, seconds: float) -> None:
-        """Gives what the connection earns in so many seconds."""
+        """Adds the frames and resets that the connection may send for so many seconds."""
         self._frames_given += int(_FRAMES_A_SECOND * seconds)
         self._resets_given += int(_RESETS_A_SECOND * seconds)
 
     def look(self, frames: int, answers: int, byte_size: int) -> None:
-        """Looks at the frames; called now and then, and whenever the budget of a turn is spent.
+        """Checks the number of frames; called about once a second, and whenever the budget of a turn is spent.
 
         Args:
           frames: that came.

@@ -61,7 +61,7 @@ class HeaderBlocks:
         return _with_own(head, own) if own else head
 
     def trailers(self, block: bytes) -> None:
-        """Takes note of a block that ends a request; it tells nothing that anybody wants. Raises: as ``decode``."""
+        """Decodes and checks the block that ends a request; its content is not used. Raises: as ``decode``."""
         try:
             common, own = self._decode(block)
         except (ValueError, OverflowError) as error:
@@ -122,7 +122,7 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
 
 
 def _timeout_ns(text: str) -> int:
-    """Reads at most eight digits and a unit; anything else is no timeout."""
+    """Parses grpc-timeout, at most eight digits and a unit, as nanoseconds; anything else is 0, no timeout."""
     unit = _UNITS_NS.get(text[-1:])
     digits = text[:-1]
     if unit is None or not (digits.isascii() and digits.isdigit()) or len(digits) > 8:

@@ -22,7 +22,7 @@ _IGNORED = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"trans
 
 
 class Malformed(Exception):
-    """Says that a request is none; its stream ends with PROTOCOL_ERROR, others go on."""
+    """Raised where the headers of a request break HTTP/2; its stream is reset with PROTOCOL_ERROR, others go on."""
 
 
 def check_common(fields: Iterable[Field]) -> None:
@@ -44,7 +44,7 @@ def check_common(fields: Iterable[Field]) -> None:
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
-    """Checks the others. Returns the content-length, None without one. Raises: Malformed."""
+    """Checks the fields that are a call's own. Returns the content-length, None without one. Raises: Malformed."""
     length: bytes | None = None
     for name, value in fields:
         _check_name(name)
@@ -66,7 +66,7 @@ def check_trailers(fields: Iterable[Field]) -> None:
 
 
 def metadata(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Fields that were checked, as calls get them: without blanks around values, and without those that mean nothing here."""
+    """Yields checked fields as calls get them: values without blanks around them, and no fields that mean nothing here."""
     return [
         (name.decode("latin-1"), value.strip(b" \t").decode("latin-1"))
         for name, value in fields

@@ -71,7 +71,7 @@ _LAST_CALL = b"tensord!"
 
 
 class ConnectionPhase(enum.Enum):
-    """Says where a connection is in its life."""
+    """Names the phases of a connection's life."""
 
     #: The client's preface is not whole.
     OPENING = "opening"
@@ -154,7 +154,7 @@ class Http2:
         ) + frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
 
     def receive(self, data: bytes, now: float) -> bool:
-        """Takes what came, as many frames of it as the budget of an iteration allows.
+        """Parses received bytes, as many frames of them as the budget of an iteration allows.
 
         Returns whether that is spent: then others come first, and ``receive`` is to be called again, if only with nothing.
         Raises: Violation: the client broke the protocol.
@@ -239,7 +239,7 @@ class Http2:
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> int:
-        """Takes any frame. Returns what it costs beyond one that costs next to nothing, in such."""
+        """Handles any frame. Returns its cost beyond that of a trivial frame, in such frames."""
         if kind == HEADERS:
             return self._headers(number, flags, payload)
         if kind == frames.CONTINUATION:
@@ -268,7 +268,7 @@ class Http2:
     # --------------------------------------------------------------------------------------------------- 6.1: DATA
 
     def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
-        """Takes a whole DATA frame without padding, whose payload are those bytes of a chunk."""
+        """Handles a whole DATA frame without padding; its payload is ``data[start:end]``."""
         stream = self.streams.get(number)
         if stream is not None and not stream.half_closed:
             ungranted = stream.ungranted + end - start
@@ -283,7 +283,7 @@ class Http2:
         self._any_data(number, flags, data[start:end])
 
     def _any_data(self, number: int, flags: int, payload: bytes) -> None:
-        """Takes a whole DATA frame."""
+        """Handles a whole DATA frame, padded or not."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
@@ -294,7 +294,7 @@ class Http2:
         self._data_taken(stream, flags)
 
     def _data_arrives(self, data: bytes, at: int) -> int:
-        """Takes what is here of the payload. Returns where the next frame begins."""
+        """Hands the received part of a DATA payload to its stream. Returns where the next frame begins."""
         end = min(len(data), at + self.data_left)
         self.data_left -= end - at
         stream = self.data_stream
@@ -307,7 +307,7 @@ class Http2:
         return end
 
     def data_room(self) -> memoryview:
-        """Returns where the rest of the payload may be written straight from the socket; empty: ``receive`` takes it.
+        """Returns the memory that the rest of the payload may be read into; empty: it goes through ``receive``.
 
         ``data_was_read`` takes note of it once that is full, ``data_read`` of what was written there so far.
         """
@@ -316,7 +316,7 @@ class Http2:
         return memoryview(b"") if arriving is None else arriving.rest()[: self.data_left]
 
     def data_was_read(self, byte_size: int) -> None:
-        """Takes note that so many bytes were written to where they belong: what comes next is for ``receive`` again."""
+        """Notes that so many bytes were read into ``data_room``; further bytes go through ``receive`` again."""
         self.data_read = 0
         self.data_left -= byte_size
         stream = self.data_stream
@@ -334,7 +334,7 @@ class Http2:
             self.grant(stream)
 
     def _data_target(self, number: int, size: int) -> Stream | None:
-        """Returns the stream a DATA frame is for, its windows reduced. None: it ended meanwhile."""
+        """Counts a DATA frame against the windows and returns its stream; None: the stream has ended meanwhile."""
         stream = self.streams.get(number)
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
@@ -364,7 +364,7 @@ class Http2:
     # -------------------------------------------------------------------------- 6.2: HEADERS, 6.10: CONTINUATION, 8.1
 
     def _headers(self, number: int, flags: int, payload: bytes) -> int:
-        """Takes any HEADERS frame. Returns what it cost."""
+        """Handles any HEADERS frame. Returns its cost, in frames."""
         if not number:
             raise Violation(frames.PROTOCOL_ERROR, "HEADERS for stream 0")
         if flags & frames.PADDED:
@@ -393,7 +393,7 @@ class Http2:
         return self._header_block(number, first_flags, b"".join(pieces))
 
     def _header_block(self, number: int, flags: int, block: bytes) -> int:
-        """Takes a whole header block: a new stream, or the trailers of one. Returns what decoding it cost, in frames.
+        """Handles a whole header block: a new stream, or the trailers of one. Returns what decoding it cost, in frames.
 
         A block that cannot be decoded ends the connection: what it would have put into the table stays unknown (4.3).
         """
@@ -425,7 +425,7 @@ class Http2:
         return cost
 
     def _trailers(self, number: int, flags: int, block: bytes) -> None:
-        """Takes the header block of a stream that was opened before."""
+        """Handles the header block of a stream that was opened before."""
         stream = self.streams.get(number)
         if stream is None:
             past = self.numbers.past(number)
@@ -554,13 +554,13 @@ class Http2:
                 stream.pump()
 
     def grant(self, stream: Stream) -> None:
-        """Lets the client send again what it sent, unless its call has enough to do."""
+        """Grants the stream as much window as it has used, unless its call has enough to do."""
         if stream.ungranted > 0 and not (stream.held or stream.half_closed or stream.ended or stream.waits_for_room):
             self.write(frames.window_update(stream.id, stream.ungranted))
             stream.ungranted = 0
 
     def grant_ahead(self, stream: Stream, byte_size: int) -> None:
-        """Lets the client send all that is left of a message, which has its place already, and then as much as it always may."""
+        """Grants the whole rest of a message whose memory is reserved, beside the stream's ordinary window."""
         ahead = min(byte_size, _MAX_AHEAD)
         if byte_size > STREAM_WINDOW - stream.ungranted and not stream.half_closed and not stream.ended:
             self.write(frames.window_update(stream.id, stream.ungranted + ahead))
@@ -577,7 +577,7 @@ class Http2:
             self.connection.flush_soon()
 
     def write_pieces(self, pieces: list[Buffer]) -> None:
-        """Queues several pieces that leave as they lie, together with all else of this iteration."""
+        """Queues several pieces without joining them; they leave with everything else of this iteration."""
         self.out += pieces
         self.room -= sum(map(len, pieces))
         if not self.is_flushing:
@@ -594,7 +594,7 @@ class Http2:
         self.rst_stream(stream.id, code)
 
     def stream_ended(self, stream: Stream) -> None:
-        """Forgets a stream; called by it, once."""
+        """Removes a stream that has ended; the stream calls it once."""
         self.streams.pop(stream.id, None)
         if self.phase is ConnectionPhase.ENDING and not self.streams and not self.is_flushing:
             self.connection.flush_soon()
@@ -607,29 +607,29 @@ class Http2:
         self.write(frames.goaway(last, violation.code, violation.reason))
 
     def announce_end(self) -> None:
-        """Takes no new streams, once the client can know of it: a PING tells when what was on its way has come."""
+        """Sends the first GOAWAY, and a PING whose answer tells that the client has seen it."""
         self.phase = ConnectionPhase.ANNOUNCED
         self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
     def end(self) -> None:
-        """Takes no new streams from now on; the connection is over with the last one."""
+        """Accepts no new streams from now on; the connection ends with its last stream."""
         if self.phase is ConnectionPhase.ANNOUNCED:
             self.phase = ConnectionPhase.ENDING
             self._last_told = self.numbers.last
             self.write(frames.goaway(self._last_told, frames.NO_ERROR))
 
     def stop(self, now: float) -> None:
-        """Ends for the server's stop: streams end with the answers they are owed."""
+        """Ends the connection because the server stops: streams end with the answers they are owed."""
         self.end()
         for stream in list(self.streams.values()):
             stream.stop(now, self._read_of(stream))
 
     def abandon_streams(self) -> None:
-        """Ends all streams: their client is not served any more."""
+        """Abandons all streams, because the connection is being closed."""
         call_each([stream.abandon for stream in self.streams.values()], "leaving a call")
 
     def connection_lost(self) -> None:
-        """Ends everything: nothing comes or leaves any more."""
+        """Abandons everything, because the transport is gone."""
         self.phase = CLOSED
         self.out.clear()
         self.abandon_streams()
@@ -643,11 +643,11 @@ class Http2:
         self._floods.look(self._frames, self.answered, self._granted + self._ungranted + self.sent)
 
     def _read_of(self, stream: Stream) -> int:
-        """Returns how many bytes of that stream were read to their place, and that it was not told of."""
+        """Returns how many bytes were read into a stream's memory that it does not know of yet."""
         return self.data_read if stream is self.data_stream else 0
 
     def check(self, now: float, seconds: float, unread: bool) -> None:
-        """Looks at what the client has sent in the last seconds, and what it has begun; called about once a second.
+        """Checks rates and deadlines of what the client sends; called about once a second.
 
         Args:
           unread: nothing is read now, so what it has sent meanwhile is not late.

@@ -58,18 +58,18 @@ class InferCall(Call):
     def completed(
         self, asked: CallRequest, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None
     ) -> None:
-        """Takes an answer to a request of its own."""
+        """Takes an answer to one of the call's requests."""
 
     @abstractmethod
     def placed(self) -> None:
-        """Hears that its request that waited for room does so no longer."""
+        """Is called when a request of the call no longer waits for arena memory."""
 
 
 # ----------------------------------------------------------------------------------------------------- requests of a call
 
 
 class CallRequest(InFlight):
-    """Is a request of a call, sent by a number where its message was known."""
+    """Tracks one inference request of a gRPC call until its final answer."""
 
     call: InferCall
     #: What its message says beside its id and its tensors.
@@ -141,7 +141,7 @@ class Infer:
         waited_ns: int = 0,
         read_ns: int = 0,
     ) -> CallRequest:
-        """Sends a message, those bytes of it where it is a buffer.
+        """Sends the request that a message holds: ``message[start:end]`` where it is a buffer.
 
         Args:
           streamed: whether it may be for a decoupled model.
@@ -166,7 +166,7 @@ class Infer:
         return self._ask_read(call, understood, streamed, waited_ns, read_ns)
 
     def _ask_known(self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool) -> CallRequest | None:
-        """Sends a message that came whole and is known. None: it is to be read."""
+        """Sends a message that came whole and whose kind is known. Returns None if it must be read exactly."""
         _, client_id, parameters, raws, room = walked
         if not self._prepared.is_usable(known, len(raws)) or (known.decoupled and not streamed):
             return None
@@ -194,7 +194,7 @@ class Infer:
     def _ask_placed(
         self, call: InferCall, message: ArrivingMessage, streamed: bool, by_number: bool, waited_ns: int, read_ns: int
     ) -> CallRequest:
-        """Sends a message that was placed while it arrived. Its lease is the request's then."""
+        """Sends a message whose tensors were placed while it arrived; its lease passes to the request."""
         head, client_id, contents = message.fields()
         walked = walk(head, 0, len(head), 0)
         known = None if walked is None else self._prepared[walked[0]]
@@ -250,7 +250,7 @@ class Infer:
     def _ask_read(
         self, call: InferCall, understood: Understood, streamed: bool, waited_ns: int, read_ns: int
     ) -> CallRequest:
-        """Sends a request that was read exactly, with the caller's headers that are parameters."""
+        """Sends a request that was read exactly, after adding forwarded headers as parameters."""
         decoded, request, state = understood
         stream = call.stream
         request.deadline_ns = stream.deadline_ns
@@ -312,7 +312,7 @@ class Infer:
     def releaser(
         self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None, trace: Trace | None
     ) -> Callable[[], None] | None:
-        """Returns what is due when an answer has left. None: nothing.
+        """Returns what to call once an answer has left, or None.
 
         Its lease is given back, or its bytes are taken, and with the last one the trace ends.
         """

@@ -34,7 +34,7 @@ Understood = tuple[DecodedHead, UnsentRequest, ModelState]
 
 
 class PreparedMessage:
-    """Holds what messages mean that differ in their id, scheduling and raw tensors alone. Owned by ``PreparedMessages``."""
+    """Holds the meaning of messages that differ only in id, scheduling and raw tensors. Owned by ``PreparedMessages``."""
 
     __slots__ = ("decoded", "decoupled", "edition", "numbered", "streamed", "unary")
 
@@ -53,7 +53,7 @@ class PreparedMessage:
         self.unary: dict[int, AnswerLayout] = {}
 
     def answer_layout(self, prepared: PreparedAnswer, streamed: bool) -> AnswerLayout:
-        """Returns how answers with that in common are written."""
+        """Returns the layout of answers with that prepared part."""
         known = self.streamed if streamed else self.unary
         # Who is kept here keeps what was prepared, so nothing else has its address meanwhile.
         layout = known.get(id(prepared))
@@ -69,12 +69,12 @@ class PreparedMessage:
 
 
 class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
-    """Remembers those of a front, by their rest: of all that came, the last ones and those that came again since."""
+    """Caches a front's prepared messages by the bytes that all messages of a kind share (``walk``: the rest)."""
 
     __slots__ = ("_schedulings", "_submitter", "_table")
 
     def __init__(self, table: ModelStates, submitter: Submitter, count: int = MAX_NUMBERS) -> None:
-        """Begins with nothing. ``count``: so many are remembered at least; 0: none."""
+        """Begins empty. ``count``: how many are kept at least; 0: none."""
         super().__init__(count)
         self._table = table
         self._submitter = submitter
@@ -82,11 +82,11 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         self._schedulings: BoundedCache[bytes, Scheduling] = BoundedCache(count)
 
     def is_usable(self, known: PreparedMessage, raws: int) -> bool:
-        """Returns whether a message with so many raw tensors means that, and its model serves. False: read the message."""
+        """Returns whether the cached meaning holds for a message with so many raw tensors: its model still serves."""
         return known.decoded.raw_count == raws and (known.edition == self._table.edition or self._serves(known))
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
-        """Returns what parameters say that a message had of its own. None: read the message."""
+        """Decodes the scheduling parameters of a message. None: the whole message must be read exactly."""
         if not parameters:
             return UNSCHEDULED
         found = self._schedulings[parameters]
@@ -97,7 +97,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return found
 
     def _serves(self, known: PreparedMessage) -> bool:
-        """Returns whether the model is still there, since the table has changed, and notes as what."""
+        """Looks the model up again after the table has changed. Returns whether it still serves."""
         decoded = known.decoded
         try:
             known.decoupled = self._table.find(decoded.model, decoded.version).streams
@@ -114,7 +114,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
     def read(
         self, content: Buffer, start: int, end: int, walked: Walked | None, known: PreparedMessage | None
     ) -> Understood:
-        """Reads a whole message, those bytes of ``content``. Raises RefusedRequest.
+        """Reads the message ``content[start:end]`` exactly. Raises RefusedRequest.
 
         ``walked``: what was found in it; ``known``: what is remembered of its rest.
         """
@@ -136,7 +136,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         walked: Walked | None,
         known: PreparedMessage | None,
     ) -> Understood:
-        """Reads a message in parts: all but its id and raw tensors, the id, the tensors. Raises RefusedRequest.
+        """Reads a message that was cut into head, id and raw tensors. Raises RefusedRequest.
 
         Args:
           walked: what was found in the head, or in all of it; None: it is unusual.
@@ -164,7 +164,7 @@ class PreparedMessages(BoundedCache[bytes, PreparedMessage]):
         return decoded, request, state
 
     def _learn(self, walked: Walked, decoded: DecodedHead, has_raw: bool) -> None:
-        """Remembers that a message became a request."""
+        """Caches the meaning of a message that was read exactly."""
         rest, _, parameters, _, _ = walked
         if parameters:
             try:

@@ -39,7 +39,7 @@ class Reflection:
         return answer
 
     def _fill(self, answer: Any, kind: str, asked: Any) -> None:
-        """Raises KeyError: there is no such thing."""
+        """Fills in the answer to one question. Raises KeyError: no such file, symbol or extension."""
         if kind == "file_by_filename":
             _describe(answer, POOL.FindFileByName(asked))
         elif kind == "file_containing_symbol":

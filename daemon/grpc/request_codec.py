@@ -40,7 +40,7 @@ _CONTENTS = {
 
 @dataclass(slots=True)
 class DecodedHead:
-    """Holds what a request says beside its raw tensors and its id. Requests share it: nothing of it changes any more."""
+    """Holds a decoded request without its raw tensors and its id. Immutable by convention, because requests share it."""
 
     model: str
     version: int
@@ -59,7 +59,7 @@ class DecodedHead:
     is_raw: bool = True
 
     def request(self, client_id: str, raws: Sequence[InputContent], scheduling: Scheduling) -> UnsentRequest:
-        """Makes a request with these raw tensors where they belong. Raises InvalidArgument: too many, or too few."""
+        """Makes a request by assigning the raw tensors to its inputs. Raises InvalidArgument: too many, or too few."""
         if len(raws) > self.raw_count:
             raise InvalidArgument(
                 f"{len(raws)} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"
@@ -79,7 +79,7 @@ class DecodedHead:
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelStates) -> tuple[DecodedHead, ModelState]:
-    """Reads everything but the raw tensors. Returns what it says, and the state of its model.
+    """Decodes everything but the raw tensors. Returns it, and the state of its model.
 
     ``has_raw``: tensors came as raw_input_contents, so none may come typed.
     Raises: NotFound, InvalidArgument: no such model or version.  InvalidArgument: not as the protocol says.
@@ -136,7 +136,7 @@ def read_version(model: str, text: str) -> int:
 
 
 def _content(entry: Any, datatype: str, shape: tuple[int, ...], has_raw: bool, model: str) -> InputContent | None:
-    """Returns the content of an input that is no raw tensor; None: it is one. Raises InvalidArgument."""
+    """Returns the content of an input that is typed or in a region; None: it is a raw tensor. Raises InvalidArgument."""
     name = entry.name
     element_count(shape, f"input '{name}' shape")
     if "shared_memory_region" in entry.parameters:
@@ -237,7 +237,7 @@ def _requested(entry: Any) -> RequestedOutput:
 
 
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
-    """Reads those fields of a message that hold parameters that schedule. None: ``decode_head`` is to read them."""
+    """Decodes the scheduling parameters of a message. None: they are unusual, and ``decode_head`` must read them."""
     try:
         given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if KEYS.issuperset(given):

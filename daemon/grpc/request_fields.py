@@ -29,7 +29,7 @@ _CUT_SHORT = "failed to parse the request message: it is cut short"
 
 
 class RefusedRequest(Exception):
-    """Says that a message becomes no request: the error, its id where that could be read, and its trace where it has one."""
+    """Raised where a message is refused; has the error, the request's id if it could be read, and its trace if there is one."""
 
     def __init__(self, error: ServingError, client_id: str = "", trace: Trace | None = None) -> None:
         super().__init__(error.message)
@@ -94,7 +94,7 @@ def client_id_of(message: Buffer) -> str:
 
 
 class ArrivingFields:
-    """Cuts a message of known size that comes in pieces. Its owner takes the raw tensors' bytes itself.
+    """Parses the fields of a message that arrives in pieces. Its owner takes the raw tensors' bytes itself.
 
     Everything is there once ``unread`` is 0.
     """
@@ -102,7 +102,7 @@ class ArrivingFields:
     __slots__ = ("_count", "_field", "_left", "_start", "client_id", "head", "raw_count", "raw_left", "unread")
 
     def __init__(self, byte_size: int, begun: Begun | None = None) -> None:
-        """Begins with nothing of so many bytes, or with all before the first raw tensor. Raises as ``take``."""
+        """Begins a message of so many bytes; ``begun``: what came before its first raw tensor. Raises as ``take``."""
         head, client_id, at, size = begun or _NOTHING
         if size > byte_size - at:
             raise _cut_short()
@@ -122,7 +122,7 @@ class ArrivingFields:
         self._count = 0
 
     def take(self, piece: memoryview, at: int) -> tuple[int, bool]:
-        """Takes what is no raw tensor. Returns how far, and whether a raw tensor of ``raw_left`` bytes begins there.
+        """Parses a piece up to the next raw tensor. Returns where it stopped, and whether a raw tensor begins there.
 
         Raises RefusedRequest: malformed.
         """
@@ -182,7 +182,7 @@ def _cut_short() -> RefusedRequest:
 
 
 def _field_start(start: Buffer | bytearray) -> tuple[int, int, int]:
-    """Returns a field's tag (0: none we know), how many bytes stand before its content, and the content's size.
+    """Returns a field's tag (0: an unknown one), the bytes before its content, and the size of the content.
 
     Raises: IndexError: more bytes are needed, or it is malformed.
     """

@@ -23,12 +23,13 @@ _INT64 = 1 << 63
 
 
 class AnswerLayout:
-    """Writes the answers of one kind: what they have in common once, each one's own between it."""
+    """Encodes answers of one kind: their common part was encoded once, and each answer's own part is put between."""
 
     __slots__ = ("_begin", "_owns", "_prepared", "_rest", "_whole")
 
     def __init__(self, prepared: PreparedAnswer, model: str, final: bool | None = None) -> None:
-        """
+        """Encodes what all answers of the kind have in common.
+
         Args:
           prepared: what the answers have in common; it is kept.
           final: what ``triton_final_response`` says; None: not there, as in unary answers.
@@ -45,7 +46,7 @@ class AnswerLayout:
     def pieces(
         self, client_id: bytes, contents: tuple[Content, ...], view: Callable[[Slice], memoryview]
     ) -> list[Buffer]:
-        """Returns a ModelInferResponse in pieces; slices of the response arena as they lie.
+        """Returns a ModelInferResponse in pieces; tensors in the response arena as views of it.
 
         Args:
           contents: the outputs that went to no region.
@@ -65,7 +66,7 @@ class AnswerLayout:
 
 @functools.lru_cache(1024)
 def _names(model: str, version: int) -> bytes:
-    """Writes the beginning of an answer."""
+    """Encodes model name and version, with which an answer begins."""
     return ModelInferResponse(model_name=model, model_version=str(version)).SerializeToString()
 
 
@@ -119,7 +120,7 @@ def streamed_error(message: str, client_id: str, model: str = "", final: bool | 
 
 
 def empty_final(model: str, client_id: str) -> bytes:
-    """Writes that no response comes any more: for clients that want to know when a decoupled model is done."""
+    """Encodes the empty final response of a decoupled model, for clients that ask for one."""
     inner = ModelInferResponse(model_name=model, id=client_id, parameters=_parameters({_FINAL: True}))
     return ModelStreamInferResponse(infer_response=inner).SerializeToString()
 
@@ -129,12 +130,12 @@ def empty_final(model: str, client_id: str) -> bytes:
 
 @functools.lru_cache(8192)
 def field_start(tag: int, byte_size: int) -> bytes:
-    """Writes what stands before the content of a length-delimited field: its tag, of one byte, and its size."""
+    """Encodes the start of a length-delimited field: its one-byte tag and its size."""
     return bytes((tag,)) + varint(byte_size)
 
 
 def varint(value: int) -> bytes:
-    """Writes seven bits a byte, the lowest first."""
+    """Encodes a varint: seven bits a byte, the lowest first."""
     pieces = bytearray()
     while value >= 128:
         pieces.append(value & 127 | 128)

@@ -76,7 +76,7 @@ class GrpcFront(Front):
         self._check = asyncio.create_task(self._check_connections())
 
     async def drain(self, grace_ns: int) -> None:
-        """Takes no new connections; the open ones take no new calls, and close once their last answer is taken."""
+        """Stops accepting connections and calls; open connections close once their last answer was received."""
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
         await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
@@ -106,7 +106,7 @@ class GrpcFront(Front):
         return any(not connection.asks_nothing for connection in self._serving.connections)
 
     async def _check_connections(self) -> None:
-        """Lets every connection look at its deadlines."""
+        """Makes every connection check its deadlines, once a second."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = asyncio.get_running_loop().time()
@@ -116,7 +116,7 @@ class GrpcFront(Front):
 
 
 class Opening:
-    """Makes connections that were taken the loop's, which can speak TLS. One per front.
+    """Turns accepted sockets into connections of the event loop, with TLS if configured. One per front.
 
     ``make`` gives a connection its protocol; it is told whose that is, as ``Peer.owner`` tells it. ``context`` None: plain text.
     """
@@ -129,7 +129,7 @@ class Opening:
         self.pending: set[Coroutine[Any, Any, object]] = set()
 
     def open(self, taken: socket.SocketType, owner: str) -> None:
-        """Begins to make a connection the loop's. ``owner``: whose it is."""
+        """Begins to open a connection on an accepted socket. ``owner``: whom it counts for."""
         make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
         opening = self._loop.connect_accepted_socket(make, connection, ssl=self._context)
         self.pending.add(opening)
@@ -156,7 +156,7 @@ class Opening:
 
 
 class TlsError(Exception):
-    """Tells the operator which file is wrong."""
+    """Raised where a TLS file cannot be used; says which, for the operator."""
 
 
 def tls_context(options: Grpc) -> ssl.SSLContext | None:

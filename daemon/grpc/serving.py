@@ -61,7 +61,7 @@ class Serving:
         self.compression = COMPRESSION_LEVELS[self.options.response_compression]
 
     def begin(self, stream: Stream, head: CallHead) -> None:
-        """Gives a new stream its call, or its answer where nothing answers such a request."""
+        """Starts the call of a new stream, or answers it with an error if no method handles it."""
         if head.http_status != 200:
             stream.answer_http(head.http_status)
             return

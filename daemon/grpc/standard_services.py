@@ -31,7 +31,7 @@ _MAX_QUESTIONS = 64
 
 
 class StandardServices:
-    """Answers both services."""
+    """Implements grpc.health.v1 and server reflection."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints
@@ -45,7 +45,7 @@ class StandardServices:
             yield f"/{service}/ServerReflectionInfo", functools.partial(_reflecting, reflection, messages)
 
     async def _check(self, request: Any) -> Any:
-        """Answers for any service, as Triton does whatever the name is."""
+        """Answers a health check, for any service name, as Triton does."""
         return await self._status()
 
     async def _status(self) -> Any:
@@ -76,7 +76,7 @@ def _reflecting(reflection: Reflection, messages: Any, stream: Stream) -> Call:
 
 
 class _Conversation(Call):
-    """Is a call whose answers an asynchronous generator gives, from an iterator over its requests."""
+    """Runs a call whose answers come from an asynchronous generator over its requests."""
 
     def __init__(
         self, stream: Stream, request: type[Message], answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]

@@ -29,7 +29,7 @@ _MODEL, _PARAMETER = 0x0A, 0x22
 
 
 class StepOrder:
-    """Knows the unary calls of one connection that are not sent yet."""
+    """Keeps the unary calls of one connection that are not sent yet, in their order."""
 
     __slots__ = ("_broken", "_due", "_loop", "unsent")
 
@@ -46,7 +46,7 @@ class StepOrder:
         self.unsent[step] = False
 
     def waits(self, step: UnaryInfer) -> bool:
-        """Says whether a call that is whole has to wait: then it is told how it goes on."""
+        """Returns whether a complete call must wait for an earlier step; ``resume`` or ``miss`` is called then."""
         if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
             return False
         for other in self.unsent:
@@ -89,7 +89,7 @@ class StepOrder:
 
 
 def sequence_of(message: Buffer | bytearray) -> Sequence | None:
-    """Returns the sequence that a possibly incomplete message belongs to. None: none, or that has not come yet."""
+    """Returns the sequence that a possibly incomplete message belongs to; None: none, or its id has not arrived."""
     said = b""
     for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
         if tag in (_MODEL, _PARAMETER):

@@ -100,7 +100,7 @@ class Stream:
             self._promised = head.content_length
 
     def begin(self, call: Call) -> None:
-        """Begins the call that answers; its deadline runs from now."""
+        """Attaches the call that answers this stream; its deadline runs from now."""
         self.call = call
         if self.head.timeout_ns:
             self.deadline_ns = min(time.monotonic_ns() + self.head.timeout_ns, _NEVER_NS)
@@ -109,7 +109,7 @@ class Stream:
     # ----------------------------------------------------------------------------------------------- receiving
 
     def receive(self, data: bytes, start: int, end: int) -> None:
-        """Takes a piece of the client's messages: those bytes of ``data``."""
+        """Receives ``data[start:end]``, the next bytes of the client's messages."""
         if self._promised is not None and not self._counts(end - start):
             return
         if self._finished:
@@ -130,7 +130,7 @@ class Stream:
             self._defect()
 
     def _take(self, piece: memoryview) -> None:
-        """Takes messages that come in several pieces, or several in one."""
+        """Splits received bytes into messages, which may come in several pieces, or several in one."""
         at, end = 0, len(piece)
         while at < end and not self._finished:
             arriving = self.arriving
@@ -164,7 +164,7 @@ class Stream:
                 self._arrived(arriving)
 
     def advance(self, byte_size: int) -> None:
-        """Takes note that so many bytes of the message under way were written to their place (``ArrivingMessage.rest``)."""
+        """Notes that so many bytes of the current message were written to their place (``ArrivingMessage.rest``)."""
         if self._promised is not None and not self._counts(byte_size):
             return
         arriving = self.arriving
@@ -178,17 +178,17 @@ class Stream:
 
     @property
     def waits_for_room(self) -> bool:
-        """Says whether a message under way has no place to go yet."""
+        """Returns whether the message under way still waits for arena memory."""
         return self.arriving is not None and self.arriving.waits_for_room
 
     def _room_came(self) -> None:
-        """Goes on with a message that waited for room and is placed, or refused: the client's time runs again."""
+        """Continues a message that waited for room and was placed, or refused; the client's deadline starts anew."""
         self.partial_since = 0.0
         self._note()
         self.http2.grant(self)
 
     def _note(self) -> None:
-        """Notes what is kept here of messages under way, and since when, and grants more of one that has its place."""
+        """Updates the count of buffered message bytes, and grants window for a message whose memory is reserved."""
         if self._finished:
             return
         arriving, serving = self.arriving, self.http2.serving
@@ -219,7 +219,7 @@ class Stream:
         self.partial_since = 0.0
 
     def _arrived(self, arriving: ArrivingMessage) -> None:
-        """Gives the call the message under way, which is whole."""
+        """Hands the completed message to the call."""
         self.arriving = None
         self.partial_since = 0.0
         self.http2.serving.collected -= self._kept
@@ -237,7 +237,7 @@ class Stream:
             raise
 
     def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
-        """Gives the call a whole message. Raises Refused: it is compressed, and not as it says."""
+        """Hands a whole message to the call, inflated if it is compressed. Raises Refused: it cannot be inflated."""
         assert self.call is not None
         if flag:
             content = inflated(
@@ -247,7 +247,7 @@ class Stream:
         self.call.message(content, start, end)
 
     def _counts(self, byte_size: int) -> bool:
-        """Returns whether so much may still come by the request's content-length; else the stream is reset."""
+        """Counts bytes against the request's content-length. Returns False, after resetting the stream, if they exceed it."""
         assert self._promised is not None
         self._promised -= byte_size
         if self._promised < 0 and not self.ended:
@@ -255,7 +255,7 @@ class Stream:
         return self._promised >= 0
 
     def end_receiving(self) -> None:
-        """Takes note that the client half-closed."""
+        """Notes that the client has half-closed the stream."""
         if self._promised and not self.ended:
             self.http2.reset(self, frames.PROTOCOL_ERROR)
             return
@@ -274,7 +274,7 @@ class Stream:
     # -------------------------------------------------------------------------------------------------- sending
 
     def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """Sends the one message of a unary call, and the end. ``on_sent`` is called once its bytes are free again."""
+        """Sends the one message of a unary call and its trailers. ``on_sent`` is called once the bytes may be reused."""
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -321,7 +321,7 @@ class Stream:
         self._close()
 
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
-        """Sends one message; what the windows do not allow yet waits. ``on_sent`` is called once its bytes are free again."""
+        """Sends one message, as far as the windows allow. ``on_sent`` is called once its bytes may be reused."""
         if self._finished:
             if on_sent is not None:
                 on_sent()
@@ -384,7 +384,7 @@ class Stream:
         self._on_sent.append(on_sent)
 
     def finish(self, code: int, message: str = "") -> None:
-        """Sends the status; nothing is sent after it."""
+        """Sends the status in the trailers, which end the stream."""
         if self._finished:
             return
         self._finished = True
@@ -460,7 +460,7 @@ class Stream:
             self._close()
 
     def _sent(self) -> None:
-        """Hands on who waits: everything is with the connection now, and they are called when it has left that."""
+        """Passes the waiting ``on_sent`` callbacks to the connection, which calls them once it has written everything."""
         waiting, self._on_sent = self._on_sent or (), None
         when_written = self.connection.when_written
         call_each((partial(when_written, on_sent) for on_sent in waiting), "what follows an answer")
@@ -496,7 +496,7 @@ class Stream:
                 self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     def _is_stalled(self, now: float) -> bool:
-        """Says whether the client takes too little of an answer, by the stream's window, the connection's or the socket."""
+        """Returns whether the client takes an answer too slowly, by the stream's window, the connection's or the socket."""
         if not self.blocked:
             return False
         if self._pace is None:
@@ -506,11 +506,11 @@ class Stream:
 
     @property
     def idle(self) -> bool:
-        """Says whether nothing is asked: no message is on its way, and none waits for its answer."""
+        """Returns whether no message is arriving and none waits for its answer."""
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
     def stop(self, now: float, direct: int) -> None:
-        """Ends the call with its last answer, at once where it waits for none: the server stops. Called again and again.
+        """Ends the call after its last answer, because the server stops; called repeatedly until it has ended.
 
         Whoever does not go on with its message is not waited for.
 
@@ -539,14 +539,14 @@ class Stream:
         self.refuse(UNAVAILABLE, "the server is stopping")
 
     def _defect(self) -> None:
-        """Answers over a defect of ours: no reason to leave a client without its answer."""
+        """Logs an unexpected exception, and ends the call with INTERNAL."""
         _log.exception("a call of %s met a defect of the server", self.head.path)
         self.refuse(INTERNAL, DEFECT)
 
     # -------------------------------------------------------------------------------------------------- ending
 
     def refuse(self, code: int, message: str) -> None:
-        """Ends a call over what its client sent: with the status, and the call is told that nobody waits."""
+        """Ends the call with a status over what its client sent, and cancels what it has begun."""
         if not self._finished:
             call = self.call
             try:

@@ -133,7 +133,7 @@ class StreamInfer(InferCall):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Takes what waited, now that there may be room, and lets the client send more."""
+        """Sends waiting messages while there is room, then lets the client send more."""
         while self._waiting and self._has_room():
             message = self._waiting.popleft()
             self._ask(message, 0, 0 if isinstance(message, ArrivingMessage) else len(message))

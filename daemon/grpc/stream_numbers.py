@@ -18,7 +18,7 @@ _MAX_REMEMBERED = 256
 
 
 class Past(enum.Enum):
-    """Says what became of a stream that is not open."""
+    """Tells why a stream is not open."""
 
     #: Nobody has used it yet.
     IDLE = "idle"

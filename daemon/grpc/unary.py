@@ -23,7 +23,7 @@ Answer = Callable[[Any], Awaitable[Message]]
 
 
 class Unary(Call):
-    """Answers one such call."""
+    """Answers one unary management call by a coroutine."""
 
     def __init__(self, stream: Stream, request: type[Message], answer: Answer) -> None:
         self._stream = stream

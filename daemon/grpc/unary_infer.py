@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnaryInfer(InferCall):
-    """Answers one request."""
+    """Answers one ModelInfer call."""
 
     __slots__ = ("_arriving", "_asked", "_infer", "_message", "_sequence", "_waits_since", "stream")
 
@@ -67,7 +67,7 @@ class UnaryInfer(InferCall):
 
     @property
     def sequence(self) -> Sequence | None:
-        """Returns the sequence that it is a step of. None: of none, or that is not known yet."""
+        """Returns the sequence that the request is a step of; None: of none, or it is not known yet."""
         message = self._arriving if self._message is None else self._message
         said = message.head if isinstance(message, ArrivingMessage) else message
         size, found = self._sequence
@@ -77,7 +77,7 @@ class UnaryInfer(InferCall):
         return found
 
     def resume(self) -> None:
-        """Goes on: no step is before it any more."""
+        """Sends the request, now that no earlier step is unsent."""
         try:
             self._begin()
         except Exception:
@@ -85,7 +85,7 @@ class UnaryInfer(InferCall):
             self.stream.refuse(INTERNAL, DEFECT)
 
     def miss(self, sequence: Sequence) -> None:
-        """Ends because a step before it will not run, so it cannot either."""
+        """Refuses the request, because an earlier step of its sequence will not run."""
         if isinstance(self._message, ArrivingMessage):
             self._message.drop()
         self._message = None
@@ -95,7 +95,7 @@ class UnaryInfer(InferCall):
         self.stream.connection.steps.leave(self, self._asked is not None)
 
     def _begin(self) -> None:
-        """Sends its request, or answers why not. Those that wait for it go on, unless it waits for room itself."""
+        """Sends the request, or refuses it. Later steps may then go on, unless this one waits for room."""
         message, self._message = self._message, None
         assert message is not None
         size = 0 if isinstance(message, ArrivingMessage) else len(message)

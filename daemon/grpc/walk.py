@@ -35,7 +35,7 @@ _MAX_SHIFT = 28
 
 
 def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked | None:
-    """Walks over a message, those bytes of ``content``. None: it is to be read exactly.
+    """Walks over the message ``content[start:end]``. None: it must be read exactly.
 
     Args:
       inline: raw tensors of at most so many bytes are bytes, larger ones views of ``content``.
@@ -67,7 +67,7 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
 
 
 def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | None:
-    """Walks over the beginning of a message, those bytes, as far as its first raw tensor, which need not be there.
+    """Walks over ``content[start:end]``, the beginning of a message, as far as its first raw tensor.
 
     None: none begins there, or it is to be read exactly.
     """
@@ -88,7 +88,7 @@ def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | N
 
 
 def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the first fields that are whole before ``end``: tag, where it begins, where its content begins, and its size."""
+    """Yields the complete fields before ``end``: tag, start of the field, start of its content, and the content's size."""
     at = 0
     while at < end and (field := _field(content, at, end)) is not None:
         tag, begin, size = field
@@ -99,7 +99,7 @@ def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, in
 
 
 class _Own:
-    """Collects what is found besides raw tensors."""
+    """Collects the fields of a message besides its raw tensors."""
 
     def __init__(self, parts: bool) -> None:
         """Begins with nothing. ``parts``: whether parameters that schedule are no part of the rest."""

@@ -77,7 +77,7 @@ class AnswerOrder:
             self.announce_end()
 
     def received_whole(self) -> None:
-        """Goes on once the body that was arriving is whole."""
+        """Notes that the arriving body is complete, and continues its request."""
         receiving, self.receiving = self.receiving, None
         self.times.body_since = 0.0
         if len(self.requests) > 1:
@@ -88,13 +88,13 @@ class AnswerOrder:
 
     @property
     def between(self) -> bool:
-        """Returns whether nothing is under way, so that what comes is a head."""
+        """Returns whether no request is under way, so that the next bytes begin a head."""
         return not (self.requests or self.receiving or self.times.head_since)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def answer_whole(self, answer: bytes) -> None:
-        """Writes the active answer in one piece, where nothing is to be given back when it has left, and the connection stays."""
+        """Writes the active answer in one piece; for answers without a lease on connections that are kept alive."""
         self.transport.write(answer)
         answered = self.requests.popleft()
         if self.requests or self._refusal or self.times.head_since or self.flow.read_paused:
@@ -116,7 +116,7 @@ class AnswerOrder:
         return not waits
 
     def answer_part(self, part: bytes) -> bool:
-        """Writes a part of the active generation's answer. As ``answer_pieces``; ``answered`` ends it."""
+        """Writes a part of the active generation's answer. Returns as ``answer_pieces``; ``answered`` ends the answer."""
         self.transport.write(part)
         if not self.flow.write_paused:
             return True
@@ -169,11 +169,11 @@ class AnswerOrder:
             self._turning = False
 
     def owes(self, exchange: Exchange) -> bool:
-        """Returns whether the answer that is written next is that exchange's."""
+        """Returns whether the next answer to be written belongs to that exchange."""
         return bool(self.requests) and self.requests[0] is exchange
 
     def cut(self) -> None:
-        """Ends a connection whose client cannot be answered any more."""
+        """Aborts the connection, because its client cannot be answered any more."""
         self.transport.abort()
 
     def announce_end(self) -> None:
@@ -222,7 +222,7 @@ class AnswerOrder:
         self._steer_reading()
 
     def _steer_reading(self) -> None:
-        """Reads while a body arrives, or nothing waits for its answer; not while the client or the arena is full."""
+        """Pauses or resumes reading: it pauses while the client does not read, the arena is full, or an answer is awaited."""
         if self.flow.write_paused or self._body_waits_since:
             self.flow.pause_reading()
         elif isinstance(self.receiving, Exchange | Generation) or not self.requests:
@@ -230,7 +230,7 @@ class AnswerOrder:
 
     @property
     def received(self) -> int:
-        """Counts the bytes of the body that is arriving; -1: none is whose client could send it faster."""
+        """Returns the received bytes of the arriving body; -1: there is none, or it is the server that holds it up."""
         if self.receiving is None or self._body_waits_since:
             return -1
         direct = self.reader.byte_size if self.reader is not None and self.reader.reads_body else 0
@@ -260,7 +260,7 @@ class AnswerOrder:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Ends the connection; what was written leaves first."""
+        """Closes the connection after everything written has left."""
         if self._hung_up:
             return
         self.closing = self._hung_up = True
@@ -270,14 +270,14 @@ class AnswerOrder:
             self._serving.lingering.see_out(self.transport)
 
     def leave(self) -> None:
-        """Ends it where nothing is asked: at once, if the client has all answers; many keep such open without looking at them."""
+        """Closes an idle connection: at once if the client has received all answers, because many never notice a half-close."""
         if is_quiet(self.transport) and not self._hung_up:
             self.transport.close()
         else:
             self._hang_up()
 
     def lost(self) -> None:
-        """Lets go of everything, as the connection is gone."""
+        """Abandons all requests, because the connection is gone."""
         if self.requests or self._unwritten:
             call_each([request.abandon for request in {*self.requests, *self._unwritten}], "leaving a request")
             self.requests.clear()
@@ -287,7 +287,7 @@ class AnswerOrder:
 
 
 class Flow:
-    """Knows whether a client is read, and whether it takes what is written to it."""
+    """Controls the flow of one connection: whether it is read, and whether its client takes what is written."""
 
     __slots__ = ("_writable", "read_paused", "resting", "transport", "write_paused")
 
@@ -311,7 +311,7 @@ class Flow:
             self._steer()
 
     def rest(self, resting: bool) -> None:
-        """Begins or ends a rest."""
+        """Pauses reading until the next iteration of the loop (True), or ends that pause."""
         self.resting = resting
         self._steer()
 
@@ -322,7 +322,7 @@ class Flow:
             self.transport.resume_reading()
 
     def resume_writing(self) -> None:
-        """Notes that all that was written has left, or never will."""
+        """Notes that everything written has left, or never will."""
         self.write_paused = False
         if self._writable is not None:
             self._writable.set()

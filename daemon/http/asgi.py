@@ -34,7 +34,7 @@ _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
 class AsgiRequest:
-    """Has the application answer one request. ``scope``: ASGI's; ``expects_continue``: the body comes once it is asked for."""
+    """Runs the ASGI application for one request. ``expects_continue``: the client sends the body after a 100 Continue."""
 
     #: Nobody measures how fast its body comes.
     received = -1
@@ -63,7 +63,7 @@ class AsgiRequest:
     # ------------------------------------------------------------------------------------------- the connection's side
 
     def receive(self, chunk: bytes) -> None:
-        """Takes a piece of the body; nobody wants it once the answer is complete."""
+        """Takes a piece of the body; it is dropped once the answer is complete."""
         if not self._answered:
             self._body += chunk
             if len(self._body) > _MAX_WAITING:
@@ -76,14 +76,14 @@ class AsgiRequest:
         self._news.set()
 
     def take_turn(self) -> None:
-        """Goes on once every earlier request of the connection is answered."""
+        """Starts the application, once every earlier request of the connection is answered."""
         tasks = self._serving.tasks
         task = asyncio.create_task(self._run())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     def abandon(self) -> None:
-        """Tells the application that the client is gone; what it says is dropped."""
+        """Tells the application that the client is gone; what it still answers is dropped."""
         self._gone = True
         self._expects_continue = False
         self._news.set()

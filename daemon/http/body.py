@@ -47,7 +47,7 @@ class CollectedBody:
 
     @classmethod
     def of(cls, content: bytes) -> CollectedBody:
-        """Makes a body that is whole."""
+        """Makes a body of content that is complete."""
         body = cls()
         body.write(content)
         return body
@@ -100,19 +100,19 @@ class TextBody:
         self.advance(len(chunk))
 
     def rest(self) -> memoryview:
-        """Serves as ``PlacedBody``'s."""
+        """Does as in ``PlacedBody``."""
         if self._kept:
             return self._memory[self.received :]
         return self._memory[: self._byte_size - self.received]
 
     def advance(self, byte_size: int) -> None:
-        """Serves as ``PlacedBody``'s."""
+        """Does as in ``PlacedBody``."""
         self.received += byte_size
         if self._kept and not self._grown(byte_size):
             self.drop()
 
     def drop(self) -> None:
-        """Drops what came; what still comes is thrown away."""
+        """Frees the memory of the body; bytes that still arrive are discarded."""
         self._kept = False
         self._memory = memoryview(bytearray(min(_THROWN_AWAY, self._byte_size - self.received)))
 
@@ -134,7 +134,7 @@ class PlacedBody:
 
     @staticmethod
     def start(head_size: int) -> int:
-        """Returns where in its lease a body with so much JSON begins."""
+        """Returns the offset in the lease at which a body with a JSON head of that size begins, so that tensors are aligned."""
         return -head_size % ALIGNMENT
 
     @staticmethod
@@ -148,7 +148,7 @@ class PlacedBody:
         self.received += len(chunk)
 
     def rest(self) -> memoryview:
-        """Returns the memory for what is still to come: a socket may be read straight into it."""
+        """Returns the memory for the rest of the body, into which the socket may be read directly."""
         return self.lease.view[self._start + self.received : self._end]
 
     def advance(self, byte_size: int) -> None:
@@ -156,17 +156,17 @@ class PlacedBody:
         self.received += byte_size
 
     def head(self, head_size: int) -> memoryview:
-        """Returns the JSON."""
+        """Returns the JSON head of the body."""
         return self.lease.view[self._start : self._start + head_size]
 
     def places(self, head_size: int, parts: list[BinaryPart]) -> tuple[Slice, ...]:
-        """Returns where parts lie of which none is tiny."""
+        """Returns the places of binary parts, none of which travels in the record."""
         slice_ = self.lease.place
         segment, start = slice_.segment, slice_.offset + self._start + head_size
         return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
 
     def place(self, head_size: int, part: BinaryPart, inline_byte_size: int) -> Content:
-        """Returns where a part lies, or a tiny one's bytes."""
+        """Returns the place of a binary part, or its bytes if it is small enough for the record."""
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
             return bytes(self.lease.view[start : start + part.byte_size])

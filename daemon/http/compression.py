@@ -53,7 +53,7 @@ class Inflation:
         self._pending.extend(view[at : at + _INFLATE_IN] for at in range(0, len(view), _INFLATE_IN))
 
     def step(self) -> bool:
-        """Inflates a little; whether there is more to do.
+        """Inflates a limited amount. Returns whether there is more to do.
 
         Raises: InvalidArgument: the stream is broken.  BodyTooLarge.
         """
@@ -78,7 +78,7 @@ class Inflation:
         return bool(self._pending)
 
     def finish(self) -> None:
-        """Checks the end, once everything was fed and inflated. Raises InvalidArgument: the stream goes on beyond the body."""
+        """Checks that the compressed stream is complete. Raises InvalidArgument: it would go on beyond the body."""
         if not self._stream.eof:
             raise InvalidArgument(
                 f"failed to decompress the request body: the {self._coding} stream is truncated after {self.received} bytes"
@@ -89,7 +89,7 @@ class Inflation:
         self.received += len(chunk)
 
     def drop(self) -> None:
-        """Drops the rest and what was inflated."""
+        """Frees what was fed and what was inflated."""
         self._pending.clear()
         self._body = CollectedBody()
 
@@ -129,7 +129,7 @@ class Deflation:
         self.compressed: list[bytes] = []
 
     def step(self) -> bool:
-        """Compresses a little; whether there is more to do."""
+        """Compresses a limited amount. Returns whether there is more to do."""
         room = _DEFLATE_IN
         while self._pieces and room:
             piece = self._pieces.popleft()
@@ -173,7 +173,7 @@ def answer_coding(accept: bytes) -> str:
 
 
 def _quality(parameter: bytes) -> float:
-    """Reads a ``q=0.8``; what is none counts as 0, because an answer that is not compressed is always right."""
+    """Parses ``q=0.8``; anything malformed counts as 0, because an answer that is not compressed is always right."""
     name, _, value = parameter.partition(b"=")
     try:
         quality = float(value) if name.strip() == b"q" else 0.0

@@ -41,7 +41,7 @@ _RECEIVING, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.SUBMITTED
 
 
 class Connection(asyncio.Protocol):
-    """Receives what a client sends. ``connections``: the open ones. ``owner``: of what it holds (``Peer.owner``)."""
+    """Carries one client's HTTP/1.1 connection. ``connections``: all open ones; ``owner``: whom its memory counts for."""
 
     __slots__ = ("_connections", "_direct", "_feed", "_held", "_owner", "_serving", "order", "transport")
 
@@ -93,7 +93,7 @@ class Connection(asyncio.Protocol):
             self._parse(data, between)
 
     def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
-        """Takes a request whose head was parsed before, or its beginning, where nothing else is under way. False: parse it."""
+        """Begins a request whose head is cached, where nothing else is under way. Returns False if it must be parsed."""
         order, serving, length = self.order, self._serving, head.content_length
         received = len(data) - head_size
         if order.closing:
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
         )
 
     def _take_large(self, head: InferHead, first: bytes) -> bool:
-        """Takes a large request with that head and the beginning of its body. False: not now."""
+        """Begins a large request from its cached head and its first bytes. Returns False if it cannot be placed now."""
         order = self.order
         if order.flow.read_paused:
             return False
@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _parse(self, data: bytes, between: bool) -> None:
-        """Gives anything else to the parser. ``between``: nothing was under way when it came."""
+        """Feeds received bytes to the parser. ``between``: no request was under way when they came."""
         order, feed = self.order, self._feed
         if feed is None:
             feed = self._feed = ParserFeed(self._serving, self.transport, order)
@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
             self._leave_reader()
 
     def eof_received(self) -> bool:
-        """Ends reading; nothing says whether the client still reads. True: the connection stays open for what it is owed."""
+        """Handles the end of the client's sending side. Returns True to keep the connection open for the answers it is owed."""
         order = self.order
         order.ended = True
         if not order.closing:
@@ -180,21 +180,21 @@ class Connection(asyncio.Protocol):
     # ---------------------------------------------------------------------------------------------- large bodies
 
     def _read_rest(self, body: PlacedBody | TextBody) -> None:
-        """Reads what is to come of it straight to its place."""
+        """Lets the reader fill the rest of a large body directly."""
         order = self.order
         order.reader = order.reader or BodyReader(self, self.transport)
         self._direct = body
         order.reader.receive(body.rest()[:_PIECE_BYTE_SIZE] if isinstance(body, TextBody) else body.rest())
 
     def _leave_reader(self) -> None:
-        """Reads as usual again, because what came was small and whole."""
+        """Removes the reader, because small requests are received again."""
         order = self.order
         if order.reader is not None and not order.flow.read_paused:
             order.reader.leave()
             order.reader = None
 
     def direct_body_complete(self) -> None:
-        """Goes on once the reader has what it was to read of a large body: all of it, or a piece of a text."""
+        """Continues once the reader has filled its memory: all of a binary body, or a piece of a text."""
         order = self.order
         body, self._direct = self._direct, None
         assert body is not None
@@ -216,7 +216,7 @@ class Connection(asyncio.Protocol):
         self.order.resume_writing()
 
     def check(self, now: float) -> None:
-        """Ends what has waited too long; called about once a second by the server."""
+        """Checks every deadline of the connection; called about once a second by the server."""
         http, order = self._serving.options.http, self.order
         if order.flow.read_paused:
             order.times.held_up(now)
@@ -239,7 +239,7 @@ class Connection(asyncio.Protocol):
             order.refuse(503, "the server is stopping, and the rest of the request does not come")
 
     def _came(self) -> int:
-        """Counts the bytes of what is not whole; -1: nothing is that the client could send."""
+        """Returns the received bytes of an incomplete request; -1: the client has none to complete."""
         order = self.order
         if order.receiving is not None:
             return order.received
@@ -255,12 +255,12 @@ class Connection(asyncio.Protocol):
 
     @property
     def used_at(self) -> float:
-        """Returns when it was last of use to its client, where that asks nothing; monotonic seconds."""
+        """Returns when an idle connection last served its client, in monotonic seconds."""
         return self.order.times.idle_since or self.order.times.head_since
 
     @property
     def asks_nothing(self) -> bool:
-        """Returns whether the client waits for no answer or rest of one. A head that is not whole asks nothing yet."""
+        """Returns whether the client waits for no answer, nor the rest of one. An incomplete head does not count as a request."""
         order = self.order
         return not (order.requests or order.times.body_since or order.flow.write_paused)
 

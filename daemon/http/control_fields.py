@@ -21,7 +21,7 @@ _INT64_MAX = (1 << 63) - 1
 
 
 def read(body: bytes, required: bool = False) -> dict[str, Any]:
-    """Reads the fields of a body; an empty one has none, unless ``required``. What is no object has no fields either.
+    """Reads the fields of a JSON body. An empty body has none, unless ``required``; neither has JSON that is no object.
 
     Raises: InvalidArgument: not JSON.
     """
@@ -80,14 +80,14 @@ def members(value: Any) -> dict[str, Any]:
 
 
 def member(holder: Any, key: str) -> Any:
-    """Raises InvalidArgument: there is none."""
+    """Returns a member of an object. Raises InvalidArgument: it has none of that name."""
     if not isinstance(holder, dict) or key not in holder:
         raise InvalidArgument(f"attempt to access non-existing object member '{key}'")
     return holder[key]
 
 
 def base64_content(key: str, value: Any) -> bytes:
-    """Raises InvalidArgument: no string, or no base64."""
+    """Decodes a base64 string. Raises InvalidArgument: no string, or no base64."""
     try:
         return base64.b64decode(text(value), validate=True)
     except (binascii.Error, ValueError) as error:

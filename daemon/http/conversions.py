@@ -33,12 +33,12 @@ class Job:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Gives the work up: neither callback will come, and what it uses may be taken away."""
+        """Cancels the job: neither callback is called, and its memory may be freed."""
         self.cancelled = True
         self._steps.close()
 
     def step(self) -> bool:
-        """Does a step. Returns whether there is more to do."""
+        """Runs one step. Returns whether there is more to do."""
         try:
             next(self._steps)
             return True
@@ -50,7 +50,7 @@ class Job:
 
 
 class Conversions:
-    """Does the jobs of one front in turn, a step each."""
+    """Runs the jobs of one front in turn, one step of each at a time."""
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
@@ -58,7 +58,7 @@ class Conversions:
     def run(
         self, steps: Generator[None, None, Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
     ) -> Job:
-        """Takes the steps one by one, then calls ``done`` with what they return, or ``failed``; neither from here."""
+        """Runs a generator step by step, then calls ``done`` with its result, or ``failed``; never before this returns."""
         job = Job(steps, done, failed)
         if not self._jobs:
             asyncio.get_running_loop().call_soon(self._turn)

@@ -9,7 +9,7 @@ from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, Drai
 
 
 class Late(enum.Enum):
-    """Says what took too long."""
+    """Names what a connection has taken too long for."""
 
     #: It takes nothing of its answer.
     ANSWER = "answer"
@@ -24,7 +24,7 @@ class Late(enum.Enum):
 
 
 class Deadlines:
-    """Knows since when one connection waits, and for what; 0: it does not wait for that."""
+    """Tracks since when one connection waits for what, in monotonic seconds; 0: it does not wait for that."""
 
     __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
 
@@ -38,7 +38,7 @@ class Deadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Returns whether what is not whole comes no further while the server stops.
+        """Returns whether an incomplete request has made no progress for too long while the server stops.
 
         Args:
           came: bytes of it; below 0: nothing is to come.
@@ -48,14 +48,14 @@ class Deadlines:
         return came >= 0 and now - self._silent_since > SILENCE_SECONDS
 
     def held_up(self, now: float) -> None:
-        """Gives what is not whole all its time anew, because it is the server that does not read."""
+        """Restarts the deadlines of an incomplete request, because it is the server that does not read."""
         if self.head_since:
             self.head_since = now
         if self.body_since:
             self.body_since = now
 
     def late(self, http: Http, now: float, unsent: int, received: int, refused: bool) -> Late | None:
-        """Returns the first of what took too long.
+        """Returns the first deadline that has passed, or None.
 
         Args:
           unsent: bytes of answers that the client has still to take.

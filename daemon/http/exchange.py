@@ -56,7 +56,7 @@ _LENGTH = b"\r\nContent-Length: "
 
 
 class ExchangePhase(enum.Enum):
-    """Says where an exchange stands."""
+    """Names the phases of an exchange."""
 
     #: The body is arriving.
     RECEIVING = "receiving"
@@ -117,7 +117,7 @@ class Exchange(InFlight):
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
-        """Prepares a place for a body that is large, compressed, of unknown length, or sent once it is asked for."""
+        """Begins to receive a body that is large, compressed, of unknown length, or sent after 100 Continue."""
         reception = self._reception = Reception(
             self._serving, self._head, self._order.pause_body, self._go_on, self._order.account
         )
@@ -128,7 +128,7 @@ class Exchange(InFlight):
             reception.error = error
 
     def _admit(self) -> None:
-        """Raises NotFound, Unsupported: there is no such model for HTTP; or what is wrong with the head."""
+        """Checks that the model can be asked. Raises NotFound, Unsupported: not over HTTP; or the head's own error."""
         head, table = self._head, self._serving.table
         if head.error is not None:
             # It may be remembered with its target; what an error was raised through must not be.
@@ -157,7 +157,7 @@ class Exchange(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns what came of the body, and where it lies; None: it is small."""
+        """Returns the body as far as it has arrived; None: it is small, and kept in the exchange."""
         return None if self._reception is None else self._reception.body
 
     @property
@@ -171,7 +171,7 @@ class Exchange(InFlight):
         return self._reception is not None and self._reception.error is not None
 
     def complete(self) -> None:
-        """Goes on with a body that is whole."""
+        """Notes that the body is complete, and submits the request if it is its turn."""
         if self.phase is not _RECEIVING:
             return
         if self._trace is not None:
@@ -182,7 +182,7 @@ class Exchange(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Goes on once every earlier request of this connection is answered."""
+        """Notes that every earlier request of the connection is answered, and submits this one if its body is complete."""
         self.my_turn = True
         self._go_on()
 
@@ -233,7 +233,7 @@ class Exchange(InFlight):
             self._answer_defect()
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins with a large binary body in its turn. None: nothing happened; it has no place now, or is refused."""
+        """Begins to receive a large binary body. Returns None, with no effect, if it has no place now, or is refused."""
         reception = Reception(self._serving, self._head, self._order.pause_body, self._go_on, self._order.account)
         try:
             body = reception.begin_now()
@@ -254,7 +254,7 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
-        """Submits once the body is whole and placed and it is our turn."""
+        """Submits the request if its body is complete and placed and it is its turn."""
         if self.phase is not _RECEIVED or not self.my_turn or self._gone or self._job is not None:
             return
         reception = self._reception
@@ -274,7 +274,7 @@ class Exchange(InFlight):
             self._answer_defect()
 
     def _read(self, body: Body) -> None:
-        """Decodes the JSON and submits. What is large in it is found first, in steps."""
+        """Decodes the JSON and submits the request. Large data in it is cut out first, in steps."""
         json_size = self._head.json_size
         text: bytes | memoryview
         if isinstance(body, PlacedBody):
@@ -423,7 +423,7 @@ class Exchange(InFlight):
             self.written()
 
     def _answer_anew(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Answers with nothing that is remembered."""
+        """Encodes an answer without what is cached for its kind, or answers with its error."""
         if own.lease is not None and lane is not None:
             self._unwritten = (lane, own.lease)
         if self._trace is not None:
@@ -482,7 +482,7 @@ class Exchange(InFlight):
         self._answer_or_cut(self._answer, head, parts)
 
     def _answer_or_cut(self, step: Callable[..., None], *arguments: object) -> None:
-        """Does the next step of an answer, where the caller is the loop."""
+        """Runs the next step of an answer from the event loop; an exception cuts the connection."""
         try:
             step(*arguments)
         except Exception:
@@ -504,14 +504,14 @@ class Exchange(InFlight):
         self._hand_over(pieces)
 
     def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
-        """Hands the whole answer to the connection."""
+        """Writes the whole answer to the connection."""
         if self._trace is not None:
             self._trace.stamp(trace_stamps.HTTP_SEND_START)
         if self._order.answer_pieces(pieces):
             self.written()
 
     def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
-        """Compresses a little, and in the end answers. The lease is given back then: the compressed bytes are our own."""
+        """Compresses in steps, then answers. The lease is given back before, because the compressed bytes are a copy."""
         if self._gone:
             return
         if deflation.step():
@@ -542,12 +542,12 @@ class Exchange(InFlight):
         return self._head.origin_lines + self._timing_line + lines
 
     def _answer_defect(self) -> None:
-        """Ours or a worker's, and no reason to leave a client without its answer."""
+        """Logs an unexpected exception, and answers 500."""
         _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         self._answer_error(500, DEFECT)
 
     def written(self) -> None:
-        """Gives back what the transport held of the answer."""
+        """Gives back the answer's lease, because the transport has written it, and ends the trace."""
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
@@ -561,7 +561,7 @@ class Exchange(InFlight):
         self._refused(error)
 
     def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
-        """Does the next step for a request whose caller is the loop and not the connection."""
+        """Runs the next step of a request from the event loop; an exception becomes its answer."""
         try:
             step(*arguments)
         except Exception as error:
@@ -577,7 +577,7 @@ class Exchange(InFlight):
     # ------------------------------------------------------------------------------------------------ the end
 
     def abandon(self) -> None:
-        """Gives the request up, as the client is gone."""
+        """Cancels the request, because the client is gone."""
         self._gone = True
         if self._job is not None:
             self._job.cancel()

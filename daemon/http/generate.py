@@ -52,7 +52,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(InFlight):
-    """Leads one request to its answer; the base of both endpoints. ``expects_continue``: the body comes once it is asked for."""
+    """Handles one request to its answer; base class of the endpoints. ``expects_continue``: the body follows 100 Continue."""
 
     _serving: Serving
     _head: InferHead
@@ -116,7 +116,7 @@ class Generation(InFlight):
 
     @property
     def body(self) -> Body | None:
-        """Returns what came of the body, and where it lies; None: it is not wanted."""
+        """Returns the body as far as it has arrived; None: it is not wanted."""
         return None if self._reception is None else self._reception.body
 
     def complete(self) -> None:
@@ -126,12 +126,12 @@ class Generation(InFlight):
         self._go_on()
 
     def take_turn(self) -> None:
-        """Goes on once every earlier request of the connection is answered."""
+        """Notes that every earlier request of the connection is answered, and continues."""
         self._my_turn = True
         self._go_on()
 
     def abandon(self) -> None:
-        """Gives the request up, as the client is gone."""
+        """Cancels the request, because the client is gone."""
         self._gone = True
         if self._loading is not None:
             self._loading.cancel()
@@ -177,7 +177,7 @@ class Generation(InFlight):
         self._go_on()
 
     def _admit(self) -> ModelState:
-        """Raises NotFound, InvalidArgument: there is no such model, or the body is compressed."""
+        """Returns the state of the model. Raises NotFound: no such model.  InvalidArgument: the body is compressed."""
         head, table, tracer = self._head, self._serving.table, self._serving.tracer
         state = table.find(head.model, head.version)
         if tracer is not None and tracer.on:
@@ -205,7 +205,7 @@ class Generation(InFlight):
         self._running = True
 
     def _read(self, reception: Reception, state: ModelState) -> UnsentRequest:
-        """Reads what the body asks. Raises InvalidArgument."""
+        """Parses the body to a request. Raises InvalidArgument."""
         body = reception.body
         assert not isinstance(body, PlacedBody)  # which a body of JSON alone never is
         return generate_codec.decode(bytes(body.whole()), self._head.model, self._head.version, state.metadata)
@@ -218,7 +218,7 @@ class Generation(InFlight):
         self._take(prepared, own, lane)
 
     def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Answers with a response, and tells its worker that it was taken."""
+        """Writes a response, and acknowledges it to its worker."""
         if self._blocked:
             self._held.append((prepared, own, lane))
             return
@@ -240,7 +240,7 @@ class Generation(InFlight):
         self._release(prepared, own, lane)
 
     def written(self) -> None:
-        """Goes on once the client has taken everything that was written."""
+        """Writes the responses that were held back, once the client has taken what was written."""
         self._blocked = False
         while self._held and not self._blocked:
             self._take(*self._held.popleft())
@@ -254,15 +254,15 @@ class Generation(InFlight):
             self._serving.submitter.release(lane, own.lease)
 
     def _answer(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane) -> None:
-        """Takes a good response. Raises InvalidArgument: it cannot be said, or not here."""
+        """Handles a good response. Raises InvalidArgument: it cannot be written as this endpoint's answer."""
         raise NotImplementedError
 
     def _fail(self, error: ServingError, final: bool) -> None:
-        """Takes a bad response, or one that cannot be said. ``final``: it is the last one."""
+        """Handles an error, or a response that cannot be written. ``final``: no response follows."""
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Ends the answer, as there are no more responses. Raises InvalidArgument: there were too few."""
+        """Ends the answer after the last response. Raises InvalidArgument: there were too few."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- bytes
@@ -272,7 +272,7 @@ class Generation(InFlight):
         self._blocked = not self._order.answer_part(part)
 
     def _write_whole(self, status: int, body: bytes, media_type: bytes = _JSON) -> None:
-        """Writes all of the answer."""
+        """Writes a whole answer with that status and body."""
         self._write(self._response_head(status, b"content-length: %d\r\n" % len(body), media_type) + body)
         self._finish(status, body)
 
@@ -289,7 +289,7 @@ class Generation(InFlight):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers with an error, where nothing was answered so far."""
+        """Answers with an error; for requests of which nothing was answered so far."""
         if self._trace is not None:
             self._trace.error = message
             self._trace.end()
@@ -325,7 +325,7 @@ class Generation(InFlight):
         self._order.answered()
 
     def _let_go(self) -> None:
-        """Gives back what the request takes, and cancels what its model still does."""
+        """Releases the request's memory, and cancels it if its model still runs."""
         self._drop_body()
         if self._running:
             self._running = False

@@ -39,7 +39,7 @@ _OTHER_LINE_BUT_PARENT = _line_without(_SIGNIFICANT + rb"|traceparent")
 
 
 class Heads(BoundedCache[bytes, InferHead]):
-    """Remembers heads; one per front. ``heads[bytes]``: what bytes up to the empty line mean, None: they have to be parsed."""
+    """Caches parsed heads by their bytes, up to the empty line; one per front. ``heads[bytes]`` None: they must be parsed."""
 
     __slots__ = ("_cuts", "_max_byte_size", "_max_fields", "_other_line")
 
@@ -74,7 +74,7 @@ class Heads(BoundedCache[bytes, InferHead]):
         return meaning
 
     def learn(self, head: bytes, meaning: InferHead) -> None:
-        """Remembers the meaning of bytes that the parser took for one head."""
+        """Caches the meaning of bytes that the parser took for one head."""
         if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
             return
         if meaning.content_length is None or meaning.error is not None or meaning.trace_parent:

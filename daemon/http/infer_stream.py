@@ -31,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class InferStream(GenerateStream):
-    """One request and its responses."""
+    """Answers one ``infer_stream`` request with each response of its model, behind one another."""
 
     _media_type: ClassVar[bytes] = b"application/octet-stream"
     #: Which outputs are binary.

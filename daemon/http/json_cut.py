@@ -74,7 +74,7 @@ class Cut:
 
 
 def cut(document: bytes | memoryview) -> Cut | None:
-    """Takes out what is large; None: nothing is. Raises as ``steps`` does."""
+    """Cuts large data out of a JSON text. Returns None if there is none. Raises as ``steps``."""
     found = steps(document)
     while True:
         try:
@@ -85,7 +85,7 @@ def cut(document: bytes | memoryview) -> Cut | None:
 
 
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
-    """Takes out what is large in steps, none of which takes longer than some milliseconds.
+    """Cuts large data out of a JSON text in steps of a few milliseconds.
 
     Raises: InvalidArgument: more is left of the text than may be.
     """

@@ -111,17 +111,17 @@ class InferHead:
         self.key = (self.model, self.version, self.tail_size) if known else None
 
     def tell_origin(self, lines: bytes) -> None:
-        """Gives the answer these header lines as well."""
+        """Adds header lines to the answer."""
         self.origin_lines = lines
         self.is_plain = self.is_plain and not lines
 
     def forward(self, parameters: dict[str, str]) -> None:
-        """Headers become parameters: its JSON alone does not say any more what is asked."""
+        """Adds forwarded headers as parameters, so that the JSON alone no longer tells what is asked."""
         self.forwarded, self.key = parameters, None
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
-    """Status and text for a head after which nobody can say where the next request begins, or whom this one is for."""
+    """Returns status and text of the refusal of a head that makes the connection's framing or its target ambiguous, or None."""
     hosts = 0
     for name, value in fields:
         if name == b"host":

@@ -64,7 +64,7 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 
 
 class Messages:
-    """Takes what httptools finds on one connection, and puts its requests into ``order``."""
+    """Handles the events of httptools' parser on one connection, and appends its requests to ``order``."""
 
     def __init__(self, serving: Serving, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
@@ -92,12 +92,12 @@ class Messages:
         self._connection_end = ConnectionEnd()
 
     def begin_anew(self) -> None:
-        """Begins with a new parser: what was parsed before has nothing to do with what comes."""
+        """Replaces the parser by a new one, so that the next bytes begin a message."""
         self.parser = httptools.HttpRequestParser(self)
         self.body_left = 0
 
     def close(self) -> None:
-        """Lets go of the parser, as the connection is gone."""
+        """Drops the parser, because the connection is gone."""
         self._connection_end.close()
         del self.parser  # which refers to this object
 
@@ -160,7 +160,7 @@ class Messages:
             self._begin_generation(read(route, version, keep_alive, self.headers), _ENDPOINTS[route.endpoint])
 
     def _refusal(self, version: str) -> tuple[int, str] | None:
-        """Returns the status and the text of what is wrong with the head; None: nothing is."""
+        """Checks a complete head. Returns status and text of its refusal, or None."""
         http = self._serving.options.http
         self.head_size = sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url))
         if self.head_size > http.max_head_byte_size:
@@ -308,7 +308,7 @@ class ParserFeed:
         self._half_line = False
 
     def receive(self, data: bytes, between: bool) -> None:
-        """Takes what arrived. ``between``: nothing was under way when it came."""
+        """Receives bytes. ``between``: no request was under way when they came."""
         order, messages = self._order, self.messages
         if order.receiving is None:
             messages.head_size += len(data)
@@ -331,7 +331,7 @@ class ParserFeed:
                 self._serving.heads.learn(data[:size], meaning)
 
     def _feed(self, data: bytes, between: bool) -> None:
-        """Gives it to the parser, as far as it goes in this turn. ``between``: a message begins with it."""
+        """Feeds bytes to the parser, up to the limit of one iteration. ``between``: a message begins with them."""
         order, messages = self._order, self.messages
         messages.begun = 0
         half_line, self._half_line = self._half_line, data.endswith(b"\r")
@@ -365,7 +365,7 @@ class ParserFeed:
                     order.refuse(400, "malformed HTTP request")
 
     def _feed_pieces(self, data: bytes) -> None:
-        """Gives it to the parser in pieces. Raises: Refusal, HttpParserError; HttpParserUpgrade with the place in ``data``."""
+        """Feeds the parser in pieces. Raises ChunkRefused, HttpParserError; HttpParserUpgrade with the offset in ``data``."""
         order, messages = self._order, self.messages
         at, messages.chunk_count = 0, 0
         while at < len(data) and not order.closing:
@@ -425,7 +425,7 @@ class ParserFeed:
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Goes on with what was left; then the client is read again, unless there is another reason not to."""
+        """Parses the bytes left by ``_wait_a_turn``; reading resumes unless something else pauses it."""
         if self._transport.is_closing():
             return
         order, (rest, self._rest) = self._order, (self._rest, b"")

@@ -38,7 +38,7 @@ def room(sources: Sequence[Source], body: Body, inline_byte_size: int) -> int:
 def place(
     sources: Sequence[Source], body: Body, json_size: int, lease: Lease | None, inline_byte_size: int
 ) -> list[Content]:
-    """Returns what the record has of the inputs that lie in no region.
+    """Returns the contents for the record: small tensors as bytes, others as places; none for regions.
 
     ``lease``: has the ``room`` they need, and is written into; None where that is 0.
     """
@@ -71,7 +71,7 @@ def place(
 
 
 def is_filled(sources: Sequence[Source]) -> bool:
-    """Returns whether the tensors are there once they are placed."""
+    """Returns whether JSON data must still be converted into its place after ``place``."""
     return not any(isinstance(source, JsonArray | JsonStrings | JsonBase64) for source in sources)
 
 

@@ -48,10 +48,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PreparedRequests:
-    """Finds what requests say among what was said before. One per front."""
+    """Parses requests, and caches what requests of the same kind have in common. One per front."""
 
     def __init__(self, count: int = MAX_NUMBERS, inline_byte_size: int = 0) -> None:
-        """
+        """Begins empty.
+
         Args:
           count: so many are remembered at least, and as many texts.
           inline_byte_size: up to which a tensor travels in its record.
@@ -65,7 +66,7 @@ class PreparedRequests:
     def read(
         self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None
     ) -> ParsedRequest:
-        """Reads what a request says with that head, and binary parts of ``tail_size`` bytes together.
+        """Parses the JSON of a request with that head, and binary parts of ``tail_size`` bytes together.
 
         ``apart``: what ``json_cut`` found, of a text longer than ``request_codec.MAX_UNCUT``.
         Raises: as ``request_codec.decode``.
@@ -76,7 +77,7 @@ class PreparedRequests:
         return self.texts[key] or self.meet(head, key)
 
     def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> ParsedRequest:
-        """Reads a text that is not among ``texts``. Raises as ``read``."""
+        """Parses a text that is not cached in ``texts``, and caches it if it comes again. Raises as ``read``."""
         (_, _, tail_size), text = key
         request = self._read(head, text, tail_size, None)
         prepared = request.prepared
@@ -114,7 +115,7 @@ class PreparedRequests:
         return request
 
     def prepare(self, head: InferHead, decoded: DecodedRequest) -> ParsedRequest:
-        """Prepares a request that is not looked for among those that are known."""
+        """Makes a request of a decoded one without looking for its kind in the cache."""
         sources = [source for _, _, _, source in decoded.inputs]
         return ParsedRequest(Prepared(head, decoded, self._inline_byte_size), decoded.id, sources, decoded.scheduling)
 
@@ -123,7 +124,7 @@ class PreparedRequests:
 
 
 def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[Source]:
-    """Raises InvalidArgument, UnusualText: as they would for the first of its kind, because all else is right."""
+    """Converts the values in the JSON of a request whose kind is known. Raises InvalidArgument, UnusualText."""
     sources: list[Source] = []
     for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
         if source is VALUES:
@@ -134,7 +135,7 @@ def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[So
 
 
 class Prepared:
-    """Holds what requests of one kind have in common, and what was found out about them; all connections of a front share it."""
+    """Holds what requests of one kind have in common, and what is cached for them; all connections of a front share it."""
 
     __slots__ = (
         "_answers",
@@ -189,13 +190,13 @@ class Prepared:
         self.last_answer: AnswerText | None = None
 
     def on_lane(self, numbers: Numbers[PreparedRequest]) -> Numbered[PreparedRequest] | None:
-        """Returns the number of such requests; None: this is the first one, and says everything itself."""
+        """Returns the number of such requests on the lanes; None: this is the first, and carries its prepared part itself."""
         if self.numbered is None:
             self.numbered = numbers.number_again(self.record)
         return self.numbered
 
     def answer(self, prepared: PreparedAnswer, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> AnswerText:
-        """Returns the text of answers of that kind. Raises InvalidArgument: its tensors are outside of the arena."""
+        """Returns the cached text of such answers, made from the first. Raises InvalidArgument: a tensor is outside the arena."""
         known = self._answers.get(id(prepared))
         if known is None or known.prepared is not prepared:
             if len(self._answers) >= _MAX_ANSWERS:
@@ -209,7 +210,7 @@ class Prepared:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """Holds a request as its text says it."""
+    """Holds a parsed request: its prepared part, and what is its own."""
 
     prepared: Prepared
     id: str
@@ -219,7 +220,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 class AnswerText:
-    """Writes the text of answers of one kind to requests of one kind."""
+    """Encodes answers of one kind to requests of one kind, with a JSON head that is encoded once."""
 
     __slots__ = ("_head", "_id", "_rest", "_sizes", "_tail_size", "prepared")
 
@@ -231,7 +232,7 @@ class AnswerText:
         own: AnswerRecord,
         view: Callable[[Slice], memoryview],
     ) -> None:
-        """Learns from the first such answer. Raises InvalidArgument: its tensors are outside of the arena."""
+        """Encodes the head of the first such answer. Raises InvalidArgument: a tensor is outside the arena."""
         self.prepared = prepared
         #: How long the parts are; None: such answers are written one by one.
         self._sizes: list[int] | None = None
@@ -254,7 +255,7 @@ class AnswerText:
         self._id = client_id
 
     def whole(self, client_id: str, own: AnswerRecord) -> bytes | None:
-        """Writes an answer without a lease, for a connection that stays; None: it is to be written by itself."""
+        """Encodes an answer without a lease in one piece; None: its sizes differ, and it must be encoded anew."""
         contents: Any = own.contents
         if [*map(len, contents)] != self._sizes:
             return None
@@ -263,7 +264,7 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: AnswerRecord, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """Writes an answer with a lease, whose tensors go as they lie there. None: it is to be written by itself.
+        """Encodes an answer with a lease in pieces, its tensors as views; None: it must be encoded anew.
 
         view: the bytes of a slice of the response arena. Raises InvalidArgument: it is outside.
         """

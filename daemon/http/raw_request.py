@@ -23,7 +23,7 @@ _LABEL = "[request id: <id_unknown>] "
 
 
 def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
-    """Decodes a body of that many bytes for that model.
+    """Decodes a raw binary request, whose body is the one input of the model.
 
     Raises: InvalidArgument: the model has not exactly one input, no shape has that many bytes, or several have.
     """

@@ -27,7 +27,7 @@ _NO_BODY = CollectedBody()
 
 
 class Reception(Receiver):
-    """Owns the body and what it lies in until ``leave`` or ``drop``.
+    """Receives one HTTP body; owns it and its memory until ``leave`` or ``drop``.
 
     Args:
       pause: stop (True) and go on (False) reading from the socket.
@@ -61,7 +61,7 @@ class Reception(Receiver):
 
     @property
     def ready(self) -> bool:
-        """Returns whether everything came and lies where it is decoded."""
+        """Returns whether the body is complete, inflated and placed."""
         return self._whole and not self._inflating and not self.waits_for_room
 
     @property
@@ -72,7 +72,7 @@ class Reception(Receiver):
     # ---------------------------------------------------------------------------------------------------------- place
 
     def begin(self) -> None:
-        """Prepares a place. Raises InvalidArgument, Unavailable: the head promises what cannot be."""
+        """Prepares memory for the body. Raises InvalidArgument, Unavailable: it cannot be as large as its head says."""
         length, json_size = self._head.content_length, self._head.json_size
         limit = self._serving.options.http.max_body_byte_size
         self.body = body = CollectedBody(limit)
@@ -88,7 +88,7 @@ class Reception(Receiver):
             self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> PlacedBody | None:
-        """Begins with a large binary body that is not compressed. None: nothing happened, because there is no room now."""
+        """Begins to receive a large binary body. Returns None, with no effect, if there is no room now."""
         length = self._head.content_length
         assert length is not None
         if not self._ask_for_room(PlacedBody.lease_size(length), waits=False):
@@ -114,7 +114,7 @@ class Reception(Receiver):
         self._on_progress()
 
     def _collect(self, byte_size: int) -> None:
-        """Counts so many bytes more. Raises Unavailable: all connections together would collect too many."""
+        """Counts bytes kept in ordinary memory. Raises Unavailable: all connections together would keep too many."""
         serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
         if serving.collected_byte_size + byte_size > limit:
             serving.submitter.refusals.note(self._head.model, Refusal.BODIES)
@@ -126,7 +126,7 @@ class Reception(Receiver):
         self._collected_byte_size += byte_size
 
     def _grown(self, byte_size: int) -> bool:
-        """Counts so much more of a text. False: it is not kept."""
+        """Counts more bytes of a text. Returns False if they exceed the limit, and the text is dropped."""
         if self.error is None and not self._dropped:
             try:
                 self._collect(byte_size)
@@ -166,7 +166,7 @@ class Reception(Receiver):
             self._inflate()
 
     def _inflate(self) -> None:
-        """Inflates a little; the rest comes after whatever else waits for the loop, and no more is read meanwhile."""
+        """Inflates a limited amount; the rest follows in later iterations of the loop, while reading is paused."""
         was_inflating, self._inflating = self._inflating, False
         if self._dropped or self._inflation is None:
             return
@@ -193,7 +193,7 @@ class Reception(Receiver):
     # ----------------------------------------------------------------------------------------------------------- leave
 
     def leave(self) -> tuple[Lease, ...]:
-        """Lets go of the body, as the request is on its way: what was collected makes way for others.
+        """Ends the reception of a request that was sent: frees collected memory, and hands over the lease.
 
         Returns: where the body lies in the arena; from now on the caller gives that back.
         """

@@ -73,7 +73,7 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
 def decode_exactly(
     text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: UnusualText
 ) -> DecodedRequest:
-    """Decodes a text that the quick way does not understand (``reason``), in Triton's words. Raises as ``decode``."""
+    """Decodes a text with the exact parser, because the quick one failed (``reason``); errors as Triton words them."""
     if len(text) > _MAX_EXACT:
         raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason
     exact = request_head.exact(text, apart.place if apart is not None else request_head.itself)
@@ -83,7 +83,7 @@ def decode_exactly(
 def decode_head(
     request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
 ) -> DecodedRequest:
-    """Decodes a head whose JSON was read. Raises as ``decode``, and UnusualText: data that the quick way does not understand."""
+    """Decodes a parsed JSON head. Raises as ``decode``, and UnusualText: data that only the exact parser understands."""
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
         read_parameters(request.parameters, decoded)
@@ -278,7 +278,7 @@ def _region(parameters: dict[str, Any]) -> RegionSlice:
 
 
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
-    """Fills in what the parameters say. Raises InvalidArgument, Unsupported: string sequence ids that are too long."""
+    """Reads request parameters into ``decoded``. Raises InvalidArgument, Unsupported: a string sequence id that is too long."""
     for key, value in given.items():
         if key in _SCHEDULING:
             field, read = _SCHEDULING[key]
@@ -290,7 +290,7 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
 
 
 def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
-    """Parts what concerns one request alone from the others. What is wrong is among these: ``read_parameters`` says why."""
+    """Separates scheduling parameters from the others; malformed ones stay among the others, for ``read_parameters``."""
     if _SCHEDULING.keys().isdisjoint(given):
         return UNSCHEDULED, given
     own: dict[str, Any] = {}

@@ -102,7 +102,7 @@ class ExactOutput:
 
 @dataclass(slots=True)
 class ExactRequest:
-    """Holds what ``RequestHead`` does. Inputs and outputs are read one by one, so that the first mistake is refused."""
+    """Holds the JSON object of a request; inputs and outputs are parsed one by one, so that the first mistake is refused."""
 
     id: str
     parameters: dict[str, Any]
@@ -116,7 +116,7 @@ _UNCOUNTED = 4 * MAX_ENTRIES
 
 
 def quick(head: bytes | memoryview) -> RequestHead:
-    """Reads a text the quick way.
+    """Parses JSON as clients usually write it, with a typed decoder.
 
     Raises: UnusualText: not JSON, or not as the protocol says.  InvalidArgument: more entries than are taken.
     """
@@ -137,7 +137,7 @@ def itself(offset: int) -> int:
 
 
 def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> ExactRequest:
-    """Reads a text the exact way. Raises InvalidArgument, now or while inputs and outputs are walked through, in Triton's words.
+    """Parses any JSON text as Triton does. Raises InvalidArgument, now or while inputs and outputs are iterated over.
 
     ``place``: where a byte of ``head`` lies in what the client sent.
     """

@@ -87,7 +87,7 @@ def encode_in_steps(
     all_binary: bool,
     view: Callable[[Slice], memoryview],
 ) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
-    """Writes as ``encode``, with the JSON head in pieces, and a pause after each."""
+    """Encodes an answer as ``encode`` does, in steps: yields after each piece of large JSON."""
     texts: list[list[Buffer]] = []
     for tensor, place in placed(prepared.outputs, contents):
         if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):

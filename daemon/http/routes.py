@@ -96,7 +96,7 @@ class Routes:
         return table
 
     def refused(self) -> list[Endpoint]:
-        """Returns as ``table`` the paths that lack something, or have too much, and are answered so."""
+        """Returns routes, like ``table``, for incomplete or overlong paths, which are answered with an error."""
         repository = "/v2/repository/{repository}/models/{model}"
         return [
             ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),
@@ -132,7 +132,7 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ health
 
     async def live(self, request: Request) -> Response:
-        """KServe's client reads the body; Triton's looks at the status alone."""
+        """Answers whether the server is alive. (KServe's client reads the body, Triton's the status alone.)"""
         return _answer({"live": True})
 
     async def ready(self, request: Request) -> Response:
@@ -295,7 +295,7 @@ class Routes:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    """Raises HTTPException 413: more than ``limit`` bytes; no more of it is kept."""
+    """Returns the body of a request. Raises HTTPException 413: it has more than ``limit`` bytes."""
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
@@ -349,7 +349,7 @@ def _target(request: Request) -> tuple[str, int]:
 
 
 def _check_version_text(request: Request) -> None:
-    """Raises NotFound: what is no number is no version's path."""
+    """Checks that the version in the path is a number. Raises NotFound."""
     text = request.path_params.get("version", "0")
     if not (text.isascii() and text.isdigit()):
         raise NotFound("Not Found")
@@ -394,7 +394,7 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Answers a client that left in the middle of its request: no defect of ours, and nobody reads this."""
+    """Ends the request of a client that left in the middle of it, without logging an error."""
     return Response(status_code=400)
 
 

@@ -61,7 +61,7 @@ class HttpFront(Front):
         self._check = asyncio.create_task(self._check_connections())
 
     async def drain(self, grace_ns: int) -> None:
-        """Takes no new connections; the open ones end after the answer they wait for, and close once that is taken."""
+        """Stops accepting connections; open ones close once the client has received the answers it waits for."""
         self._serving.stopping = True
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
@@ -93,7 +93,7 @@ class HttpFront(Front):
         return any(not connection.asks_nothing for connection in self._connections)
 
     async def _check_connections(self) -> None:
-        """Lets every connection look at its deadlines."""
+        """Makes every connection check its deadlines, once a second."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = time.monotonic()

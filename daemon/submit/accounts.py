@@ -37,7 +37,7 @@ class Holdings:
 
 
 class Client(Holdings):
-    """Counts for all connections of one client."""
+    """Counts the arena bytes that all connections of one client hold together."""
 
     __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
 
@@ -55,7 +55,7 @@ class Client(Holdings):
         self.sent: set[int] = set()
 
     def limit_of(self, byte_size: int) -> int:
-        """Returns what its requests may take with one more of that size."""
+        """Returns the limit of a client's request bytes that applies to one more request of that size."""
         small, medium, whole = self.sizes
         if byte_size <= small:
             return whole
@@ -63,7 +63,7 @@ class Client(Holdings):
 
 
 class Account(Holdings):
-    """Counts for one connection."""
+    """Counts the arena bytes that one connection holds."""
 
     __slots__ = ("client", "last")
 
@@ -76,7 +76,7 @@ class Account(Holdings):
     # ------------------------------------------------------------------------------------------------ request arena
 
     def admits(self, byte_size: int) -> bool:
-        """Returns whether it may borrow so much more of the request arena."""
+        """Returns whether the connection may borrow so many more bytes of the request arena."""
         client = self.client
         if self.requests + byte_size <= self.limit and client.requests + byte_size <= client.limit:
             return True
@@ -88,7 +88,7 @@ class Account(Holdings):
 
     @property
     def is_full(self) -> bool:
-        """Returns whether it holds its share of answers."""
+        """Returns whether the connection's unread answers have reached its share."""
         return self.answers >= self.limit
 
     def note_bulky(self, kind: Hashable) -> None:
@@ -99,18 +99,18 @@ class Account(Holdings):
         bulky.add(kind)
 
     def may_send(self, kind: Hashable) -> bool:
-        """Returns whether its next request may go to a worker. ``kind``: what requests with answers of one size share."""
+        """Returns whether the connection's next request may be sent. ``kind``: as ``throttle.kind_of`` returns it."""
         return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
 
     def describe(self) -> str:
-        """Says, with both numbers, what of answers is held, for who waited in vain."""
+        """Words the error of a throttled request that waited in vain, with bytes held and limit."""
         client = self.client
         if self.is_full:
             return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """Says, with both numbers, what of the request arena is held, for who waited in vain."""
+        """Words the error of a request that waited in vain for arena memory, with bytes held and limit."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (
@@ -164,5 +164,5 @@ class Accounts:
 
 
 def part(options: Arenas, share: float) -> int:
-    """Returns a share of an arena in bytes. All of it is no bound: then the arena itself says when it is full."""
+    """Returns a share of an arena in bytes; a share of 1 means no limit beside the arena's own size."""
     return int(options.max_byte_size * share) if share < 1 else sys.maxsize

@@ -30,7 +30,7 @@ def _nobody() -> None:
 
 @dataclass(slots=True)
 class _Waiter:
-    """Waits for room."""
+    """Holds one wait for arena memory, with its deadline and callback."""
 
     give_up: float
     byte_size: int
@@ -40,7 +40,7 @@ class _Waiter:
 
 
 class ArenaSpace:
-    """Lends a front's request arena, and lets wait who finds no room.
+    """Lends memory of a front's request arena, and queues those for whom there is none.
 
     Args:
       wait_seconds: how long somebody waits at most.
@@ -64,7 +64,7 @@ class ArenaSpace:
         self._serving = self._again = False
 
     def loan(self, byte_size: int, account: Account | None = None, arriving: bool = False) -> Lease | None:
-        """Lends room for inputs. None: there is none now, or others wait already.
+        """Lends memory for inputs. None: there is none now, or others wait already.
 
         Args:
           account: whose it is.
@@ -92,19 +92,19 @@ class ArenaSpace:
         return lease
 
     def _others_first(self, byte_size: int, account: Account | None) -> bool:
-        """Returns whether somebody waits who comes before the next one of that account."""
+        """Returns whether somebody waiting comes before a new request of that account."""
         held = _held(account)
         return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
     ) -> None:
-        """Calls back with a lease, or with Unavailable when there was none for too long."""
+        """Queues a wait for memory: calls back with a lease, or with Unavailable after ``arenas.wait`` seconds."""
         self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
         self._count += 1
 
     def arrived(self, lease: Lease) -> None:
-        """Notes that all bytes of one that was arriving are there."""
+        """Notes that the content of an arriving lease is complete."""
         if lease.arriving:
             lease.arriving = False
             self._arriving_byte_size -= lease.block_size
@@ -112,7 +112,7 @@ class ArenaSpace:
                 self._serve()
 
     def give_back(self, lease: Lease) -> None:
-        """Takes back one that was not submitted, or whose request is done, and serves who waits. Harmless a second time."""
+        """Releases a lease, and serves those who wait for memory. Idempotent."""
         account = lease.holder
         if account is not None:
             lease.holder = None
@@ -129,7 +129,7 @@ class ArenaSpace:
             self._closed()
 
     def expire(self, now: float) -> bool:
-        """Ends what waited too long. Returns whether somebody still waits."""
+        """Ends waits that took too long. Returns whether somebody still waits."""
         for line in self._lines:
             while line and line[0].give_up <= now:
                 waiter = line.popleft()
@@ -148,7 +148,7 @@ class ArenaSpace:
         return f"{self._arena.describe_full(waiter.byte_size)}, and none came free"
 
     def _taken_by(self, byte_size: int) -> int:
-        """Returns what a lease of that size takes of the arena, where nothing larger is left over for it."""
+        """Returns how many bytes of the arena a lease of that size occupies, at least."""
         return taken_by(0 if byte_size <= self._arena.shared_byte_size else 1, byte_size)
 
     def _line(self, byte_size: int) -> deque[_Waiter]:
@@ -158,7 +158,7 @@ class ArenaSpace:
         return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
 
     def _admitted(self, waiter: _Waiter) -> bool:
-        """Returns whether it may have what it wants, if there is room."""
+        """Returns whether a waiter's shares allow what it wants, if the arena has room."""
         taken = self._taken_by(waiter.byte_size)
         if waiter.account is not None and not waiter.account.admits(taken):
             return False
@@ -169,7 +169,7 @@ class ArenaSpace:
         return bool(others) and others + byte_size > self._arriving_limit and byte_size > self._arena.small_byte_size
 
     def _serve(self) -> None:
-        """Gives room to those who wait, as far as there is some."""
+        """Lends memory to those who wait, in their order, as far as there is some."""
         if self._serving:
             self._again = True  # whoever got some gave it back at once, from within
             return
@@ -233,7 +233,7 @@ def _held(account: Account | None) -> int:
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
-    """Hands over a lease or an error. Returns whether it was taken: a defect of one is no reason for the others to wait."""
+    """Calls back with a lease or an error. Returns False if the callback raised, which is logged: others are served."""
     try:
         on_lease(given)
     except Exception:

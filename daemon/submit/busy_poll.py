@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class BusyPoll:
-    """Keeps the loop awake, or looks for one answer. ``spin`` decides for how long; ``in_flight``: the requests that are."""
+    """Keeps the loop awake, or polls for one answer, as long as ``spin`` decides. ``in_flight``: the requests in flight."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spin: Spin, in_flight: Sized) -> None:
         self._loop = loop

@@ -64,14 +64,14 @@ class WorkerLink:
         self.writing = False
 
     def shut(self) -> None:
-        """Lets go of what it shares with this front."""
+        """Closes the worker's pages and lane."""
         self.page.close()
         self.sequences.close()
         self.lane.close()
 
 
 class InFlight(msgspec.Struct, eq=False, kw_only=True):
-    """Is a request until its one final answer. (A Struct, because one is made for every request.)"""
+    """Tracks a request until its one final answer. (A Struct, because one is made for every request.)"""
 
     #: With its id; 0: it is not sent, so far.
     record: RequestRecord = _UNSENT
@@ -100,12 +100,12 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def account(self) -> Account | None:
-        """Returns the account whose memory it takes; None: nobody's."""
+        """Returns the account that the request's memory counts for; None: nobody's."""
         return None
 
     @property
     def waits_for_room(self) -> bool:
-        """Returns whether it was begun (``placement``) and there is no room for its tensors so far."""
+        """Returns whether the request still waits for arena memory for its tensors (``placement``)."""
         return not self.record.request_id
 
     @property
@@ -114,10 +114,10 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return "", ""
 
     def left_line(self) -> None:
-        """Hears that it waits for room no longer: it was sent, or is answered. Not called for a cancelled one."""
+        """Is called when the request no longer waits for room: it was sent, or answered. Not called for a cancelled one."""
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        """Takes an answer; its last call where that is final.
+        """Takes an answer; nothing is called after a final one.
 
         Args:
           lane: in whose response arena its slices lie; None: there is nothing to view.
@@ -130,7 +130,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return self.record.prepared if self.numbered is None else self.numbered.prepared  # type: ignore[return-value]
 
     def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
-        """Notes that its worker died. Returns its answer, where it may not be run again.
+        """Notes that the request's worker died. Returns the error to answer with, or None if the request may run again.
 
         What waited for its turn was not begun. (``tensord.daemon.submit.sequences`` decides about sequences.)
 
@@ -148,7 +148,7 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return None
 
     def deliver(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> bool:
-        """Takes an answer. One owner's defect costs that owner its answer, not the others in the datagram theirs.
+        """Hands an answer to the request, and contains whatever exception that raises: other answers of the datagram go on.
 
         Returns: False: it met a defect, and was ``undelivered`` instead.
         """
@@ -160,16 +160,16 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
         return True
 
     def fail(self, error: ServingError) -> None:
-        """Takes an error as its answer."""
+        """Answers the request with an error."""
         self.deliver(LAST, AnswerRecord(self.record.request_id, LAST, code=error.code, message=error.message), None)
 
     def undelivered(self) -> None:
-        """Ends it where handing over its answer met a defect of ours; some of it may have left. Its last call."""
+        """Ends the request after delivering its answer raised an exception; part of the answer may have left already."""
         own = AnswerRecord(self.record.request_id, LAST, code=Internal.code, message=DEFECT)
         self.completed(LAST, own, None)
 
     def fail_delivery(self) -> None:
-        """Says to the log that an answer could not be delivered, and to the client if that is possible."""
+        """Logs that an answer could not be delivered, and tells the client if that is still possible."""
         _log.exception("an answer could not be delivered")
         try:
             self.undelivered()

@@ -38,7 +38,7 @@ class ModelStates:
         self._changed(gone.name)
 
     def judge(self, readiness: Readiness) -> None:
-        """Notes whether the daemon is ready; the last one sent holds."""
+        """Stores the daemon's readiness as the supervisor last sent it."""
         self.readiness = readiness
         self.edition += 1
 
@@ -71,7 +71,7 @@ class ModelStates:
         raise NotFound(f"Request for unknown model: '{name}' has no available versions{why and ': '}{why}")
 
     def expect(self, name: str, version: int = 0) -> ModelState:
-        """Finds as ``find``, or where none serves one that is being loaded: its requests wait. Raises NotFound, too."""
+        """Finds a serving version like ``find``, or else one that is being loaded, whose requests wait. Raises NotFound."""
         versions = self._models.get(name, {})
         if version:
             state = versions.get(version)
@@ -81,7 +81,7 @@ class ModelStates:
         return state if state is not None and state.state in ("READY", "LOADING") else self.find(name, version)
 
     def is_ready(self, name: str, version: int = 0) -> bool:
-        """Returns whether requests for it are answered now."""
+        """Returns whether requests for a model version are answered now."""
         try:
             return bool(self.find(name, version).workers)
         except NotFound:
@@ -94,14 +94,14 @@ class ModelStates:
 
 
 def _why(state: ModelState) -> str:
-    """Says why a version does not serve, as the repository index does; "": somebody wanted that, or it is on its way."""
+    """Returns why a version does not serve, as the repository index says it; "": it was unloaded, or is being loaded."""
     if state.state != "UNAVAILABLE" or state.reason == "unloaded":
         return ""
     return f"version {state.version}: {state.reason}" if state.version else state.reason
 
 
 def parse_version(model: str, text: str) -> int:
-    """Returns a version that stands in a path as digits.
+    """Parses the version in a path, which is digits.
 
     Raises: InvalidArgument: beyond int64.  NotFound: 0, which is no version.
     """

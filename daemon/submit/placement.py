@@ -41,7 +41,7 @@ _PLACES = (RegionSlice, Slice)
 
 
 class UnsentRequest(msgspec.Struct):
-    """Holds everything a request says, in no protocol's form. (A Struct, because one is made for every request.)"""
+    """Holds a parsed request, of either protocol, until it is sent. (A Struct, because one is made for every request.)"""
 
     model: str
     #: 0: the newest.
@@ -62,7 +62,7 @@ class UnsentRequest(msgspec.Struct):
 
     @property
     def prepared(self) -> PreparedRequest:
-        """Returns what it has in common with others of its kind."""
+        """Returns the part that requests of its kind have in common."""
         tensors = [
             PreparedTensor(name, datatype, shape, content if isinstance(content, RegionSlice) else None)
             for name, datatype, shape, content in self.inputs
@@ -71,7 +71,7 @@ class UnsentRequest(msgspec.Struct):
 
 
 def begin(submitter: Submitter, asked: InFlight, request: UnsentRequest) -> None:
-    """Sends a request now, or when there is room for its tensors; it is ``completed`` never from here.
+    """Sends a request now, or once the arena has room for its tensors; never calls ``completed`` itself.
 
     A refusal that comes later arrives as an answer with a code.
     Args:
@@ -121,7 +121,7 @@ def place(contents: Iterable[InputContent], lease: Lease | None, inline_byte_siz
 
 
 def _granted(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: Lease | ServingError) -> None:
-    """Sends a request for which room came free. An error: none did in time."""
+    """Sends a request that waited for room, with its lease, or answers it with the error that ended the wait."""
     try:
         if not isinstance(lease, ServingError) and not asked.cancelled:
             _send(submitter, asked, request, lease)
@@ -169,6 +169,6 @@ def _send(submitter: Submitter, asked: InFlight, request: UnsentRequest, lease: 
 
 
 def _give_back(submitter: Submitter, request: UnsentRequest) -> None:
-    """Gives back what a request that is not sent took."""
+    """Releases the lease of a request that is not sent."""
     if request.lease is not None:
         submitter.give_back(request.lease)

@@ -48,7 +48,7 @@ class Routing:
 
     @property
     def workers(self) -> dict[int, WorkerLink]:
-        """Returns those that are not fenced, by incarnation. A closed one is never chosen."""
+        """Returns the workers that are not fenced, by incarnation. A closed one is never chosen."""
         return self._workers
 
     def add(self, worker: WorkerLink) -> None:
@@ -137,7 +137,7 @@ class Routing:
         return False
 
     def is_step(self, request: InFlight) -> bool:
-        """Returns whether it belongs to a sequence that a worker has, or is to have."""
+        """Returns whether the request is a step of a sequence, which one worker must handle."""
         state = self.state_of(request.prepared)
         return bool(request.record.sequence_id) and state is not None and state.sticky
 
@@ -151,7 +151,7 @@ class Routing:
 
 
 def load(worker: WorkerLink) -> int:
-    """Counts its requests in flight."""
+    """Returns how many requests of this front are in flight on a worker."""
     return len(worker.in_flight)
 
 
@@ -159,7 +159,7 @@ def load(worker: WorkerLink) -> int:
 
 
 class RegionPlaces(dict[str, str]):
-    """Knows on which GPU each region is that is on one, by its name, as the supervisor said.
+    """Maps the name of each region in GPU memory to its GPU, as the supervisor published it.
 
     Empty unless there are several workers, some of them on GPUs, and clients have registered CUDA regions: everything else is as
     near to each worker. A worker on another device can use such a region as well, by a copy between the two.

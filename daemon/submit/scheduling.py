@@ -1,4 +1,4 @@
-"""Scheduling of a request, as it says itself: Triton's extensions of schedule policy and sequences, and ``tensord_replace``."""
+"""What a request says of its own scheduling: priority, timeout, sequence (Triton's extensions), and ``tensord_replace``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Scheduling(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether it is one of the steps between the first and the last of a sequence."""
+        """Returns whether the request is a step between the first and the last of a sequence."""
         return bool(self.sequence_id) and not self.sequence_start and not self.sequence_end
 
     def record(
@@ -38,7 +38,7 @@ class Scheduling(NamedTuple):
         received_ns: int,
         trace: int = 0,
     ) -> RequestRecord:
-        """Makes the record of a request that is scheduled so; the arguments are that record's."""
+        """Makes the record of a request with this scheduling; the arguments are fields of the record."""
         return RequestRecord(
             request_id,
             prepared,

@@ -61,7 +61,7 @@ class SequenceRouting:
         self._models.pop((name, version), None)
 
     def model(self, state: ModelState) -> SequencedModel:
-        """Returns what its requests need of a model, until it changes."""
+        """Returns the routing state of a model's sequences, which is valid until the model changes."""
         return self._models.get((state.name, state.version)) or self._learn(state)
 
     def find(self, request: InFlight, model: SequencedModel, gpu: str) -> WorkerLink | None:
@@ -126,12 +126,12 @@ class SequenceRouting:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def _sole(self, state: ModelState) -> WorkerLink | None:
-        """Returns the only worker, if it has the model."""
+        """Returns the only worker there is, if it has the model; None otherwise."""
         (worker,) = self._workers.values()
         return worker if worker.incarnation in state.workers else None
 
     def _holder(self, key: Key) -> WorkerLink | None:
-        """Returns the worker that has it, dead or not."""
+        """Returns the worker, dead or alive, that has the sequence of that key."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
@@ -201,7 +201,7 @@ def _rank(key: Key, worker: WorkerLink) -> int:
 
 
 def _spare(worker: WorkerLink, slots: Key) -> int:
-    """Returns its free slots less the sequences that wait for one; 0 where nothing is known."""
+    """Returns a worker's free sequence slots less the sequences that wait for one; 0 where nothing is known."""
     published = worker.sequences.slots(slots)
     if published is None:
         return 0
@@ -261,14 +261,14 @@ class LostSequences:
         self._since: dict[Key, float] = {}
 
     def add(self, key: Key, now: float) -> None:
-        """Notes that its worker died."""
+        """Remembers that a sequence was lost with its worker."""
         self._since.pop(key, None)
         while len(self._since) >= self._most:
             del self._since[next(iter(self._since))]
         self._since[key] = now
 
     def holds(self, key: Key, idle: float, now: float) -> bool:
-        """Returns whether it was lost. After ``idle`` seconds of silence its worker would have forgotten it, too."""
+        """Returns whether a sequence was lost less than ``idle`` seconds ago; a living worker would have forgotten it by then."""
         since = self._since.get(key)
         if since is not None and now - since > idle:
             del self._since[key]
@@ -276,7 +276,7 @@ class LostSequences:
         return since is not None
 
     def forget(self, key: Key) -> None:
-        """Notes that it lives again."""
+        """Forgets that a sequence was lost, because it was begun again."""
         self._since.pop(key, None)
 
     def __len__(self) -> int:

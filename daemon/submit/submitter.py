@@ -69,7 +69,8 @@ class Submitter:
         counted: OnRefusal = uncounted,
         on_number: OnNumber | None = None,
     ) -> None:
-        """
+        """Begins without workers, and creates the request arena.
+
         Args:
           row: this front's place among those of its protocol.
           counted: hears of every request that is refused.
@@ -155,7 +156,7 @@ class Submitter:
             raise
 
     def _too_many(self, request: InFlight) -> Unavailable:
-        """Notes and words why a request is not taken."""
+        """Counts the refusal of a request, and returns its error."""
         if self._refuses:
             self.refusals.note(request.prepared.model, Refusal.DRAINING)
             return Unavailable("the server is draining: it takes no new requests")
@@ -169,7 +170,7 @@ class Submitter:
         self._max_in_flight = 0 if refuses else self._most_in_flight
 
     def _route(self, request: InFlight) -> None:
-        """Sends to the least loaded worker that has the model, or lets it wait for one. Raises whatever is wrong with it."""
+        """Sends a request to the least loaded worker of its model, or makes it wait for one. Raises what is wrong with it."""
         try:
             worker = self._routing.find(request)
         except ServingError as error:
@@ -182,7 +183,7 @@ class Submitter:
             self._start_timer()
 
     def _send_again(self, request: InFlight) -> None:
-        """Sends a request whose sender is not there any more: an error is its answer."""
+        """Routes a request that had waited, or lost its worker. An error is its answer, because no caller could catch it."""
         request.recalled = False
         try:
             self._route(request)
@@ -195,7 +196,7 @@ class Submitter:
             self._fail(request, Internal(DEFECT))
 
     def _send_waiting(self) -> None:
-        """Sends those that wait for a worker and have one now."""
+        """Sends the requests that waited for a worker and have one now."""
         waiting, self._waiting = self._waiting, {}
         for request, gives_up in waiting.items():
             if request.record.request_id in self._in_flight:
@@ -219,7 +220,7 @@ class Submitter:
         # sequence. If it were only left out, those behind it would run on another state.
 
     def _take_back(self, request: InFlight) -> None:
-        """Tells its worker that nobody waits for it."""
+        """Tells a request's worker that nobody waits for its answer any more."""
         assert request.worker is not None
         request.worker.lane.cancel(request.record.request_id)
         self._flush_later(request.worker)
@@ -231,19 +232,19 @@ class Submitter:
         self._finish(request)
 
     def _finish(self, request: InFlight) -> None:
-        """Ends a request, but for one that has its only answer: see ``_receive``."""
+        """Removes a request from those in flight and gives back its inputs. (``_receive`` does so itself in the common case.)"""
         if self._in_flight.pop(request.record.request_id, None) is not None:
             self._give_back_inputs(request)
 
     def _give_back_inputs(self, request: InFlight) -> None:
-        """Gives back its leases: nobody reads its inputs any more."""
+        """Gives back the leases of a request's inputs, which nobody reads any more."""
         for lease in request.leases:
             self.give_back(lease)
 
     # --------------------------------------------------------------------------------------- records leave for workers
 
     def _put(self, worker: WorkerLink, request: InFlight) -> None:
-        """Gives a request to a worker, whose it is from now on. Raises whatever is wrong with it: then it is nobody's.
+        """Puts a request on a worker's lane. Raises whatever is wrong with it; then it is on no lane.
 
         A worker that has nothing to do gets its record at once: it begins while this front reads what else came.
         """
@@ -279,7 +280,7 @@ class Submitter:
                 self._loop.call_soon(self._end_iteration)
 
     def _flush_all_later(self) -> None:
-        """Flushes all lanes that are open, where these have something to say themselves."""
+        """Flushes every open lane at the end of this iteration."""
         for worker in self._routing.workers.values():
             if not worker.closed:
                 self._flush_later(worker)
@@ -305,7 +306,7 @@ class Submitter:
             busy_poll.flushed()
 
     def _look(self, worker: WorkerLink) -> bool:
-        """Takes what came for the only request in flight. False: no answer to it can come, now."""
+        """Receives for the only request in flight. Returns False if its answer has come, or cannot come."""
         if not worker.closed:
             self._receive(worker)
         return bool(worker.in_flight) and not worker.closed
@@ -329,14 +330,14 @@ class Submitter:
                 self._flush_again(worker)
 
     def _flush_again(self, worker: WorkerLink) -> None:
-        """Tries a lane again. What it holds belongs to many requests, and other lanes wait: no exception goes any further."""
+        """Schedules another flush after an exception, which is logged and not raised: the lane holds other requests as well."""
         _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
         self._loop.call_later(_AGAIN_SECONDS, self._flush_later, worker)
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def _receive(self, worker: WorkerLink) -> bool:
-        """Takes a datagram. Returns whether there was one. Were there more, or an end of file, the loop would say so again."""
+        """Receives one datagram of answers. Returns whether there was one; the loop calls again if there are more."""
         try:
             answers = worker.lane.receive()
         except ChannelClosed:
@@ -379,7 +380,7 @@ class Submitter:
         return True
 
     def _take(self, worker: WorkerLink, prepared: PreparedAnswer, own: AnswerRecord) -> None:
-        """Takes an error, or an answer with others behind it."""
+        """Handles an answer that is an error, or a response with more to follow."""
         take = worker.in_flight.pop if prepared.final else worker.in_flight.get
         request, lease = take(own.request_id, None), own.lease
         if lease is not None:
@@ -409,7 +410,7 @@ class Submitter:
             self._finish(request)
 
     def _route_anew(self, worker: WorkerLink, request: InFlight, answer: AnswerRecord) -> None:
-        """Sends a request to a worker that has its model. Where none does, what the first one said is its answer."""
+        """Sends a misplaced request to a worker that has its model; if there is none, it gets the first worker's error."""
         if request.record.request_id not in self._in_flight:
             return  # cancelled meanwhile
         state = self._routing.state_of(request.prepared)
@@ -419,7 +420,7 @@ class Submitter:
             self._fail(request, from_code(answer.code, answer.message))
 
     def _note_lease(self, worker: WorkerLink, key: LeaseKey, request: InFlight | None, own: AnswerRecord) -> None:
-        """Notes that an answer came in a lease. ``request``: None: nobody waits for it."""
+        """Counts the lease of an answer for its client, who may be throttled. ``request`` None: nobody waits for the answer."""
         size = 0
         for content in own.contents:
             if type(content) is Slice:
@@ -441,7 +442,7 @@ class Submitter:
                 self._recall(lambda other: other.account is account)
 
     def _recall(self, concerned: Callable[[InFlight], bool]) -> None:
-        """Calls requests back from the workers. What has not begun of them comes back as cancelled, and waits."""
+        """Recalls requests from their workers. Those that have not begun come back as cancelled, and are throttled."""
         for worker in self._routing.workers.values():
             for request_id, request in worker.in_flight.items():
                 if not (request.cancelled or request.recalled) and concerned(request) and self._may_come_back(request):
@@ -450,7 +451,7 @@ class Submitter:
         self._flush_all_later()
 
     def _may_come_back(self, request: InFlight) -> bool:
-        """Returns whether it may be called back. What keeps state, or streams, may have begun: it is not sent twice."""
+        """Returns whether a request may be recalled: not if its model keeps state or streams, because it may have begun."""
         state = self._routing.state_of(request.prepared)
         return state is not None and state.repeatable and not state.sticky and not state.streams
 
@@ -511,7 +512,7 @@ class Submitter:
         self._send_waiting()
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
-        """Changes the table of models: who waits may have a worker now, or a reason to give up."""
+        """Updates the state of a model; requests that wait for it may have a worker now, or a reason to fail."""
         self._routing.model_changed(state)
         self._send_waiting()
         loading, self._loading = self._loading, set()
@@ -589,7 +590,7 @@ class Submitter:
                 worker.writing = False
 
     def _give_up(self, worker: WorkerLink, error: ServingError) -> None:
-        """Answers what is in flight there. The process lives and may still read: memory comes back when it is fenced."""
+        """Fails the requests in flight on a worker that still lives; their memory is given back once it is fenced."""
         for request in list(worker.in_flight.values()):
             if not request.cancelled:
                 request.cancelled = True
@@ -598,12 +599,12 @@ class Submitter:
     # ------------------------------------------------------------------------------------------------ timeouts
 
     def _start_timer(self) -> None:
-        """Looks soon for what waited too long, because something waits."""
+        """Starts the timeout timer unless it runs."""
         if self._timer is None:
             self._timer = self._loop.call_later(_TIMER_SECONDS, self._time_out)
 
     def _time_out(self) -> None:
-        """Ends what waited too long: for a worker, throttled, for room, for an answer. Looks again while anything waits."""
+        """Ends requests that waited too long (for a worker, throttled, for room, for an answer); restarts while any wait."""
         self._timer = None
         now = self._loop.time()
         for request in self._without_worker_since(now):
@@ -624,7 +625,7 @@ class Submitter:
             self._start_timer()
 
     def _without_worker_since(self, now: float) -> list[InFlight]:
-        """Takes out what waited too long for a worker."""
+        """Removes and returns the requests that waited too long for a worker."""
         late: list[InFlight] = []
         for request, gives_up in list(self._waiting.items()):
             ended = request.record.request_id not in self._in_flight
@@ -636,7 +637,7 @@ class Submitter:
         return late
 
     def _no_worker(self, prepared: PreparedRequest) -> Unavailable:
-        """Says why a request waited for a worker in vain."""
+        """Returns the error of a request that waited for a worker in vain."""
         gpu = self._routing.gpu_of(prepared)
         where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
         state = self._routing.state_of(prepared)

@@ -45,7 +45,7 @@ class Throttle:
     # ---------------------------------------------------------------------------------------------------- who holds its share
 
     def fills_client(self, account: Account, request: InFlight) -> bool:
-        """Notes an answer to a request. Returns whether with it its client came to hold its share."""
+        """Notes an answer to a request. Returns whether its client has just reached its share of response memory."""
         client = account.client
         if client.answers < client.limit:
             return False
@@ -58,7 +58,7 @@ class Throttle:
         return True
 
     def fills_connection(self, account: Account) -> bool:
-        """Notes an answer. Returns whether with it the connection came to hold its share."""
+        """Notes an answer. Returns whether the connection has just reached its share of response memory."""
         if not account.is_full or account in self.full:
             return False
         self.full.add(account)
@@ -90,7 +90,7 @@ class Throttle:
         return account.client in self._barred and kind in account.client.bulky
 
     def add(self, request: InFlight, now: float) -> None:
-        """Lets a request wait."""
+        """Makes a request wait until its connection may have more answers."""
         account = request.account
         assert account is not None
         self.lines.setdefault(account, _Line()).waiting.append((now + self._seconds, request))
@@ -98,7 +98,7 @@ class Throttle:
             self._barred.setdefault(account.client, {})[account] = None
 
     def let_go(self, account: Account) -> list[InFlight]:
-        """Takes out what may go of a connection's requests, and of its client's others, once an answer of it was taken."""
+        """Removes and returns the requests of a connection, and of its client, that may go after an answer was taken."""
         going = self._take(account)
         barred = self._barred.get(account.client)
         while barred:
@@ -109,11 +109,11 @@ class Throttle:
         return going
 
     def let_all_go(self) -> list[InFlight]:
-        """Takes out what may go, where something else than an answer that was taken makes it possible."""
+        """Removes and returns all requests that may go now, whatever made that possible."""
         return [request for account in list(self.lines) for request in self._take(account)]
 
     def _take(self, account: Account) -> list[InFlight]:
-        """Takes out what may go of one connection's."""
+        """Removes and returns the requests of one connection that may go now."""
         line, client = self.lines.get(account), account.client
         going: list[InFlight] = []
         if line is None:
@@ -146,7 +146,7 @@ class Throttle:
                 del self._barred[account.client]
 
     def expired(self, now: float) -> Iterator[tuple[InFlight, Unavailable]]:
-        """Takes out what waited too long, each with what it is answered."""
+        """Removes and returns the requests that waited too long, each with its error."""
         for account, line in list(self.lines.items()):
             while line.waiting and (line.waiting[0][0] <= now or self._ended(line.waiting[0][1])):
                 _, request = line.waiting.popleft()
