@@ -1,4 +1,4 @@
-"""What a request says of its own scheduling: priority, timeout, sequence (Triton's extensions), and ``tensord_replace``."""
+"""Describes how a request asks to be scheduled: priority, timeout, sequence (Triton's extensions), and ``tensord_replace``."""
 
 from __future__ import annotations
 
