@@ -157,11 +157,12 @@ class SealedMemory:
         if not self.byte_size:
             raise InvalidArgument("the memory of parameters is empty")
         try:
-            # Its pages are mapped at once: else the first batch would meet a fault for each.
-            mapping = mmap.mmap(fd, self.byte_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+            mapping = mmap.mmap(fd, self.byte_size, mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError as error:
             raise Unavailable(f"{self.byte_size} bytes of parameters cannot be mapped: {error.strerror}") from error
         self.view = memoryview(mapping)
+        # Its pages are mapped here, or the first batch would meet the faults; by numpy, which leaves Python to others meanwhile.
+        np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE].max()
 
     def __repr__(self) -> str:
         return f"<SealedMemory {self.byte_size} bytes>"
@@ -185,7 +186,7 @@ class NewMemory:
             self._fd = os.memfd_create("tensord-parameters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._fd, 0, byte_size)
-            self._mapping: mmap.mmap | None = mmap.mmap(self._fd, byte_size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._mapping: mmap.mmap | None = mmap.mmap(self._fd, byte_size)
             #: The bytes, while it is not sealed.
             self.content: Array = np.frombuffer(self._mapping, np.uint8)
         except OSError as error:
