@@ -266,7 +266,7 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way() -> N
         for number in range(row.warm, row.warm + COUNT):
             await bench.answer(work, [(transport, row.request(number))], row.complete)
             transport.writes.clear()
-        assert bench.submitter.numbers.minted == 0
+        assert bench.submitter.numbers.assigned == 0
         counted.append(work.instructions / COUNT)
 
     async def count_ordinary(bench: Bench) -> None:

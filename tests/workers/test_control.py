@@ -17,7 +17,7 @@ from tensord.shm.channel import DescriptorsLost, pair
 from tensord.shm.control_records import ControlCall, LaneClient, LaneClosed, LaneLimits, LaneOpened, Load, Stop, Unload
 from tensord.shm.cuda_regions import Driver
 from tensord.shm.errors import Internal, InvalidArgument
-from tensord.shm.figures import Figures
+from tensord.shm.figures import Compiles, Figures
 from tensord.shm.operations import AwaitRegion, ModelStatistics, Peer, RepositoryIndex, UnregisterRegion, WorkerFigures
 from tensord.workers.calls.metric_registry import MetricRegistry
 from tensord.workers.control import Control
@@ -52,7 +52,7 @@ class Bench:
             channel := cast(Any, SimpleNamespace(put=lambda record, *fds: self.sent.append(record))),
             self.models,
             regions := RegionTable(RegionPolicy(RegionsOptions()), Driver(), None),
-            cast(Any, SimpleNamespace(metrics=MetricRegistry())),
+            cast(Any, SimpleNamespace(metrics=MetricRegistry(), compiles=SimpleNamespace(figures=Compiles))),
             thread := cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
             DaemonOperations(channel, thread, Inbox()),
             ParameterPushes(self.models, regions, thread, Workers()),
@@ -160,7 +160,7 @@ def test_every_call_has_one_reply() -> None:
         (2, "", b"0"),
         (3, "", b""),
         (4, "UNSUPPORTED", b""),
-        (5, "", b'[[],{"system":0,"cuda":0},[],7,0]'),
+        (5, "", b'[[],{"system":0,"cuda":0},[],7,0,[0,0,0]]'),
     ]
 
 

@@ -755,20 +755,20 @@ def test_requests_that_differ_in_scheduling_alone_have_one_number(loop: WorkerLo
     """And answered in C, as long as the model has one line and no sequences; one that is traced is Python's."""
     loop.load(MODELS / "addsub")
     known(loop, lambda: ask(loop, 1.0))
-    before, minted = served(loop), loop.numbers.minted
+    before, minted = served(loop), loop.numbers.assigned
     for number in range(20):
         own = {"priority": number, "timeout_us": 7 * number, "sequence_id": f"s{number}", "sequence_start": True}
         assert firsts(ask(loop, float(number), own=own)) == [(number + 1, number - 1)]
     # A slow moment of the machine has a program chosen anew, which is Python's.
     assert served(loop) - before <= 5
-    assert loop.numbers.minted == minted
+    assert loop.numbers.assigned == minted
     before = served(loop)
     (traced,) = ask(loop, 2.0, own={"trace": 1})
     assert firsts([traced]) == [(3.0, 1.0)]
     assert traced.trace is not None
     assert [name for name, _ in traced.trace.moments][:2] == ["QUEUE_START", "COMPUTE_START"]
     assert 1 <= served(loop) - before <= 2
-    assert loop.numbers.minted == minted
+    assert loop.numbers.assigned == minted
 
 
 @pytest.mark.parametrize("fast", [True, False])
