@@ -49,9 +49,6 @@ class Leaves:
     def __iter__(self) -> Any:
         return iter(self._leaves)
 
-    def __len__(self) -> int:
-        return len(self._leaves)
-
     @property
     def byte_size(self) -> int:
         """The bytes of all of them on the device."""

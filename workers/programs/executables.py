@@ -167,11 +167,6 @@ class Executables:
             else:
                 self._usual = placement
 
-    @property
-    def parameters(self) -> Any:
-        """The parameters where programs usually run."""
-        return self._usual.parameters
-
     def carry(self) -> Carry | None:
         """Returns a new carry for an instance, or None where the model keeps no state."""
         if self._initial is None:
