@@ -9,6 +9,7 @@ ago before others. Does no I/O but closing descriptors; ``tensord.daemon.paramet
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from typing import Any
 
 from tensord.shm.operations import MAIN_SET, FileSource, Peer
 
+#: Memory of so many bytes is given back beside the loop.
+_LARGE = 16 << 20
 #: A model's name and a version.
 VersionKey = tuple[str, int]
 
@@ -42,10 +45,12 @@ class Content:
         return not self.number or self.memory >= 0 or self.file is not None
 
     def close(self) -> None:
-        """Gives the memory back. Idempotent."""
-        if self.memory >= 0:
-            os.close(self.memory)
-            self.memory = -1
+        """Gives the memory back. Idempotent. Who closes a large one last frees its pages, which takes a while."""
+        memory, self.memory = self.memory, -1
+        if memory >= 0 and self.byte_size >= _LARGE:
+            asyncio.get_running_loop().run_in_executor(None, os.close, memory)
+        elif memory >= 0:
+            os.close(memory)
 
     def describe(self) -> dict[str, Any]:
         """Describes it for ``GET /v2/models/M/parameters``."""

@@ -559,6 +559,10 @@ class Parameters:
 
     def close(self) -> None:
         """Gives back all memory. Idempotent."""
+        if count := sum(1 for _ in self.sets):
+            _log.warning(
+                "pushed parameter sets end with this daemon (%d): the next one serves the repositories'", count
+            )
         self.sets.close()
 
     def __repr__(self) -> str:

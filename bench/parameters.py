@@ -1,0 +1,300 @@
+"""Measures new parameters into a running model: ``python -m bench.parameters [--rounds N] [--rows ROW,...]``.
+
+push      100 MiB pushed from a region and as a tree, beside ``jax.device_put`` of the same tree in this process (which is to be
+          at most 3 times less), and beside a reload of the model from its files (at least 20 times more). In turn in each round.
+while     the p99 of a small HTTP request on four connections while the same model's 1 MiB is pushed ten times a second, beside
+          the p99 when nothing is pushed (at most 1.5 times).
+sets      1000 sets of 1 MiB with room for 100 on the device: the rate of requests whose set lies there beside that of ``main``
+          (at least 0.97), and what a request takes longer whose set does not, beside a copy of 1 MiB to the device (at most 2).
+
+Every answer is compared with what its set holds. Exit status 1: an answer was wrong. Times are medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensord_client
+from tensord_client.parameters import layout
+
+from bench.server import serving
+
+_ADDRESS = "127.0.0.1:18180"
+_MIB = 1 << 20
+_LARGE, _SMALL = 100, 1
+#: Sets, and how many of them the device has room for.
+_SETS, _ROOM = 1000, 100
+#: Pushes a second, connections and seconds of the row that asks meanwhile.
+_PUSHES, _CONNECTIONS, _SECONDS = 10, 4, 3.0
+_MODEL = """
+from pathlib import Path
+
+import tensord.models
+
+inputs = {"x": "FP32[4]"}
+outputs = {"y": "FP32[4]"}
+max_batch_size = 8
+
+def create(path, config, device):
+    def apply(params, inputs):
+        return {"y": inputs["x"] * 0 + params["w"][0, 0] + params["w"][-1, -1]}
+
+    return apply, tensord.models.load(Path(path) / "params.npz")
+"""
+
+
+def tree(mib: int, value: float) -> dict[str, np.ndarray]:
+    """Parameters of so many MiB, whose answers are twice the value."""
+    return {"w": np.full((mib, _MIB // 4), value, np.float32)}
+
+
+def write_models(folder: Path) -> None:
+    """Writes a model of each size."""
+    for name, mib in (("large", _LARGE), ("small", _SMALL)):
+        version = folder / name / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(_MODEL)
+        np.savez(version / "params.npz", **tree(mib, 0))
+
+
+class Asker:
+    """Asks a model over one HTTP connection."""
+
+    def __init__(self, model: str, name: str = "") -> None:
+        parameters = {"parameters": {"parameter_set": name}} if name else {}
+        given = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]
+        self._body = json.dumps({"inputs": given, **parameters}).encode()
+        self._path = f"/v2/models/{model}/infer"
+        self._connection = http.client.HTTPConnection(_ADDRESS)
+        self.wrong = 0
+
+    def __call__(self) -> float:
+        """Asks once. Returns the value of the parameters that answered."""
+        self._connection.request("POST", self._path, self._body)
+        with self._connection.getresponse() as answer:
+            data = json.loads(answer.read())["outputs"][0]["data"]
+        self.wrong += len(set(data)) != 1
+        return float(data[0]) / 2
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Returns how long a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def post(path: str, body: bytes) -> Any:
+    """Asks for anything but inference. Raises SystemExit: it is refused."""
+    connection = http.client.HTTPConnection(_ADDRESS)
+    with contextlib.closing(connection):
+        connection.request("POST", path, body)
+        answer = connection.getresponse()
+        content = answer.read()
+    if answer.status != 200:
+        raise SystemExit(f"{path}: {content.decode()}")
+    return json.loads(content) if content else None
+
+
+@contextlib.contextmanager
+def region(content: bytes) -> Iterator[str]:
+    """Registers memory that holds this, inside the block; yields the region's name."""
+    path = Path("/dev/shm", f"tensord-bench-{os.getpid()}")
+    path.write_bytes(content)
+    try:
+        said = {"key": f"/{path.name}", "byte_size": len(content)}
+        post("/v2/systemsharedmemory/region/parameters/register", json.dumps(said).encode())
+        yield "parameters"
+        post("/v2/systemsharedmemory/region/parameters/unregister", b"")
+    finally:
+        path.unlink()
+
+
+def push_row(rounds: int, client: tensord_client.Client) -> int:
+    """Pushes 100 MiB, beside ``device_put`` and a reload."""
+    model, ask = client.model("large"), Asker("large")
+    wanted = tree(_LARGE, 1)
+    content = b"".join(layout(wanted))
+    found: dict[str, list[float]] = {"device_put": [], "region": [], "tree": [], "reload": []}
+    wrong = 0
+
+    def placed() -> None:
+        jax.block_until_ready(jax.device_put(wanted))
+
+    with region(content) as name:
+        said = json.dumps({"region": name, "byte_size": len(content)}).encode()
+        placed()
+        for number in range(1, rounds + 1):
+            found["device_put"].append(seconds(placed))
+            found["region"].append(seconds(lambda: post("/v2/models/large/parameters/main", said)))
+            wrong += ask() != 1
+            other = tree(_LARGE, 1 + number)
+            found["tree"].append(seconds(lambda: model.parameters.update(other)))  # noqa: B023
+            wrong += ask() != 1 + number
+            found["reload"].append(seconds(lambda: post("/v2/repository/models/large/load", b"{}")))
+            wrong += ask() != 0
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    for name in ("region", "tree"):
+        beside = medians[name] / medians["device_put"], medians[name] / medians["reload"]
+        print(f"push {name:7} {medians[name] * 1e3:8.1f} ms, {beside[0]:.2f} x device_put, {beside[1]:.3f} x reload")
+    print(f"     device_put {medians['device_put'] * 1e3:.1f} ms, reload {medians['reload'] * 1e3:.1f} ms", flush=True)
+    return wrong + ask.wrong
+
+
+def p99(until: float) -> tuple[float, int]:
+    """Asks on some connections until then. Returns the p99 in ms and how many answers were wrong."""
+    took: list[float] = []
+    wrong: list[int] = []
+
+    def run() -> None:
+        ask, mine = Asker("small"), []
+        while time.perf_counter() < until:
+            mine.append(seconds(ask))
+        ask.close()
+        took.extend(mine)
+        wrong.append(ask.wrong)
+
+    threads = [threading.Thread(target=run) for _ in range(_CONNECTIONS)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return float(np.percentile(took, 99)) * 1e3, sum(wrong)
+
+
+def while_row(rounds: int, client: tensord_client.Client) -> int:
+    """Asks while nothing is pushed, and while something is ten times a second."""
+    parameters = client.model("small").parameters
+    found: dict[bool, list[float]] = {False: [], True: []}
+    wrong = pushes = 0
+    for number in range(2 * rounds):
+        until = time.perf_counter() + _SECONDS
+        stop = threading.Event()
+
+        def push(until: float = until, stop: threading.Event = stop) -> None:
+            nonlocal pushes
+            while not stop.wait(1 / _PUSHES) and time.perf_counter() < until:
+                parameters.update(tree(_SMALL, pushes))
+                pushes += 1
+
+        pusher = threading.Thread(target=push)
+        if number % 2:
+            pusher.start()
+        took, bad = p99(until)
+        stop.set()
+        if number % 2:
+            pusher.join()
+        found[bool(number % 2)].append(took)
+        wrong += bad
+    quiet, busy = (statistics.median(found[key]) for key in (False, True))
+    print(f"while  p99 {quiet:.2f} ms quiet, {busy:.2f} ms with {pushes} pushes: {busy / quiet:.2f} x", flush=True)
+    return wrong
+
+
+def sets_row(rounds: int, client: tensord_client.Client) -> int:
+    """Asks sets that lie on the device, and sets that do not."""
+    parameters = client.model("small").parameters
+    parameters.update(tree(_SMALL, 5000))
+    for number in range(_SETS):
+        parameters.update(tree(_SMALL, number), set=f"s{number}")
+    main = Asker("small")
+    askers = [Asker("small", f"s{number}") for number in range(_SETS)]
+    one = tree(_SMALL, 1)
+    found: dict[str, list[float]] = {"main": [], "hit": [], "miss": [], "copy": []}
+    wrong = 0
+    for _ in range(rounds):
+        for _ in range(50):
+            found["main"].append(seconds(main))
+        for number in range(10):
+            wrong += askers[number]() != number
+        for _ in range(5):
+            for number in range(10):
+                found["hit"].append(seconds(askers[number]))
+        for number in range(100, _SETS, 9):
+            found["miss"].append(seconds(askers[number]))
+        for _ in range(50):
+            found["copy"].append(seconds(lambda: jax.block_until_ready(jax.device_put(one))))
+    wrong += main() != 5000
+    for number in range(0, _SETS, 37):
+        wrong += askers[number]() != number
+    medians = {name: statistics.median(values) * 1e6 for name, values in found.items()}
+    more = (medians["miss"] - medians["hit"]) / medians["copy"]
+    rate = medians["main"] / medians["hit"]
+    print(f"sets   main {medians['main']:.0f} us, hit {medians['hit']:.0f} us: {rate:.3f} of its rate")
+    print(f"       miss {medians['miss']:.0f} us, {more:.2f} copies ({medians['copy']:.0f} us) more", flush=True)
+    for each in (main, *askers):
+        wrong += each.wrong
+        each.close()
+    return wrong
+
+
+ROWS: dict[str, Callable[[int, tensord_client.Client], int]] = {"push": push_row, "while": while_row, "sets": sets_row}
+
+
+def main() -> int:
+    """Serves, and measures the rows."""
+    parser = argparse.ArgumentParser(
+        prog="bench.parameters", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", default=",".join(ROWS), help="of push, while and sets")
+    arguments = parser.parse_args()
+    wrong = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_models(folder / "models")
+        (folder / "serve.toml").write_text(
+            f"""
+            [repository]
+            paths = ["{folder / "models"}"]
+            control_mode = "explicit"
+            load = ["*"]
+            [http]
+            port = {_ADDRESS.partition(":")[2]}
+            [grpc]
+            enabled = false
+            [metrics]
+            enabled = false
+            [workers]
+            device = "cpu"
+            parameter_byte_size = {(_LARGE + _ROOM) * _MIB}
+            [clients]
+            socket = "{folder / "clients.sock"}"
+            [supervisor]
+            control_socket = "{folder / "control.sock"}"
+            [executables]
+            cache_directory = "{folder / "cache"}"
+            """
+        )
+        (folder / "cache").mkdir(mode=0o700)
+        command = [sys.executable, "-m", "tensord", "serve", "--config", str(folder / "serve.toml")]
+        with (
+            serving(command, _ADDRESS, folder / "log"),
+            tensord_client.connect(folder / "clients.sock") as client,
+        ):
+            for row in arguments.rows.split(","):
+                wrong += ROWS[row](arguments.rounds, client)
+    if wrong:
+        print(f"{wrong} answers were wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

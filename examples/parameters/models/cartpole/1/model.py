@@ -1,0 +1,38 @@
+"""A policy for a pole on a cart: what is seen, to the logits of pushing left and right. It begins knowing nothing.
+
+``examples/parameters/learner.py`` pushes better parameters while actors ask.
+"""
+
+import jax
+import jax.numpy as jnp
+
+max_batch_size = 256
+inputs = {"state": "FP32[4]"}
+outputs = {"logits": "FP32[2]"}
+batch_buckets = [32, 256]
+
+HIDDEN = 32
+
+
+def begin(seed=0):
+    """Makes parameters that know nothing: both pushes are as likely."""
+    first = jax.random.normal(jax.random.key(seed), (4, HIDDEN)) * 0.5
+    return {
+        "hidden": {"kernel": first, "bias": jnp.zeros(HIDDEN)},
+        "action": {"kernel": jnp.zeros((HIDDEN, 2)), "bias": jnp.zeros(2)},
+    }
+
+
+def logits(params, state):
+    """Computes a batch of logits; the learner takes its gradient."""
+    hidden = jnp.tanh(state @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    return hidden @ params["action"]["kernel"] + params["action"]["bias"]
+
+
+def create(path, config, device):
+    """Returns the function and the parameters of the repository, number 0."""
+
+    def apply(params, inputs):
+        return {"logits": logits(params, inputs["state"])}
+
+    return apply, begin()

@@ -1,0 +1,52 @@
+"""The examples of parameters that are pushed: a learner whose actors get better, and customers with weights of their own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon_process import DaemonProcess
+from tests.examples.models import ROOT
+
+pytestmark = pytest.mark.xdist_group("examples")
+FOLDER = ROOT / "examples" / "parameters"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("parameters"), [FOLDER / "models"]) as daemon:
+        daemon.wait_ready()
+        yield daemon
+
+
+def run(daemon: DaemonProcess, program: str, *words: str) -> str:
+    """What it prints; it ends with 0."""
+    command = [sys.executable, str(FOLDER / program), "--url", daemon.url, *words]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert ended.returncode == 0, ended.stdout
+    return ended.stdout
+
+
+def test_actors_get_better_while_the_learner_pushes(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """The return rises, and what the actors asked was answered by the newest parameters or by few before them."""
+    picture = tmp_path / "return.png"
+    output = run(daemon, "learner.py", "--pushes", "60", "--plot", str(picture))
+    found = re.findall(r"pushed (\d+): a round by (\d+) to (\d+) returned (\d+\.\d)", output)
+    rounds = [(int(number), int(first), int(last), float(mean)) for number, first, last, mean in found]
+    assert len(rounds) == 60
+    assert [number for number, *_ in rounds] == list(range(1, 61))
+    assert all(first <= last < number for number, first, last, _ in rounds)
+    means = [mean for *_, mean in rounds]
+    assert sum(means[-10:]) > 3 * sum(means[:10])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_customer_is_answered_by_their_own_weights(daemon: DaemonProcess) -> None:
+    output = run(daemon, "customers.py", "--customers", "30")
+    assert "30 customers were answered, 0 of them wrongly" in output
+    assert "sets: main, customer-0" in output

@@ -1,0 +1,245 @@
+"""Parameters that are pushed while workers and fronts are killed: every answer is of one set, and of none that is too old.
+
+A set's number is also what its arrays hold, so an answer says twice by which it was computed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tensord_client
+from tensord_client import Replaced, ServingError
+
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.faults.load import Load
+from tests.repositories import write_model
+
+#: A run by hand may ask for more.
+KILLS = int(os.environ.get("TENSORD_TEST_KILLS", "4"))
+MODEL = """
+import jax.numpy as jnp
+
+inputs = {"x": "FP32[1]"}
+outputs = {"y": "FP32[3]"}
+max_batch_size = 8
+
+def create(path, config, device):
+    def apply(params, inputs):
+        first, last = params["a"], params["b"]
+        ends = jnp.stack([first.min(), first.max(), last[0]])
+        return {"y": inputs["x"] * 0 + ends}
+
+    return apply, {"a": jnp.zeros((64, 64)), "b": jnp.zeros(3)}
+"""
+
+
+def tree(number: int) -> dict[str, Any]:
+    return {"a": np.full((64, 64), number, np.float32), "b": np.full(3, number, np.float32)}
+
+
+def pushed_to(start_daemon: Callable[..., DaemonProcess], folder: Path, **options: Any) -> DaemonProcess:
+    repository = folder / "repository"
+    if not repository.exists():
+        write_model(repository, "m", MODEL)
+    sections = {
+        "workers": {"device": "cpu", "cpu": 2, "pin": False, **options.pop("workers", {})},
+        "http": {"port": 0, "processes": 2},
+        "clients": {"socket": str(folder / "clients.sock")},
+        "supervisor": {"control_socket": str(folder / "control.sock"), **options.pop("supervisor", {})},
+        **options,
+    }
+    daemon = start_daemon(repository, **sections)
+    daemon.wait_ready()
+    return daemon
+
+
+class Answers(Load):
+    """Askers that compare each answer with itself, and with the pushes that were answered before it was asked for."""
+
+    def __init__(self, daemon: DaemonProcess, clients: int, where: str) -> None:
+        super().__init__(daemon, clients)
+        self._where = where
+        #: The highest number whose push was answered.
+        self.answered = 0
+        #: What was wrong with answers.
+        self.mixed: list[Any] = []
+        self.old: list[Any] = []
+        self.seen: Counter[int] = Counter()
+
+    def _run(self, seed: int) -> None:
+        with tensord_client.connect(self._where, patience=PATIENCE) as client:
+            model = client.model("m", timeout=PATIENCE)
+            while not self._stop.is_set():
+                least = self.answered
+                try:
+                    answer = model({"x": [[1.0]]}, parameters={"tensord_parameters": True})
+                except ServingError as error:
+                    with self._lock:
+                        self.errors.append(f"{type(error).__name__}: {error}")
+                    continue
+                values, number = set(answer["y"][0].tolist()), answer.parameters["parameter_version"]
+                with self._lock:
+                    self.answers += 1
+                    self.seen[number] += 1
+                    if values != {number}:
+                        self.mixed.append((number, values))
+                    if number < least:
+                        self.old.append((number, least))
+
+
+def pusher(where: str, answers: Answers, stop: threading.Event, errors: Counter[str], lock: threading.Lock) -> None:
+    """Pushes numbers that it shares with the others: each is one more than the highest that it knows of."""
+    with tensord_client.connect(where, patience=PATIENCE) as client:
+        parameters = client.model("m", timeout=PATIENCE).parameters
+        number = 0
+        while not stop.is_set():
+            with lock:
+                number = max(number, answers.answered) + 1
+            try:
+                parameters.update(tree(number), version=number, check_finite=True)
+            except Replaced:
+                errors["overtaken"] += 1
+                continue
+            except ServingError as error:
+                # Whether it holds is unknown where the front died: the next one is higher anyhow.
+                errors[f"{type(error).__name__}: {error}"] += 1
+                continue
+            with lock:
+                answers.answered = max(answers.answered, number)
+
+
+@pytest.mark.parametrize("way", ["http", "lane"])
+def test_two_pushers_and_killed_workers_and_fronts(
+    start_daemon: Callable[..., DaemonProcess], tmp_path: Path, way: str
+) -> None:
+    """
+    1. Eight clients ask without pause, two pushers push as fast as they can. 2. Workers and fronts are killed in turn.
+    Result: no answer mixes two sets, none is older than a push that was answered before, none failed.
+    """
+    daemon = pushed_to(start_daemon, tmp_path)
+    where = str(tmp_path / "clients.sock") if way == "lane" else daemon.url
+    stop, lock, errors = threading.Event(), threading.Lock(), Counter[str]()
+    with Answers(daemon, 8, where) as answers:
+        pushers = [threading.Thread(target=pusher, args=(where, answers, stop, errors, lock)) for _ in range(2)]
+        for each in pushers:
+            each.start()
+        try:
+            for number in range(KILLS):
+                before, pushed = answers.answers, answers.answered
+                wait_until(lambda seen=before: answers.answers > seen + 100, "answers", daemon)
+                wait_until(lambda seen=pushed: answers.answered > seen + 3, "pushes", daemon)
+                wait_until(lambda: len(daemon.workers) == 2 and len(daemon.fronts) == 2, "all processes", daemon)
+                victim = daemon.workers[number % 2] if number % 4 < 3 else daemon.fronts[0]
+                victim.kill()
+                psutil.wait_procs([victim], timeout=PATIENCE)
+            pushed = answers.answered
+            wait_until(lambda: answers.answered > pushed + 3, "pushes after the last death", daemon)
+        finally:
+            stop.set()
+            for each in pushers:
+                each.join(PATIENCE)
+    assert (answers.mixed[:3], answers.old[:3]) == ([], [])
+    # Over HTTP what was on its way in a front that was killed may have run; the client says so.
+    lost = [error for error in answers.errors if "ended before it answered; the request may have run" in error]
+    assert len(answers.errors) == len(lost)
+    assert len(lost) <= (8 * (KILLS // 4) if way == "http" else 0)
+    assert len(answers.seen) > KILLS
+    assert "did not follow" not in daemon.log
+    daemon.wait_ready()
+
+
+def test_the_replacement_serves_what_was_pushed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. Sets are pushed; one worker after the other is killed. 2. The daemon is restarted.
+    Result: replacements have the newest of each set; the restarted daemon has the repository's, and said that it had others.
+    """
+    daemon = pushed_to(start_daemon, tmp_path)
+    with tensord_client.connect(daemon.url, patience=PATIENCE) as client:
+        model = client.model("m", timeout=PATIENCE)
+        model.parameters.update(tree(5), version=5)
+        model.parameters.update(tree(9), set="customer", version=9)
+        for number in range(2):
+            victim = daemon.workers[number % 2]
+            victim.kill()
+            psutil.wait_procs([victim], timeout=PATIENCE)
+            daemon.wait_log(
+                r"has what was pushed into model 'm' version 1: 'main' number 5, 'customer' number 9", number + 1
+            )
+            wait_until(lambda: len(daemon.workers) == 2, "both workers", daemon)
+            for name, expected in (("", 5), ("customer", 9)):
+                asked = client.model("m", timeout=PATIENCE, parameter_set=name)
+                answers = {asked({"x": [[1.0]]})["y"][0, 0] for _ in range(8)}
+                assert answers == {expected}
+        model.parameters.drop("customer")
+    daemon.stop()
+    assert "pushed parameter sets end with this daemon (1)" in daemon.log
+    again = pushed_to(start_daemon, tmp_path)
+    with tensord_client.connect(again.url, patience=PATIENCE) as client:
+        assert client.model("m", timeout=PATIENCE)({"x": [[1.0]]})["y"][0, 0] == 0
+        assert [each["number"] for each in client.model("m").parameters.list()] == [0]
+
+
+def test_a_replacement_without_what_was_pushed_is_not_ready(
+    start_daemon: Callable[..., DaemonProcess], tmp_path: Path
+) -> None:
+    """
+    1. More is pushed than is kept. 2. The only worker is killed.
+    Result: the model is not served, and says which set it lacks.
+    """
+    daemon = pushed_to(start_daemon, tmp_path, workers={"cpu": 1}, supervisor={"parameter_byte_size": 1000})
+    with tensord_client.connect(daemon.url, patience=PATIENCE) as client:
+        client.model("m", timeout=PATIENCE).parameters.update(tree(5), version=5)
+    (victim,) = daemon.workers
+    victim.kill()
+    daemon.wait_log(r"parameter set 'main' number 5 was not kept: \d+ bytes, at most 1000 are kept of all models")
+    wait_until(lambda: daemon.get("/v2/models/m/ready")[0] == 400, "the model to be gone", daemon)
+    status, answer = daemon.infer("m", [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}])
+    assert (status in (400, 404, 503), "y" in answer) == (True, False)
+
+
+def test_a_stopped_worker_holds_a_push_up_and_nobody_else(
+    start_daemon: Callable[..., DaemonProcess], tmp_path: Path
+) -> None:
+    """
+    1. One of two workers is stopped (SIGSTOP) and something is pushed. 2. It goes on.
+    Result: the push is answered then, and every answer is of one set meanwhile.
+    """
+    daemon = pushed_to(start_daemon, tmp_path)
+    stopped = daemon.workers[0]
+    with tensord_client.connect(daemon.url, patience=PATIENCE) as client:
+        parameters = client.model("m", timeout=PATIENCE).parameters
+        parameters.update(tree(1), version=1)
+        stopped.send_signal(signal.SIGSTOP)
+        done = threading.Thread(target=lambda: parameters.update(tree(2), version=2))
+        try:
+            done.start()
+            time.sleep(0.5)
+            assert done.is_alive()
+        finally:
+            stopped.send_signal(signal.SIGCONT)
+        done.join(PATIENCE)
+        assert not done.is_alive()
+        asked = client.model("m", timeout=PATIENCE)
+        assert {asked({"x": [[1.0]]})["y"][0, 0] for _ in range(8)} == {2}
+
+
+def test_loading_anew_ends_what_was_pushed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    daemon = pushed_to(start_daemon, tmp_path, repository={"control_mode": "explicit", "load": ["m"]})
+    with tensord_client.connect(daemon.url, patience=PATIENCE) as client:
+        model = client.model("m", timeout=PATIENCE)
+        model.parameters.update(tree(5), version=5)
+        assert daemon.request("POST", "/v2/repository/models/m/load", b"{}")[0] == 200
+        assert "parameter set 'main' that was pushed into it is gone" in daemon.log
+        assert {model({"x": [[1.0]]})["y"][0, 0] for _ in range(8)} == {0}
+        assert model.parameters.update(tree(1)) == 1
+        assert {model({"x": [[1.0]]})["y"][0, 0] for _ in range(8)} == {1}
