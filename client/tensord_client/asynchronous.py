@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensord_client.call import Call, Own, SequenceId
 from tensord_client.client import Client, Place, connection
@@ -15,10 +16,13 @@ from tensord_client.connection import Connection
 from tensord_client.errors import DeadlineExceeded
 from tensord_client.latest import Newest
 from tensord_client.model import Calls
+from tensord_client.parameters import ParameterSets
 from tensord_client.results import Answer, Array, Tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+T = TypeVar("T")
 
 
 class AsyncClient:
@@ -97,6 +101,11 @@ class AsyncModel(Calls):
     def latest(self) -> AsyncLatest:
         """Makes something that is given inputs at any rate, and answers to the newest of them."""
         return AsyncLatest(self.submit)
+
+    @property
+    def parameters(self) -> AsyncParameterSets:
+        """Returns the model's parameter sets. As ``Model.parameters``."""
+        return AsyncParameterSets(ParameterSets(self._connection, self.name, self._asked_version))
 
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
         """Makes a sequence of requests. As ``Model.sequence``."""
@@ -195,6 +204,33 @@ class AsyncModelSequence:
     ) -> None:
         if self._begun and not self._ended:
             await self._model.end_sequence(self.sequence_id)
+
+
+class AsyncParameterSets:
+    """The parameter sets of one model, each change to be awaited; it goes on in a thread of the loop. As ``ParameterSets``."""
+
+    def __init__(self, sets: ParameterSets) -> None:
+        self._sets = sets
+
+    async def update(self, parameters: Any, **how: Any) -> int:
+        """Pushes parameters, which may not be written to meanwhile. Arguments and errors as of ``ParameterSets.update``."""
+        return await _in_a_thread(functools.partial(self._sets.update, parameters, **how))
+
+    async def list(self) -> list[dict[str, Any]]:
+        """Returns what there is, an entry for each set."""
+        return await _in_a_thread(self._sets.list)
+
+    async def drop(self, set: str) -> None:
+        """Drops a set, which is not ``main``."""
+        await _in_a_thread(functools.partial(self._sets.drop, set))
+
+    async def roll_back(self, set: str = "main") -> int:
+        """Puts the parameters into use again that a set had before its last. Returns their number."""
+        return await _in_a_thread(functools.partial(self._sets.roll_back, set))
+
+
+async def _in_a_thread(change: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(None, change)
 
 
 async def connect_async(address: Place | None = None, *, wait: float = 0.0, patience: float = 30.0) -> AsyncClient:

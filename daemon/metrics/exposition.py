@@ -416,6 +416,23 @@ def _parameters(snapshot: MetricsSnapshot) -> Iterator[Metric]:
         "Pushed parameters that are kept for workers that are replaced",
         pushed.byte_size,
     )
+    moved = [
+        ((total.name, str(total.version)), total) for total in snapshot.models if total.set_byte_size or total.misses
+    ]
+    size = GaugeMetricFamily(
+        "tensord_parameter_device_bytes", "Parameter sets that lie on devices now, of all workers", labels=_MODEL
+    )
+    yield _filled(size, [(of, total.set_byte_size) for of, total in moved])
+    evictions = CounterMetricFamily(
+        "tensord_parameter_evictions_total", "Parameter sets that left a device to make room for others", labels=_MODEL
+    )
+    yield _filled(evictions, [(of, total.evictions) for of, total in moved])
+    misses = CounterMetricFamily(
+        "tensord_parameter_misses_total",
+        "Runs whose parameter set had to be brought to the device first",
+        labels=_MODEL,
+    )
+    yield _filled(misses, [(of, total.misses) for of, total in moved])
     outcomes = CounterMetricFamily(
         "tensord_parameter_changes_total",
         "Changes of parameter sets, by what came of them",

@@ -17,7 +17,9 @@ from tensord.shm.figures import Counts, Figures, VersionFigures
 
 #: Name and number of a model version.
 Key = tuple[str, int]
-_NOTHING: tuple[Counts, Counted] = Counts(), {}
+#: What is kept of workers that have ended: counters, histograms, and the counters of parameter sets.
+_Ended = tuple[Counts, Counted, tuple[int, int]]
+_NOTHING: _Ended = Counts(), {}, (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,11 @@ class Total:
     sequences: tuple[int, int] | None = None
     #: Histograms, as of ``VersionFigures``.
     durations: Counted = field(default_factory=dict)
+    #: Of parameter sets: those that left a device for others, and runs whose set had to be brought there first.
+    evictions: int = 0
+    misses: int = 0
+    #: Bytes of its sets on all devices now.
+    set_byte_size: int = 0
 
 
 class Ledger:
@@ -44,7 +51,7 @@ class Ledger:
     def __init__(self) -> None:
         #: Incarnation -> its last report.
         self._workers: dict[int, dict[Key, VersionFigures]] = {}
-        self._ended: dict[Key, tuple[Counts, Counted]] = {}
+        self._ended: dict[Key, _Ended] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
         """Notes a worker's report."""
@@ -62,25 +69,34 @@ class Ledger:
     def _end(self, versions: Iterable[VersionFigures]) -> None:
         for version in versions:
             key = (version.name, version.version)
-            counts, durations = self._ended.get(key, _NOTHING)
-            self._ended[key] = counts + version.counts, total(durations, version.durations)
+            counts, durations, moves = self._ended.get(key, _NOTHING)
+            self._ended[key] = counts + version.counts, total(durations, version.durations), _moved(moves, version)
 
     def totals(self, served: Iterable[Key]) -> list[Total]:
         """Returns the totals of each version that is served."""
         found = []
         for key in served:
-            counts, durations = self._ended.get(key, _NOTHING)
-            pending, cached, streams = 0, False, False
+            counts, durations, moves = self._ended.get(key, _NOTHING)
+            pending, cached, streams, set_byte_size = 0, False, False, 0
             sequences: tuple[int, int] | None = None
             for versions in self._workers.values():
                 if (version := versions.get(key)) is not None:
                     counts += version.counts
                     durations = total(durations, version.durations)
+                    moves = _moved(moves, version)
+                    sets = () if version.parameters is None else version.parameters.sets
+                    set_byte_size += sum(each.byte_size for each in sets if each.on_device)
                     pending += version.pending
                     cached |= version.cached
                     streams |= version.streams
                     if version.sequences is not None:
                         seated, backlog = sequences or (0, 0)
                         sequences = seated + version.sequences[0], backlog + version.sequences[1]
-            found.append(Total(*key, counts, pending, cached, streams, sequences, durations))
+            found.append(Total(*key, counts, pending, cached, streams, sequences, durations, *moves, set_byte_size))
         return found
+
+
+def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
+    """Adds a worker's counters of sets that left the device, or were brought there."""
+    found = version.parameters
+    return before if found is None else (before[0] + found.evictions, before[1] + found.misses)

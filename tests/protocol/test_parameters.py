@@ -119,6 +119,18 @@ def test_named_sets(client: tensord_client.Client) -> None:
         model.parameters.drop("customer-7")
 
 
+async def test_pushes_of_an_event_loop(daemon: DaemonProcess) -> None:
+    async with await tensord_client.connect_async(daemon.folder / "clients.sock") as client:
+        parameters = (await client.model("m")).parameters
+        number = await parameters.update(tree(13), set="awaited")
+        model = await client.model("m", parameter_set="awaited")
+        assert (await model({"x": [[1.0]]}))["y"][0, 0] == 13
+        assert await parameters.update(tree(14), set="awaited") == number + 1
+        assert await parameters.roll_back("awaited") == number
+        assert "awaited" in [each["set"] for each in await parameters.list()]
+        await parameters.drop("awaited")
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [

@@ -31,7 +31,10 @@ DURATIONS = {"lane": (1, 2, 3, 4_500_000_000, 6, 0, 0, 250, 0, 0, 6, 60_000_000_
 SNAPSHOT = MetricsSnapshot(
     False,
     {"m": True, "broken": False},
-    [Total("m", 3, COUNTS, 7, True, sequences=(5, 4), durations=DURATIONS), Total('a "b"\n\\', 1, Counts(), 0)],
+    [
+        Total("m", 3, COUNTS, 7, True, sequences=(5, 4), durations=DURATIONS, evictions=5, misses=6, set_byte_size=300),
+        Total('a "b"\n\\', 1, Counts(), 0),
+    ],
     [
         WorkerSlot(
             "worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16), 8, 9, 4096, Compiles(3, 2_500_000_000, 11)
@@ -118,6 +121,9 @@ def test_ours() -> None:
         'tensord_parameter_sets{model="m",version="3"} 4.0',
         'tensord_parameter_version{model="m",version="3"} 17.0',
         "tensord_parameter_kept_bytes 8192.0",
+        'tensord_parameter_device_bytes{model="m",version="3"} 300.0',
+        'tensord_parameter_evictions_total{model="m",version="3"} 5.0',
+        'tensord_parameter_misses_total{model="m",version="3"} 6.0',
         'tensord_parameter_changes_total{model="m",outcome="pushed"} 17.0',
         'tensord_parameter_changes_total{model="m",outcome="overtaken"} 1.0',
         'tensord_client_lanes{device="cpu:0",worker="worker-0"} 8.0',

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.daemon.metrics.ledger import Key, Ledger, Total
-from tensord.shm.figures import Counts, Figures, VersionFigures
+from tensord.shm.figures import Counts, Figures, ParameterFigures, SetFigures, VersionFigures
 
 M = ("m", 1)
 N = ("n", 2)
@@ -46,6 +46,20 @@ def test_sequences_are_those_of_the_workers_that_live() -> None:
     assert [total.sequences for total in ledger.totals([M, N])] == [(7, 3), None]
     ledger.keep({2}, {M, N})
     assert [total.sequences for total in ledger.totals([M])] == [(2, 3)]
+
+
+def test_what_moved_is_kept_and_what_lies_on_devices_is_of_the_living() -> None:
+    ledger = Ledger()
+    for worker in (1, 2):
+        sets = (SetFigures("main", 3, 100, True), SetFigures("a", 1, 50, False), SetFigures("b", 1, 7 * worker, True))
+        moved = ParameterFigures(sets, 9, worker, 10 * worker)
+        ledger.update(worker, figures(VersionFigures(*M, 1, 0, Counts(), parameters=moved), of(N, 1)))
+    first, second = ledger.totals([M, N])
+    assert (first.evictions, first.misses, first.set_byte_size) == (30, 3, 221)
+    assert (second.evictions, second.misses, second.set_byte_size) == (0, 0, 0)
+    ledger.keep({2}, {M, N})
+    first, _ = ledger.totals([M, N])
+    assert (first.evictions, first.misses, first.set_byte_size) == (30, 3, 114)
 
 
 def test_a_version_without_figures_stands_at_zero() -> None:
