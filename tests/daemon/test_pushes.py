@@ -91,13 +91,13 @@ def test_what_is_asked_of_sets_and_refused(start: Callable[..., FakeDaemon]) -> 
         "pushed by operator: number 17, 18 bytes",
         "is dropped, by operator",
     ):
-        assert line in daemon.log
+        daemon.wait_log(line)
 
 
 def test_a_load_ends_what_was_pushed(start: Callable[..., FakeDaemon]) -> None:
     daemon = start(repository={"control_mode": "explicit", "load": ["good"]})
     push(daemon)
     assert daemon.call("LoadModel", name="good") == ("", "")
-    assert "parameter set 'main' that was pushed into it is gone" in daemon.log
+    daemon.wait_log("parameter set 'main' that was pushed into it is gone")
     assert daemon.tensorctl("parameters", name="good")["result"][0]["number"] == 0
     assert push(daemon)["result"]["number"] == 1

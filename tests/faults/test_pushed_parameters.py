@@ -239,7 +239,7 @@ def test_loading_anew_ends_what_was_pushed(start_daemon: Callable[..., DaemonPro
         model = client.model("m", timeout=PATIENCE)
         model.parameters.update(tree(5), version=5)
         assert daemon.request("POST", "/v2/repository/models/m/load", b"{}")[0] == 200
-        assert "parameter set 'main' that was pushed into it is gone" in daemon.log
+        daemon.wait_log("parameter set 'main' that was pushed into it is gone")
         assert {model({"x": [[1.0]]})["y"][0, 0] for _ in range(8)} == {0}
         assert model.parameters.update(tree(1)) == 1
         assert {model({"x": [[1.0]]})["y"][0, 0] for _ in range(8)} == {1}
