@@ -40,9 +40,16 @@ class AsyncClient:
         description = await loop.run_in_executor(None, self._connection.open, name, version)
         return AsyncModel(self._connection, description, version, timeout, parameter_set)
 
-    def empty(self, tensor: Tensor | Sequence[int], dtype: Any = None, *, shape: Sequence[int] | None = None) -> Array:
+    def empty(
+        self,
+        tensor: Tensor | Sequence[int],
+        dtype: Any = None,
+        *,
+        shape: Sequence[int] | None = None,
+        device: str = "",
+    ) -> Any:
         """Makes an array in memory that the server shares. As ``Client.empty``."""
-        return self._client.empty(tensor, dtype, shape=shape)
+        return self._client.empty(tensor, dtype, shape=shape, device=device)
 
     async def close(self) -> None:
         """Ends the connection. Idempotent."""

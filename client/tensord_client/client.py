@@ -27,7 +27,7 @@ from tensord_client.http import HttpConnection, reached
 from tensord_client.http_channel import Address
 from tensord_client.local import LocalConnection
 from tensord_client.model import Model
-from tensord_client.results import Array, Tensor
+from tensord_client.results import Tensor
 from tensord_client.service import ServiceConnection
 
 SERVICE = "/run/tensord"
@@ -58,14 +58,24 @@ class Client:
         """
         return Model(self._connection, self._connection.open(name, version), version, timeout, parameter_set)
 
-    def empty(self, tensor: Tensor | Sequence[int], dtype: Any = None, *, shape: Sequence[int] | None = None) -> Array:
+    def empty(
+        self,
+        tensor: Tensor | Sequence[int],
+        dtype: Any = None,
+        *,
+        shape: Sequence[int] | None = None,
+        device: str = "",
+    ) -> Any:
         """Makes an array for an input, or for an output's place, which the server reads and writes where it lies.
 
         Args:
           tensor: of ``Model.inputs`` or ``outputs``, with every size that varies taken as 1; or a shape, and then ``dtype``.
           shape: the whole shape, where a size of the tensor varies.
+          device: a GPU, "cuda:0", as this process counts them; "": the host.
 
-        Raises: InvalidArgument: strings have no such memory, or there is no more of it.
+        Returns: a numpy array; on a GPU a ``DeviceArray``, which frameworks view by DLPack and ``copy_from`` fills.
+        Raises: InvalidArgument: strings have no such memory, or there is no more of it.  Unsupported: there is no lane to a GPU's
+          memory.  Unavailable: this process has no CUDA driver.
         """
         if isinstance(tensor, Tensor):
             dtype = dtype_of(tensor.datatype)
@@ -74,7 +84,7 @@ class Client:
             wanted = tuple(tensor)
         if dtype is None or np.dtype(dtype).hasobject:
             raise InvalidArgument("an array that is shared has a datatype of fixed size")
-        return self._connection.empty(wanted, dtype)
+        return self._connection.empty_on(device, wanted, dtype) if device else self._connection.empty(wanted, dtype)
 
     def close(self) -> None:
         """Ends the connection; models that are served by this process end as well. Idempotent."""

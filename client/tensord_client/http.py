@@ -129,6 +129,12 @@ class HttpConnection:
         patience = self._patience if patience is None else patience
         return HttpPending(self._pool, _Get([head], deadline, True), self._waiter, patience).waited()
 
+    def post(self, path: str, body: bytes) -> Any:
+        """Posts JSON, once. Returns what it is answered with. Raises ServingError."""
+        fields = self._fields + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        question = _Get([b"POST " + path.encode() + fields + body], None, False)
+        return HttpPending(self._pool, question, self._waiter, self._patience).waited()
+
     def open(self, model: str, version: int = 0) -> Description:
         """Describes a model; version 0 is the newest. Raises ServingError."""
         path = _path(model, version)
@@ -206,6 +212,10 @@ class HttpConnection:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Makes an array; over HTTP its memory is this process's own."""
         return np.empty(shape, dtype)
+
+    def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Raises Unsupported: over HTTP no memory is shared."""
+        raise Unsupported(f"memory on '{device}' is shared over lanes alone")
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Does nothing: over HTTP a sequence without an end is ended when it has been idle for long enough."""

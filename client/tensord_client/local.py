@@ -101,6 +101,10 @@ class LocalConnection:
         """Makes an array."""
         return np.empty(shape, dtype)
 
+    def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Raises Unsupported: in one process there is nobody to share memory with."""
+        raise Unsupported(f"memory on '{device}' is shared over lanes alone")
+
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Ends a sequence without a further request."""
         with self._lock:

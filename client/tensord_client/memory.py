@@ -179,11 +179,13 @@ class Memory:
         return array.view(dtype) if viewed else array
 
     def locate(self, array: np.ndarray) -> Place | None:
-        """Returns where an array lies; None: in no segment of this memory, or not in one piece."""
+        """Returns where an array lies; None: in no segment of this memory, or not in one piece. One on a GPU is a region's."""
         base: Any = array.base
         while isinstance(base, np.ndarray):
             base = base.base
-        if type(base) is not Block or base.memory is not self or not array.flags.c_contiguous:
+        if type(base) is not Block:
+            return getattr(array, "place", None)
+        if base.memory is not self or not array.flags.c_contiguous:
             return None
         offset = array.__array_interface__["data"][0] - base.segment.address
         return base.segment.number, offset, array.nbytes

@@ -448,6 +448,8 @@ def in_place(place: Array, output: OutputTensor) -> Array:
     dtype = dtype_of(output.datatype)
     if place.shape == output.shape and place.dtype == dtype:
         return place
+    if not isinstance(place, np.ndarray):
+        raise ValueError(f"output '{output.name}' is {dtype}{list(output.shape)}, and its place {place!r}")
     count = int(np.prod(output.shape, dtype=np.int64))
     flat = place.reshape(-1).view(np.uint8)
     if output.datatype == "BYTES":

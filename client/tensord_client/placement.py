@@ -94,12 +94,12 @@ class Placement:
         tensors: list[Tensor] = []
         contents: list[bytes] = []
         copied: list[tuple[str, np.ndarray]] = []
-        segments = set()
+        segments: set[int] = set()
         room = _ALL_INLINE
         for name, array in call.inputs.items():
             datatype = input_datatype(name, array, model)
             shape = array.shape
-            place = None
+            place: Place | None = None
             if datatype == "BYTES":
                 content = encode_strings(array)
                 if len(content) <= min(INLINE, room):
@@ -111,7 +111,7 @@ class Placement:
             else:
                 place = self.memory.locate(array)
                 if place is not None:
-                    segments.add(place[0])
+                    note_segment(segments, place)
                 elif array.nbytes <= min(INLINE, room):
                     room -= array.nbytes
                     contents.append(native(array).tobytes())
@@ -120,7 +120,8 @@ class Placement:
                     place = _IN_SLOT
             tensors.append((name, datatype, shape, place))
         outputs = self.outputs(call, model)
-        segments.update([place[0] for _, place in outputs if place is not None])
+        for _, wanted in outputs:
+            note_segment(segments, wanted)
         hold = [*call.inputs.values(), *call.places.values()]
         key = (call.model, call.version, tuple(tensors), outputs, _parameters(call))
         if copied:
@@ -193,12 +194,21 @@ class Placement:
             assert place is not None
             places[name] = place
         placed = [(name, datatype, shape, places.get(name, place)) for name, datatype, shape, place in tensors]
-        return Slot(arrays, encode(call, placed, outputs), tuple({place[0] for place in places.values()}), free)
+        segments: set[int] = set()
+        for lies in places.values():
+            note_segment(segments, lies)
+        return Slot(arrays, encode(call, placed, outputs), tuple(segments), free)
 
 
 def _parameters(call: Call) -> tuple[Any, ...]:
     # 1, 1.0 and True are equal, and are three parameters.
     return tuple([(name, type(value), value) for name, value in call.parameters.items()])
+
+
+def note_segment(segments: set[int], place: Place | None) -> None:
+    """Adds the segment of a place, if it has one: what lies on a GPU is in a region."""
+    if place is not None and isinstance(place[0], int):
+        segments.add(place[0])
 
 
 def input_datatype(name: str, array: np.ndarray, model: OpenedModel) -> str:

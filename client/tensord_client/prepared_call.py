@@ -30,7 +30,7 @@ from tensord_client.errors import (
 from tensord_client.memory import Memory
 from tensord_client.opened_model import OpenedModel
 from tensord_client.pending import made_answer
-from tensord_client.placement import INLINE, Tensor, encode, input_datatype, own_fields
+from tensord_client.placement import INLINE, Tensor, encode, input_datatype, note_segment, own_fields
 from tensord_client.results import Answer, Array, Timing
 from tensord_client.wire import AnswerRecord
 from tensord_client.worker_lane import LaneEnded, Lease, WorkerLane
@@ -130,7 +130,7 @@ class PreparedCall:
         #: Strings are encoded anew each time, so the call is an ordinary one.
         self._is_plain = False
         tensors: list[Tensor] = []
-        segments = set()
+        segments: set[int] = set()
         room = 4 * INLINE
         for name, array in call.inputs.items():
             datatype = input_datatype(name, array, model)
@@ -145,11 +145,11 @@ class PreparedCall:
                 copy = connection.placement.room(array)
                 self._copies.append((copy, array))
                 place = self._memory.locate(copy)
-            if place is not None:
-                segments.add(place[0])
+            note_segment(segments, place)
             tensors.append((name, datatype, array.shape, place))
         outputs = connection.placement.outputs(call, model)
-        segments.update([place[0] for _, place in outputs if place is not None])
+        for _, wanted in outputs:
+            note_segment(segments, wanted)
         self._segments = tuple(segments)
         self._prepared = encode(call, tensors, outputs)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensord_client.call import Call
 from tensord_client.connection import Connection, Pending, PreparedCall
@@ -15,6 +15,9 @@ from tensord_client.errors import ServingError, Unsupported
 from tensord_client.http_channel import Buffer
 from tensord_client.lane import LaneConnection
 from tensord_client.results import Array, Description
+
+if TYPE_CHECKING:
+    from tensord_client.device_memory import DeviceMemory
 
 
 class ServiceConnection:
@@ -26,6 +29,8 @@ class ServiceConnection:
         self._over_http = over_http
         self._lock = threading.Lock()
         self._http: Connection | None = None
+        #: Arrays on GPUs; None: there were none so far.
+        self._on_devices: DeviceMemory | None = None
         #: Models that are asked over HTTP, with their versions.
         self._apart: set[tuple[str, int]] = set()
 
@@ -36,7 +41,7 @@ class ServiceConnection:
                 self._http = self._over_http(self._lane.hello)
             return self._http
 
-    def _way(self, model: str, version: int) -> Connection:
+    def _way(self, model: str, version: int) -> Connection | LaneConnection:
         return self.http() if (model, version) in self._apart else self._lane
 
     def open(self, model: str, version: int = 0) -> Description:
@@ -97,6 +102,17 @@ class ServiceConnection:
         """Puts the former parameters of a set into use again. Raises ServingError."""
         return self._lane.revert_parameters(model, version, name)
 
+    def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Makes an array on a GPU. Raises Unsupported: there are no lanes.  And as ``DeviceMemory.empty``."""
+        if not self._lane.lanes:
+            return self.http().empty_on(device, shape, dtype)
+        with self._lock:
+            if self._on_devices is None:
+                from tensord_client.device_memory import DeviceMemory
+
+                self._on_devices = DeviceMemory(self.http)
+        return self._on_devices.empty(shape, dtype, device)
+
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Ends a sequence as far as that can be said."""
         self._lane.end_sequence(model, sequence_id)
@@ -104,6 +120,8 @@ class ServiceConnection:
     def close(self) -> None:
         """Ends the connection and its lanes. Idempotent."""
         self._lane.close()
+        if self._on_devices is not None:
+            self._on_devices.close()
         with self._lock:
             if self._http is not None:
                 self._http.close()

@@ -12,7 +12,7 @@ A record is an array that begins with its tag. Numbers, and what they stand for,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Union
 
 from tensord_client import msgpack
 from tensord_client.msgpack import Malformed, pack
@@ -32,8 +32,8 @@ TIMING = 4
 #: What a response counts beside its tensors where those that nobody has taken are bounded.
 _RESPONSE_BYTE_SIZE = 256
 
-#: (segment, offset, byte size) in this connection's own memory.
-Place = tuple[int, int, int]
+#: (segment, offset, byte size) in this connection's own memory; for a segment's number a region's name stands as well.
+Place = tuple[Union[int, str], int, int]
 
 
 def datagram(records: Sequence[bytes]) -> bytes:
@@ -51,8 +51,8 @@ def datagrams(record: bytes) -> list[bytes]:
 
 
 def region(place: Place) -> tuple[str, str, int, int]:
-    """Returns the RegionSlice of a place in a segment of this connection's own."""
-    return ("r", f"@{place[0]}", place[1], place[2])
+    """Returns the RegionSlice of a place in a segment of this connection's own, or in a region by its name."""
+    return ("r", place[0] if isinstance(place[0], str) else f"@{place[0]}", place[1], place[2])
 
 
 def wire_version() -> bytes:

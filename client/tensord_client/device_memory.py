@@ -1,0 +1,318 @@
+"""Memory on GPUs that this process shares with workers: an allocation of its own for each array, registered as a CUDA region.
+
+    cuMemAlloc ─▶ cuIpcGetMemHandle ─▶ registered over HTTP ─▶ requests name it, workers use it where it is
+        ▲                                                       │
+        ╰── copied in on the device: arrays of PyTorch, JAX     ╰── collected ─▶ unregistered and freed, with the next one
+
+An IPC handle stands for a whole allocation, and frameworks take theirs from pools: exporting one would show a worker what lies
+beside the array. So their arrays are copied in, and never exported; they view ours by DLPack.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from tensord_client.errors import Cancelled, InvalidArgument, ServingError, Unavailable
+from tensord_client.results import Array
+
+#: DLPack's number of CUDA devices, and of the legacy default stream, on which copies here are.
+_CUDA, _DEFAULT_STREAM = 2, 1
+#: Kinds of DLPack data types by numpy's kinds.
+_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
+_CODE_BFLOAT = 4
+_NAME = b"dltensor"
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("number", ctypes.c_int))
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer_of_dying = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+#: What exported tensors refer to, by the address of each, until its consumer lets go.
+_exported: dict[int, tuple[Any, ...]] = {}
+
+
+def _let_go(address: int) -> None:
+    """Ends a view, which its consumer says from any thread."""
+    _exported.pop(address, None)
+
+
+def _never_consumed(capsule: int) -> None:
+    """Ends a view that nobody took out of its capsule."""
+    if _is_valid(capsule, _NAME):
+        _exported.pop(_pointer_of_dying(capsule, _NAME), None)
+
+
+_DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_let_go)
+_DESTRUCTOR = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_never_consumed)
+
+
+class Driver:
+    """The CUDA driver as this process uses it, with the primary contexts, which frameworks have as well."""
+
+    def __init__(self) -> None:
+        """Loads it. Raises Unavailable: there is none, or no device."""
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise Unavailable(f"this process has no CUDA driver: {error}") from None
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._call("cuInit", ctypes.c_uint(0))
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code:
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(name))
+            raise Unavailable(f"{function} failed: {(name.value or b'').decode() or code}")
+
+    @contextmanager
+    def on(self, ordinal: int) -> Iterator[None]:
+        """Makes a device's context the thread's own within the block. Raises Unavailable: there is no such device."""
+        context = self._contexts.get(ordinal)
+        if context is None:
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._contexts[ordinal] = context
+        self._call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def allocate(self, byte_size: int) -> tuple[int, bytes]:
+        """Allocates memory of the present device. Returns its address and its IPC handle."""
+        address, handle = ctypes.c_uint64(), (ctypes.c_ubyte * 64)()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(byte_size))
+        try:
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        except BaseException:
+            self.free(address.value)
+            raise
+        return address.value, bytes(handle)
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def to_device(self, address: int, source: int, byte_size: int) -> None:
+        self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), ctypes.c_void_p(source), ctypes.c_size_t(byte_size))
+
+    def to_host(self, target: int, address: int, byte_size: int) -> None:
+        self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(byte_size))
+
+    def within(self, address: int, source: int, byte_size: int) -> None:
+        """Copies on the device, and waits for it."""
+        self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(address), ctypes.c_uint64(source), ctypes.c_size_t(byte_size))
+        self._call("cuCtxSynchronize")
+
+
+class DeviceArray:
+    """An array on a GPU, for an input or an output's place of requests over lanes. Frameworks view it by DLPack."""
+
+    def __init__(
+        self, memory: DeviceMemory, name: str, ordinal: int, address: int, shape: tuple[int, ...], dtype: np.dtype
+    ) -> None:
+        self._memory = memory
+        self._ordinal = ordinal
+        self._address = address
+        self.shape = shape
+        self.dtype = dtype
+        self.nbytes: int = math.prod(shape) * dtype.itemsize
+        #: The region that workers know it by, and where in it the array lies.
+        self.place = name, 0, self.nbytes
+        #: As an array of numpy has it, which lies in no segment.
+        self.base = None
+
+    @property
+    def device(self) -> str:
+        """Returns where it is, as the daemon numbers GPUs: "cuda:0"."""
+        return f"cuda:{self._ordinal}"
+
+    def copy_from(self, value: Any) -> None:
+        """Copies an array in: on the device where it lies on this one (DLPack), else from the host.
+
+        Raises: InvalidArgument: it has another shape or dtype, is not contiguous, or lies on another device.
+        """
+        kind, number = value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (1, 0)
+        with self._memory.driver.on(self._ordinal):
+            if int(kind) != _CUDA:
+                made = np.ascontiguousarray(np.asarray(value))
+                self._check(made.shape, made.dtype == self.dtype, made.dtype)
+                self._memory.driver.to_device(self._address, made.ctypes.data, self.nbytes)
+                return
+            if number != self._ordinal:
+                raise InvalidArgument(f"an array on CUDA device {number} cannot be copied to {self.device} here")
+            capsule = value.__dlpack__(stream=_DEFAULT_STREAM)
+            tensor = _Managed.from_address(_pointer(capsule, _NAME)).tensor
+            shape = tuple(tensor.shape[at] for at in range(tensor.ndim))
+            own = _data_type(self.dtype)
+            alike = (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes) == (own.code, own.bits, own.lanes)
+            self._check(shape, alike, f"kind {tensor.dtype.code} of {tensor.dtype.bits} bits")
+            if tensor.strides and not _is_contiguous(shape, [tensor.strides[at] for at in range(tensor.ndim)]):
+                raise InvalidArgument("an array on a device is copied in where its elements lie one behind the other")
+            self._memory.driver.within(self._address, (tensor.data or 0) + tensor.byte_offset, self.nbytes)
+
+    def _check(self, shape: tuple[int, ...], alike: bool, dtype: Any) -> None:
+        if shape != self.shape or not alike:
+            raise InvalidArgument(f"{dtype}{list(shape)} cannot be copied to {self.dtype}{list(self.shape)}")
+
+    def numpy(self) -> Array:
+        """Copies it to the host."""
+        made = np.empty(self.shape, self.dtype)
+        with self._memory.driver.on(self._ordinal):
+            self._memory.driver.to_host(made.ctypes.data, self._address, self.nbytes)
+        return made
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA, self._ordinal
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Exports a view, which keeps the memory. Nothing of it is under way on any stream between two requests."""
+        shape = (ctypes.c_int64 * max(1, len(self.shape)))(*self.shape)
+        tensor = _Tensor(
+            self._address, _Device(_CUDA, self._ordinal), len(self.shape), _data_type(self.dtype), shape, None, 0
+        )
+        managed = _Managed(tensor, None, ctypes.cast(_DELETER, ctypes.c_void_p))
+        address = ctypes.addressof(managed)
+        _exported[address] = managed, shape, self
+        return _new(address, _NAME, ctypes.cast(_DESTRUCTOR, ctypes.c_void_p))
+
+    def __repr__(self) -> str:
+        return f"<DeviceArray {self.dtype}{list(self.shape)} on {self.device}>"
+
+    def __del__(self) -> None:
+        memory = getattr(self, "_memory", None)
+        if memory is not None:
+            memory.returned.append((self.place[0], self._ordinal, self._address))
+
+
+class DeviceMemory:
+    """The arrays of a connection on GPUs. Thread-safe; a process that is forked off has none of them."""
+
+    def __init__(self, http: Callable[[], Any]) -> None:
+        """``http``: connects to the daemon (``HttpConnection``), for registrations."""
+        self._http = http
+        self._lock = threading.Lock()
+        self._driver: Driver | None = None
+        self._pid = os.getpid()
+        #: Arrays that were collected: region, device, address.
+        self.returned: deque[tuple[str, int, int]] = deque()
+        self._is_closed = False
+
+    @property
+    def driver(self) -> Driver:
+        """Returns the driver, which is loaded first. Raises Unavailable."""
+        if self._driver is None or self._pid != os.getpid():
+            self._pid, self._driver = os.getpid(), Driver()
+            self.returned = deque()
+        return self._driver
+
+    def empty(self, shape: Sequence[int], dtype: Any, device: str) -> DeviceArray:
+        """Allocates an array on a GPU, "cuda:0", and registers it.
+
+        Raises: InvalidArgument: there is no such device, or the daemon refuses.  Unavailable: the driver has none, or no memory.
+        """
+        kind, _, number = device.partition(":")
+        if kind != "cuda" or not (number or "0").isdigit():
+            raise InvalidArgument(f"'{device}' is no GPU such as 'cuda:0'")
+        ordinal, dtype = int(number or 0), np.dtype(dtype)
+        wanted = tuple(int(size) for size in shape)
+        byte_size = math.prod(wanted) * dtype.itemsize
+        if byte_size <= 0:
+            raise InvalidArgument(f"an array of {byte_size} bytes has no memory on a GPU")
+        _data_type(dtype)
+        with self._lock:
+            if self._is_closed:
+                raise Cancelled("the connection was closed")
+            driver = self.driver
+            self._collect()
+            with driver.on(ordinal):
+                address, handle = driver.allocate(byte_size)
+                name = f"tensord-client-{os.getpid()}-{os.urandom(8).hex()}"
+                said = {
+                    "raw_handle": {"b64": base64.b64encode(handle).decode()},
+                    "device_id": ordinal,
+                    "byte_size": byte_size,
+                }
+                try:
+                    self._http().post(f"/v2/cudasharedmemory/region/{name}/register", json.dumps(said).encode())
+                except BaseException:
+                    driver.free(address)
+                    raise
+        return DeviceArray(self, name, ordinal, address, wanted, dtype)
+
+    def _collect(self) -> None:
+        """Gives back what was collected."""
+        while self.returned:
+            name, ordinal, address = self.returned.popleft()
+            try:
+                self._http().post(f"/v2/cudasharedmemory/region/{name}/unregister", b"")
+            except ServingError:
+                pass  # the daemon is gone, and has forgotten it
+            with self.driver.on(ordinal):
+                self.driver.free(address)
+
+    def close(self) -> None:
+        """Gives back what was collected; arrays that are still held stay until the process ends. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            if self._driver is not None and self._pid == os.getpid():
+                self._collect()
+
+
+def _data_type(dtype: np.dtype) -> _DataType:
+    """Returns DLPack's name of a dtype. Raises InvalidArgument: it has none."""
+    code = _CODE_BFLOAT if dtype.name == "bfloat16" else _CODES.get(dtype.kind)
+    if code is None:
+        raise InvalidArgument(f"an array of {dtype} cannot lie on a GPU")
+    return _DataType(code, 8 * dtype.itemsize, 1)
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    wanted = 1
+    for size, stride in zip(reversed(shape), reversed(strides)):
+        if size != 1 and stride != wanted:
+            return False
+        wanted *= size
+    return True

@@ -1,0 +1,118 @@
+"""Arrays of the client on a GPU: workers use them where they are. On the stand-in, whose memory host code cannot touch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_stub.library import CudaStub
+from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.repositories import scale_model
+
+_SCRIPT = """
+import gc, json, sys, urllib.request
+import numpy as np
+import tensord_client
+from tensord_client.device_memory import _exported
+
+def regions():
+    with urllib.request.urlopen(f"http://{sys.argv[2]}/v2/cudasharedmemory/status") as answer:
+        return len(json.load(answer))
+
+values = np.arange(8, dtype=np.float32).reshape(2, 4)
+with tensord_client.connect(sys.argv[1]) as client:
+    model = client.model("scale", timeout=120)
+    x = client.empty(model.inputs["x"], shape=(2, 4), device="cuda:0")
+    y = client.empty((2, 4), np.float32, device="cuda:0")
+    assert (x.device, x.shape, regions()) == ("cuda:0", (2, 4), 2)
+    call = model.prepare({"x": x}, out={"y": y})
+    for number in range(4):
+        x.copy_from(values + number)
+        assert call()["y"] is y
+        np.testing.assert_array_equal(y.numpy(), 3 * (values + number) + 1)
+    # From a device array to the host, and as a framework's array on the device that is copied in.
+    np.testing.assert_array_equal(model({"x": x})["y"], 3 * (values + 3) + 1)
+    other = client.empty((2, 4), np.float32, device="cuda")
+    other.copy_from(y)
+    np.testing.assert_array_equal(other.numpy(), y.numpy())
+    np.testing.assert_array_equal(model({"x": other})["y"], 3 * y.numpy() + 1)
+    assert other.__dlpack_device__() == (2, 0)
+    capsule = other.__dlpack__()
+    del other
+    gc.collect()
+    assert len(_exported) == 1
+    del capsule
+    gc.collect()
+    assert not _exported
+    for wrong in (values.astype(np.float64), values[:1], client.empty((2, 2), np.float32, device="cuda:0")):
+        try:
+            x.copy_from(wrong)
+        except tensord_client.InvalidArgument as error:
+            assert "cannot be copied to float32[2, 4]" in error.message, error.message
+        else:
+            raise AssertionError(wrong)
+    del wrong
+    for device, kind in (("cuda:7", tensord_client.Unavailable), ("tpu:0", tensord_client.InvalidArgument)):
+        try:
+            client.empty((2, 4), np.float32, device=device)
+        except kind:
+            pass
+        else:
+            raise AssertionError(device)
+    try:
+        model.prepare({"x": x}, out={"y": client.empty((1, 4), np.float32, device="cuda:0")})()
+    except tensord_client.ServingError as error:
+        assert "'y'" in error.message, error.message
+    else:
+        raise AssertionError
+    del x, y, call
+    gc.collect()
+    kept = client.empty((2, 4), np.float32, device="cuda:0")
+    assert regions() == 1, regions()
+    with tensord_client.connect(f"http://{sys.argv[2]}") as over_http:
+        try:
+            over_http.model("scale")({"x": kept})
+        except tensord_client.InvalidArgument as error:
+            assert "over a lane alone" in error.message
+        else:
+            raise AssertionError
+        try:
+            over_http.empty((2, 4), np.float32, device="cuda:0")
+        except tensord_client.Unsupported:
+            pass
+        else:
+            raise AssertionError
+    del kept
+print("good")
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> CudaStub:
+    (folder := tmp_path / "cuda").mkdir()
+    return CudaStub(folder, devices=1, delay_us=200)
+
+
+def test_arrays_on_a_gpu(stub: CudaStub, tmp_path: Path) -> None:
+    repository = scale_model(tmp_path / "models")
+    (folder := tmp_path / "daemon").mkdir()
+    sections = {
+        "workers": {"device": "cuda", "single_thread_flops": 0},
+        "clients": {"socket": str(folder / "clients.sock")},
+    }
+    environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0"}
+    with DaemonProcess(folder, [repository], sections, environment=environment) as daemon:
+        daemon.wait_ready()
+        done = subprocess.run(
+            [sys.executable, "-c", _SCRIPT, sections["clients"]["socket"], f"127.0.0.1:{daemon.port}"],
+            env={**os.environ, **stub.environment},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
