@@ -225,7 +225,16 @@ _LIST = msgspec.inspect.VarTupleType
 #: Keys that name a file or a folder, or may do so after ``unix:``.
 _PATHS = (
     *("repository.paths", "executables.cache_directory", "log.file", "trace.file", "http.address", "grpc.address"),
-    *("grpc.certificate", "grpc.key", "grpc.root_certificate", "clients.socket", "supervisor.control_socket"),
+    *(
+        "http.certificate",
+        "http.key",
+        "http.root_certificate",
+        "grpc.certificate",
+        "grpc.key",
+        "grpc.root_certificate",
+        "clients.socket",
+        "supervisor.control_socket",
+    ),
 )
 
 
@@ -317,11 +326,11 @@ def _check(options: Options) -> None:
     _explained("rate_limit.resources", rate_limits.parse, options.rate_limit.resources)
     _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
     _explained("grpc.restricted_protocol", restrictions.parse, options.grpc.restricted_protocol)
-    grpc = options.grpc
-    if (grpc.use_tls or grpc.mutual_tls) and not (grpc.certificate and grpc.key):
-        raise ConfigurationError("grpc.use_tls: needs grpc.certificate and grpc.key")
-    if grpc.mutual_tls and not grpc.root_certificate:
-        raise ConfigurationError("grpc.mutual_tls: needs grpc.root_certificate")
+    for name, served in (("http", options.http), ("grpc", options.grpc)):
+        if (served.use_tls or served.mutual_tls) and not (served.certificate and served.key):
+            raise ConfigurationError(f"{name}.use_tls: needs {name}.certificate and {name}.key")
+        if served.mutual_tls and not served.root_certificate:
+            raise ConfigurationError(f"{name}.mutual_tls: needs {name}.root_certificate")
     for section, pattern in (
         ("http", options.http.header_forward_pattern),
         ("grpc", options.grpc.header_forward_pattern),

@@ -26,7 +26,7 @@ ByteSize = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
 #: The most fronts that a protocol may have; each has a row of their shared counters (``tensord.daemon.control.shared_counters``).
 MAX_PROCESSES = 64
-Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
+Processes = Literal["auto"] | Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 #: Bounded, so that every time is also a number of nanoseconds.
 Seconds = Annotated[float, Meta(ge=0, le=1e8)]
 #: Bytes a second.
@@ -67,8 +67,8 @@ class Http(Section, frozen=True):
     """The HTTP fronts and what they accept from a connection."""
 
     enabled: bool = True
-    #: Fronts that share the addresses.
-    processes: Processes = 1
+    #: Fronts that share the addresses; "auto": by cores and GPUs (tensord.daemon.processes.fronts).
+    processes: Processes = "auto"
     #: Every address is listened on; the port counts for TCP only.
     address: Addresses = ("127.0.0.1",)
     port: Port = 8000
@@ -93,6 +93,13 @@ class Http(Section, frozen=True):
     keep_alive_timeout: Seconds = 75.0
     #: A client that has ended its sending side gets the answers to what it sent; else it is gone, and its requests are cancelled.
     answer_half_closed: bool = False
+    #: TLS on the addresses of TCP; Unix sockets stay plain.
+    use_tls: bool = False
+    #: Whether clients need a certificate signed by ``root_certificate``.
+    mutual_tls: bool = False
+    certificate: str = ""
+    key: str = ""
+    root_certificate: str = ""
     #: "GROUP[,GROUP...]:KEY=VALUE" each: these calls need the header KEY with VALUE (tensord.config.restrictions).
     restricted_api: tuple[str, ...] = ()
     #: Origins whose pages may ask from within a browser, such as "https://example.org"; "*": all.
@@ -106,7 +113,7 @@ class Grpc(Section, frozen=True):
 
     enabled: bool = True
     #: As for http.
-    processes: Processes = 1
+    processes: Processes = "auto"
     address: Addresses = ("127.0.0.1",)
     port: Port = 8001
     socket_mode: SocketMode = "0660"

@@ -121,7 +121,8 @@ class Supervisor:
         self._leftovers = Leftovers()
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()
-        self.fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, self)
+        devices = [device.name for device, _ in spawned]
+        self.fronts = Fronts({"http": programs.http, "grpc": programs.grpc}, devices, self)
         self.workers = WorkerPool(programs.worker, self)
         self._models = Models(options, self)
         self.parameters = Parameters(options, self, self._models)

@@ -6,20 +6,20 @@ import asyncio
 import contextlib
 import functools
 import logging
-import socket
-import ssl
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from tensord.config import restrictions
-from tensord.config.options import Grpc, Options
+from tensord.config.options import Options
+from tensord.daemon.control.certificates import Certificates
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.access import grpc_access
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.longest_idle import described
+from tensord.daemon.front.opening import Opening
 from tensord.daemon.front.process import Front
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.connection import Connection
@@ -70,7 +70,8 @@ class GrpcFront(Front):
         serving = self._serving = Serving(
             options.grpc, methods, counters, self.submitter.accounts, self.answered, rules, self.submitter
         )
-        opening = Opening(lambda owner: Connection(serving, owner), tls_context(options.grpc))
+        self._certificates = Certificates(options.grpc)
+        opening = Opening(lambda owner: Connection(serving, owner), self._certificates)
         self._acceptor = Acceptor(self.place.listeners, serving.counters, opening.open, opening.pending)
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())
@@ -110,73 +111,7 @@ class GrpcFront(Front):
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = asyncio.get_running_loop().time()
+            self._certificates.look()
             for connection in list(self._serving.connections):
                 connection.check(now)
             self._serving.lingering.check(now)
-
-
-class Opening:
-    """Turns accepted sockets into connections of the event loop, with TLS if configured. One per front.
-
-    ``make`` gives a connection its protocol; it is told whose that is, as ``Peer.owner`` tells it. ``context`` None: plain text.
-    """
-
-    def __init__(self, make: Callable[[str], asyncio.BaseProtocol], context: ssl.SSLContext | None) -> None:
-        self._make = make
-        self._context = context
-        self._loop = asyncio.get_running_loop()
-        #: Those that are under way.
-        self.pending: set[Coroutine[Any, Any, object]] = set()
-
-    def open(self, taken: socket.SocketType, owner: str) -> None:
-        """Begins to open a connection on an accepted socket. ``owner``: whom it counts for."""
-        make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
-        opening = self._loop.connect_accepted_socket(make, connection, ssl=self._context)
-        self.pending.add(opening)
-        self._go_on(opening, connection)
-
-    def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
-        """Takes one step, to the next future that it waits for: a task would be a twentieth of what a connection costs."""
-        try:
-            future: asyncio.Future[object] = opening.send(None)
-            future.add_done_callback(functools.partial(self._go_on, opening, connection))
-            return
-        except StopIteration:
-            self.pending.discard(opening)
-            return
-        except (OSError, ssl.SSLError):
-            pass  # a client that breaks off its handshake is its own affair
-        except Exception:
-            _log.exception("a connection could not be opened")
-        self.pending.discard(opening)
-        connection.close()
-
-    def __repr__(self) -> str:
-        return f"<Opening, {len(self.pending)} under way>"
-
-
-class TlsError(Exception):
-    """Raised where a TLS file cannot be used; says which, for the operator."""
-
-
-def tls_context(options: Grpc) -> ssl.SSLContext | None:
-    """Makes TLS from PEM files: HTTP/2 by ALPN, and clients' certificates where they are asked for.
-
-    None: plain text. Raises TlsError.
-    """
-    if not options.use_tls and not options.mutual_tls:
-        return None
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.minimum_version = ssl.TLSVersion.TLSv1_2
-    tls.set_alpn_protocols(["h2"])
-    try:
-        tls.load_cert_chain(options.certificate, options.key)
-    except OSError as error:
-        raise TlsError(f"grpc.certificate or grpc.key cannot be used: {error.strerror or error}") from None
-    if options.mutual_tls:
-        try:
-            tls.load_verify_locations(options.root_certificate)
-        except OSError as error:
-            raise TlsError(f"grpc.root_certificate cannot be used: {error.strerror or error}") from None
-        tls.verify_mode = ssl.CERT_REQUIRED
-    return tls

@@ -37,6 +37,8 @@ _REFUSED = {
     Late.BODY: "the request body was not whole within {http.body_timeout:g} s",
     Late.SLOW: "the request body came at fewer than {http.min_rate} bytes a second",
 }
+#: Encrypted bytes that may wait for a client before it counts as slow.
+_TLS_BUFFER = 64 << 10
 _RECEIVING, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.SUBMITTED
 
 
@@ -62,6 +64,9 @@ class Connection(asyncio.Protocol):
         full = counters.total() >= limit and not serving.longest_idle.make_room(monotonic())
         self.transport = transport
         self.order = AnswerOrder(serving, transport, serving.submitter.accounts.open(self._owner))
+        if serving.tls and self._speaks_tls:
+            # It has a buffer of its own, with what it has encrypted; at first that is what is left of the handshake.
+            transport.set_write_buffer_limits(high=_TLS_BUFFER)
         connections.add(self)
         counters.count(len(connections))
         if full:
@@ -133,7 +138,7 @@ class Connection(asyncio.Protocol):
     def _take_large(self, head: InferHead, first: bytes) -> bool:
         """Begins a large request from its cached head and its first bytes. Returns False if it cannot be placed now."""
         order = self.order
-        if order.flow.read_paused:
+        if order.flow.read_paused or self._speaks_tls:
             return False
         exchange = Exchange(self._serving, head, order, head.keep_alive)
         body = exchange.begin_now()
@@ -159,7 +164,11 @@ class Connection(asyncio.Protocol):
         receiving = order.receiving
         if receiving is not None:
             body = None if isinstance(receiving, AsgiRequest) else receiving.body
-            if isinstance(body, PlacedBody | TextBody) and len(body.rest()) >= DIRECT_BYTE_SIZE:
+            if (
+                isinstance(body, PlacedBody | TextBody)
+                and len(body.rest()) >= DIRECT_BYTE_SIZE
+                and not self._speaks_tls
+            ):
                 # The parser will not see the end of this one.
                 feed.messages.begin_anew()
                 self._read_rest(body)
@@ -175,7 +184,12 @@ class Connection(asyncio.Protocol):
                 order.refuse(400, "the connection ended in the middle of a request")
             else:
                 order.announce_end()
-        return bool(order.requests) and self._serving.options.http.answer_half_closed
+        return bool(order.requests) and self._serving.options.http.answer_half_closed and not self._speaks_tls
+
+    @property
+    def _speaks_tls(self) -> bool:
+        """Returns whether what the socket has is encrypted, so that nothing can be read from there past the transport."""
+        return self._serving.tls and self.transport.get_extra_info("sslcontext") is not None
 
     # ---------------------------------------------------------------------------------------------- large bodies
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from tensord.config import restrictions
 from tensord.config.options import Options
+from tensord.daemon.control.certificates import Certificates
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.access import http_access
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.longest_idle import LongestIdle, described
+from tensord.daemon.front.opening import Opening
 from tensord.daemon.front.process import Front
 from tensord.daemon.front.socket_watch import SocketWatch
 from tensord.daemon.http.connection import Connection
@@ -27,6 +30,8 @@ _CHECK_SECONDS = 1.0
 _DRAIN_POLL_SECONDS = 0.02
 #: How long idle connections stay open after a stop.
 _LAST_CALL_NS = 250_000_000
+#: How long a client may take to answer the end of TLS, when all that it was owed has left.
+_TLS_END_SECONDS = 1.0
 
 
 class HttpFront(Front):
@@ -52,11 +57,22 @@ class HttpFront(Front):
         self._connections: set[Connection] = set()
         self._serving.longest_idle = LongestIdle(self._connections, options.http.max_connections)
         self._sockets = SocketWatch(heeds_end=not options.http.answer_half_closed)
-        self._acceptor = Acceptor(
-            self.place.listeners,
-            self._serving.counters,
-            lambda socket, owner: self._sockets.open(socket, Connection(self._serving, self._connections, owner)),
+        self._certificates = Certificates(options.http)
+        self._serving.tls = self._certificates.context is not None
+        opening = Opening(
+            lambda owner: Connection(self._serving, self._connections, owner),
+            self._certificates,
+            options.http.head_timeout or None,
+            _TLS_END_SECONDS,
         )
+
+        def accepted(connection: socket.SocketType, owner: str) -> None:
+            if self._certificates.context is not None and connection.family != socket.AF_UNIX:
+                opening.open(connection, owner)
+            else:
+                self._sockets.open(connection, Connection(self._serving, self._connections, owner))
+
+        self._acceptor = Acceptor(self.place.listeners, self._serving.counters, accepted, opening.pending)
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())
 
@@ -97,6 +113,7 @@ class HttpFront(Front):
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
             now = time.monotonic()
+            self._certificates.look()
             for connection in list(self._connections):
                 connection.check(now)
             self._serving.lingering.check(now)

@@ -62,6 +62,8 @@ class Serving:
     lingering: LingeringClose = field(init=False)
     #: Every answer is the last of its connection.
     stopping: bool = False
+    #: Whether connections over TCP speak TLS.
+    tls: bool = False
     #: And a request that begins now is not taken any more.
     closed: bool = False
     #: zlib level of answers for clients that accept gzip or deflate; 0: none.

@@ -13,6 +13,7 @@ import msgspec
 from tensord.config import layers, log
 from tensord.config.layers import ConfigurationError, Configured
 from tensord.config.options import Log
+from tensord.daemon.control.certificates import TlsError, tls_context
 
 _log = logging.getLogger(__name__)
 #: The source of a value that nobody has set, and of one that was changed while the daemon runs.
@@ -39,6 +40,11 @@ class Configuration:
         """Reads the files, the environment and the flags again. Raises ConfigurationError, OSError: they cannot be used."""
         new = await asyncio.to_thread(self._reread)
         log.check_writable(new.options.log)
+        for served in (new.options.http, new.options.grpc):
+            try:
+                tls_context(served)
+            except TlsError as error:
+                raise ConfigurationError(str(error)) from None
         return new
 
     def take(self, new: Configured) -> int:

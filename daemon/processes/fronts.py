@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 #: Seconds until a front is tried again that there was no room for.
 _AGAIN_SECONDS = 1.0
+#: The most fronts of a protocol, unless more are asked for: each needs memory, and a place in every worker.
+_MOST_AUTOMATIC = 8
 
 
 class Fronts:
     """Owns the listening sockets and the front processes."""
 
-    def __init__(self, programs: Mapping[str, str], supervisor: Supervisor) -> None:
-        """Takes protocol -> module."""
+    def __init__(self, programs: Mapping[str, str], devices: Sequence[str], supervisor: Supervisor) -> None:
+        """Takes protocol -> module, and the devices of the first workers."""
+        #: The number of fronts of a protocol that is to have as many as suit the host.
+        self._automatic = automatic(len(os.sched_getaffinity(0)), devices)
         self.by_incarnation: dict[int, FrontProcess] = {}
         self._programs = programs
         self._supervisor = supervisor
@@ -116,7 +121,8 @@ class Fronts:
 
     def _rows(self, protocol: str) -> int:
         options = self._supervisor.options
-        return options.http.processes if protocol == "http" else options.grpc.processes
+        asked = options.http.processes if protocol == "http" else options.grpc.processes
+        return self._automatic if asked == "auto" else asked
 
     def start(self, protocol: str, row: int) -> None:
         """Starts the front of that row. Raises OSError: there is no room for a process."""
@@ -126,7 +132,7 @@ class Fronts:
         counters = self._counters[protocol].fd
         sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
         front.spawn(
-            msgspec.msgpack.encode(of_one(self._supervisor.options, protocol)),
+            msgspec.msgpack.encode(of_one(self._supervisor.options, self._rows(protocol))),
             ["--listen-fds", ",".join(map(str, sockets)), "--counters-fd", str(counters), "--row", str(row)],
             {},
             [*sockets, counters],
@@ -222,7 +228,11 @@ class Fronts:
 
     def urls(self, protocol: str) -> list[str]:
         """Returns the URLs of a protocol, as clients see them; empty: it is not served."""
-        return [listener.url for listener in self._listeners.get(protocol, ()) if listener.url is not None]
+        urls = [listener.url for listener in self._listeners.get(protocol, ()) if listener.url is not None]
+        http = self._supervisor.options.http
+        if http.use_tls or http.mutual_tls:
+            urls = [url.replace("http://", "https://", 1) for url in urls]
+        return urls
 
     def refused(self, name: str) -> dict[Refusal, int]:
         """Returns the requests that the fronts of that name have refused, by reason."""
@@ -244,14 +254,28 @@ class Fronts:
         return self._counters[front.protocol].connections(front.row)
 
 
-def of_one(options: Options, protocol: str) -> Options:
-    """Returns the options of one front that speaks ``protocol``, "http" or "grpc": its part of the limits of all of them.
+def automatic(cores: int, devices: Sequence[str]) -> int:
+    """Decides how many fronts a protocol has where ``processes`` is "auto".
+
+    One front carries what a few cores of clients ask. A GPU worker keeps one core busy and leaves the others; CPU workers compute
+    on all of them, and a front takes its core from models.
+
+    Args:
+      cores: what the daemon may use.
+      devices: of the workers, "cpu:0" or "cuda:0".
+    """
+    gpus = sum(device.startswith("cuda") for device in devices)
+    wanted = (cores - gpus) // 8 if gpus else cores // 16
+    return max(1, min(_MOST_AUTOMATIC, wanted))
+
+
+def of_one(options: Options, count: int) -> Options:
+    """Returns the options of one of ``count`` fronts: its part of the limits of all of them.
 
     Each front keeps its own part without asking the others: connections are shared out evenly, and most of what is bounded here
     comes with them. A part is never so small that the largest single request would not fit.
     """
     http, grpc = options.http, options.grpc
-    count = (http if protocol == "http" else grpc).processes
     if count == 1:
         return options
     replace = msgspec.structs.replace

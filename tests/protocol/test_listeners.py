@@ -1,7 +1,11 @@
-"""Where the daemon can be reached besides plain TCP: Unix sockets for both protocols, TLS and mutual TLS for gRPC."""
+"""Where the daemon can be reached besides plain TCP: Unix sockets for both protocols, TLS and mutual TLS for both."""
 
 from __future__ import annotations
 
+import json
+import re
+import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +18,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import trustme
+from cryptography import x509
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, tensorctl_status
+from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, tensorctl_status, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +224,100 @@ def test_mutual_tls(serving: Any, authority: dict[str, str]) -> None:
         pytest.raises(InferenceServerException, match="UNAVAILABLE"),
     ):
         client.is_server_ready()
+
+
+def test_https(serving: Any, authority: dict[str, str], tmp_path: Path) -> None:
+    """Small and large requests, on one connection; Unix sockets stay plain."""
+    path = tmp_path / "http.sock"
+    files = {"use_tls": True, "certificate": authority["server.pem"], "key": authority["server.key"]}
+    daemon = DaemonProcess(
+        tmp_path,
+        [repositories.echo_models(tmp_path / "models", ["FP32"])],
+        {"http": {"address": ["127.0.0.1", f"unix:{path}"], **files}},
+    )
+    daemon.served_on = r"serving http on https://127\.0\.0\.1:(\d+)"
+    with daemon:
+        daemon.wait_log("ready: ")
+        url = re.findall(r"serving http on (https://\S+)", daemon.log)[-1]
+        trusts = ssl.create_default_context(cafile=authority["root.pem"])
+        with httpx.Client(verify=trusts, base_url=url, timeout=PATIENCE, trust_env=False) as client:
+            assert client.get("/v2/health/ready").status_code == 200
+            for count in (4, 4, 1 << 20, 4, 1 << 22):
+                assert echoed(client, count)
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x", timeout=PATIENCE
+        ) as client:
+            assert echoed(client, 1 << 20)
+        with pytest.raises(httpx.TransportError), httpx.Client(base_url=url.replace("https", "http")) as client:
+            client.get("/v2")
+
+
+def echoed(client: httpx.Client, count: int) -> bool:
+    """Whether a model gives so many floats back, in binary."""
+    values = np.arange(count, dtype=np.float32)
+    tensor = {"name": "x", "datatype": "FP32", "shape": [count], "parameters": {"binary_data_size": 4 * count}}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    answer = client.post("/v2/models/echo_fp32/infer", content=head + values.tobytes(), headers=headers)
+    assert answer.status_code == 200, answer.text
+    body = answer.content[int(answer.headers["Inference-Header-Content-Length"]) :]
+    return body == values.tobytes()
+
+
+def test_mutual_https(repository: Path, tmp_path: Path, authority: dict[str, str], leaves_nothing: None) -> None:
+    files = {"certificate": authority["server.pem"], "key": authority["server.key"]}
+    options = {"http": {"mutual_tls": True, "root_certificate": authority["root.pem"], **files}}
+    daemon = DaemonProcess(tmp_path, [repository], options)
+    daemon.served_on = r"serving http on https://127\.0\.0\.1:(\d+)"
+    with daemon:
+        daemon.wait_log("ready: ")
+        url = re.findall(r"serving http on (https://\S+)", daemon.log)[-1]
+        trusts = ssl.create_default_context(cafile=authority["root.pem"])
+        with pytest.raises(httpx.TransportError), httpx.Client(verify=trusts, base_url=url) as client:
+            client.get("/v2")
+        trusts.load_cert_chain(authority["client.pem"], authority["client.key"])
+        with httpx.Client(verify=trusts, base_url=url, timeout=PATIENCE) as client:
+            assert client.get("/v2").json()["name"] == "tensord"
+
+
+def test_certificates_are_read_again(repository: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    """By both protocols; one that cannot be used changes nothing, and a reload says so."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "root.pem")
+    certificate, key, control = tmp_path / "server.pem", tmp_path / "server.key", tmp_path / "control.sock"
+
+    def issue() -> int:
+        issued = authority.issue_cert("localhost", "127.0.0.1")
+        issued.private_key_pem.write_to_path(key)
+        issued.cert_chain_pems[0].write_to_path(certificate)
+        return x509.load_pem_x509_certificate(certificate.read_bytes()).serial_number
+
+    def served(port: int) -> int:
+        with (
+            socket.create_connection(("127.0.0.1", port)) as plain,
+            trusts.wrap_socket(plain, server_hostname="localhost") as tls,
+        ):
+            return x509.load_der_x509_certificate(tls.getpeercert(True)).serial_number
+
+    first = issue()
+    trusts = ssl.create_default_context(cafile=str(tmp_path / "root.pem"))
+    files = {"use_tls": True, "certificate": str(certificate), "key": str(key)}
+    options = {"http": files, "grpc": files, "supervisor": {"control_socket": str(control)}}
+    daemon = DaemonProcess(tmp_path, [repository], options)
+    daemon.served_on = r"serving http on https://127\.0\.0\.1:(\d+)"
+    with daemon:
+        daemon.wait_log("ready: ")
+        ports = [
+            int(re.findall(rf"serving \w+ on {scheme}://127\.0\.0\.1:(\d+)", daemon.log)[-1])
+            for scheme in ("https", "grpc")
+        ]
+        assert [served(port) for port in ports] == [first, first]
+        second = issue()
+        wait_until(lambda: [served(port) for port in ports] == [second, second], "the new certificate", daemon)
+        certificate.write_text("no certificate")
+        daemon.wait_log("changed certificates are not used, the former ones stay in force", 2)
+        assert [served(port) for port in ports] == [second, second]
+        command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(control), "reload"]
+        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert refused.returncode == 1
+        assert "http.certificate or http.key cannot be used" in refused.stderr

@@ -9,12 +9,16 @@ from collections.abc import Callable
 
 import pytest
 
-from tensord.daemon.grpc.server import Opening
+from tensord.config.options import Grpc
+from tensord.daemon.control.certificates import Certificates
+from tensord.daemon.front.opening import Opening
 
 
 async def opened(make: Callable[[str], asyncio.BaseProtocol], context: ssl.SSLContext | None) -> socket.socket:
     """Tries to open one, and returns its client once that sent a word and no more."""
-    opening = Opening(make, context)
+    certificates = Certificates(Grpc())
+    certificates.context = context
+    opening = Opening(make, certificates)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         taken, _ = listener.accept()
@@ -54,7 +58,7 @@ async def test_a_protocol_that_cannot_be_made(caplog: pytest.LogCaptureFixture) 
     def make(owner: str) -> asyncio.Protocol:
         raise ZeroDivisionError
 
-    opening = Opening(make, None)
+    opening = Opening(make, Certificates(Grpc()))
     ours, client = socket.socketpair()
     with client:
         opening.open(ours, "uid 0")

@@ -13,7 +13,7 @@ import pytest
 
 from tensord.config.options import Grpc, Http, Options, Requests
 from tensord.daemon.processes.child import FrontProcess
-from tensord.daemon.processes.fronts import Fronts, of_one
+from tensord.daemon.processes.fronts import Fronts, automatic, of_one
 from tensord.daemon.processes.listening import ListenError
 from tensord.daemon.supervisor import Supervisor
 from tensord.shm.control_records import ControlCall, ModelState
@@ -30,7 +30,7 @@ class Owner:
         self.last = 0
         fake = "tests.daemon.fake_front"
         self.front_died = self.died.put_nowait
-        self.fronts = Fronts({"http": fake, "grpc": fake}, cast(Supervisor, self))
+        self.fronts = Fronts({"http": fake, "grpc": fake}, ["cpu:0"], cast(Supervisor, self))
 
     def tell(self, front: FrontProcess) -> None:
         front.send(READY)
@@ -175,8 +175,19 @@ MIB = 1 << 20
 
 def test_one_front_has_everything() -> None:
     options = Options()
-    assert of_one(options, "http") is options
-    assert of_one(options, "grpc") is options
+    assert of_one(options, 1) is options
+
+
+@pytest.mark.parametrize(
+    ("cores", "devices", "count"),
+    [
+        *[(1, ["cpu:0"], 1), (2, ["cpu:0"], 1), (31, ["cpu:0"], 1), (32, ["cpu:0", "cpu:1"], 2), (512, ["cpu:0"], 8)],
+        *[(8, ["cuda:0"], 1), (17, ["cuda:0"], 2), (64, [f"cuda:{i}" for i in range(8)], 7), (256, ["cuda:0"], 8)],
+        (1, ["cuda:0", "cuda:1"], 1),
+    ],
+)
+def test_as_many_as_suit_the_host(cores: int, devices: list[str], count: int) -> None:
+    assert automatic(cores, devices) == count
 
 
 @pytest.mark.parametrize(
@@ -185,18 +196,17 @@ def test_one_front_has_everything() -> None:
 def test_http(processes: int, in_flight: int, collected: int) -> None:
     """A part is rounded up, and never less than the largest request needs."""
     options = Options(http=Http(processes=processes), requests=Requests(max_in_flight=1000))
-    one = of_one(options, "http")
+    one = of_one(options, processes)
     assert (one.requests.max_in_flight, one.http.max_collected_byte_size) == (in_flight, collected)
-    assert of_one(options, "grpc") is options
 
 
 def test_grpc() -> None:
-    one = of_one(Options(grpc=Grpc(processes=4, max_receiving_byte_size=1 << 30)), "grpc")
+    one = of_one(Options(grpc=Grpc(processes=4, max_receiving_byte_size=1 << 30)), 4)
     assert (one.requests.max_in_flight, one.grpc.max_receiving_byte_size) == (2048, 256 * MIB)
 
 
 def test_a_limit_below_the_largest_request_stays() -> None:
     """The operator has chosen it so."""
     options = Options(http=Http(processes=8, max_collected_byte_size=MIB), requests=Requests(max_in_flight=1))
-    one = of_one(options, "http")
+    one = of_one(options, 8)
     assert (one.requests.max_in_flight, one.http.max_collected_byte_size) == (1, MIB)

@@ -1,0 +1,67 @@
+"""Turns accepted sockets into connections of the event loop, which can speak TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tensord.daemon.control.certificates import Certificates
+
+_log = logging.getLogger(__name__)
+
+
+class Opening:
+    """Turns accepted sockets into connections of the event loop, with TLS if configured. One per front."""
+
+    def __init__(
+        self,
+        make: Callable[[str], asyncio.BaseProtocol],
+        certificates: Certificates,
+        handshake_timeout: float | None = None,
+        shutdown_timeout: float | None = None,
+    ) -> None:
+        """
+        Args:
+          make: gives a connection its protocol; it is told whose that is, as ``Peer.owner`` tells it.
+          handshake_timeout: seconds for TLS to begin; None: the loop's own.
+          shutdown_timeout: seconds for a client to answer the end of TLS; None: the loop's own.
+        """
+        self._make = make
+        self._certificates = certificates
+        self._timeouts = {"ssl_handshake_timeout": handshake_timeout, "ssl_shutdown_timeout": shutdown_timeout}
+        self._loop = asyncio.get_running_loop()
+        #: Those that are under way.
+        self.pending: set[Coroutine[Any, Any, object]] = set()
+
+    def open(self, taken: socket.SocketType, owner: str) -> None:
+        """Begins to open a connection on an accepted socket. ``owner``: whom it counts for."""
+        make, connection = functools.partial(self._make, owner), socket.socket(fileno=taken.detach())
+        context = self._certificates.context
+        timeouts = {} if context is None else self._timeouts
+        opening = self._loop.connect_accepted_socket(make, connection, ssl=context, **timeouts)
+        self.pending.add(opening)
+        self._go_on(opening, connection)
+
+    def _go_on(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
+        """Takes one step, to the next future that it waits for: a task would be a twentieth of what a connection costs."""
+        try:
+            future: asyncio.Future[object] = opening.send(None)
+            future.add_done_callback(functools.partial(self._go_on, opening, connection))
+            return
+        except StopIteration:
+            self.pending.discard(opening)
+            return
+        except (OSError, ssl.SSLError):
+            pass  # a client that breaks off its handshake is its own affair
+        except Exception:
+            _log.exception("a connection could not be opened")
+        self.pending.discard(opening)
+        connection.close()
+
+    def __repr__(self) -> str:
+        return f"<Opening, {len(self.pending)} under way>"
