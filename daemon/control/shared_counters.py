@@ -24,7 +24,8 @@ from tensord.shm.refusals import Refusal
 
 _WORDS = 32
 #: The offsets in a row of the counts of prepared requests, of refused requests, and of answers.
-_PREPARED, _REFUSED, _CODES = 2, 5, 11
+_PREPARED, _REFUSED = 2, 5
+_CODES = _REFUSED + len(OF_FRONTS)
 #: The codes of each protocol that are counted, good answers first; the last one stands for all others.
 CODES = {
     "http": (

@@ -61,7 +61,7 @@ def test_start_and_stop(start: Start, repository: Path) -> None:
     assert told["models"]["fails/1"]["state"] == "UNAVAILABLE"
     assert told["models"]["fails/1"]["reason"] == "it always does"
     assert "good/1" not in told["models"]
-    assert "try: curl http://127.0.0.1:" in daemon.log
+    assert "try: curl" not in daemon.log  # which is for terminals
     family = [*daemon.workers, *daemon.fronts]
     assert daemon.stop() == 0
     assert not [process for process in family if process.is_running()]

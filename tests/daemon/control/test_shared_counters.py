@@ -7,7 +7,8 @@ import os
 import pytest
 
 from tensord.config.options import MAX_PROCESSES
-from tensord.daemon.control.shared_counters import SharedCounters
+from tensord.daemon.control.refusals import OF_FRONTS
+from tensord.daemon.control.shared_counters import CODES, SharedCounters
 
 
 def test_every_process_sees_every_row() -> None:
@@ -69,4 +70,26 @@ def test_prepared_requests_are_counted_over_the_fronts_of_a_row() -> None:
     counters.front(0).note_number(1, 0)
     assert (counters.prepared_requests(0), counters.prepared_requests(1)) == ((1, 4, 2), (1, 1, 0))
     assert (counters.connections(0), set(counters.refused(0).values())) == (0, {0})
+    counters.close()
+
+
+@pytest.mark.parametrize("protocol", CODES)
+def test_no_count_is_another_one(protocol: str) -> None:
+    """Each reason of a refusal and each code has a place of its own, and none is another row's."""
+    counters = SharedCounters.create()
+    front = counters.front(1)
+    front.count(1)
+    front.note_number(1, 0)
+    for number, refusal in enumerate(OF_FRONTS, 10):
+        for _ in range(number):
+            front.refuse(refusal)
+    words, at = front.codes
+    for number in range(len(CODES[protocol])):
+        words[at + number] += 100 + number
+    assert counters.refused(1) == {refusal: number for number, refusal in enumerate(OF_FRONTS, 10)}
+    assert counters.answers(1, protocol) == {code: 100 + number for number, code in enumerate(CODES[protocol])}
+    assert (counters.connections(1), counters.prepared_requests(1)) == (1, (1, 1, 0))
+    for row in (0, 2):
+        assert (counters.connections(row), counters.prepared_requests(row)) == (0, (0, 0, 0))
+        assert not any([*counters.refused(row).values(), *counters.answers(row, protocol).values()])
     counters.close()
