@@ -16,15 +16,15 @@ from tensord.daemon.processes.listening import ListenError
 ME = {"LISTEN_PID": str(os.getpid())}
 #: A child that finds the sockets from descriptor 3 on, as systemd passes them, and says what it makes of them.
 CHILD = """
-import os, sys
+import fcntl, os, sys
 from tensord.daemon.processes import socket_activation
 from tensord.daemon.processes.listening import ListenError
 
 count = len(sys.argv) - 1
-for at, fd in enumerate(map(int, sys.argv[1:])):
-    os.dup2(os.dup(fd), 100 + at)
-for at in range(count):
-    os.dup2(100 + at, 3 + at)
+# Numbers that are free: none of those that are given is overwritten before it was duplicated.
+copies = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 300) for fd in sys.argv[1:]]
+for at, fd in enumerate(copies):
+    os.dup2(fd, 3 + at)
 names = {"LISTEN_FDNAMES": os.environ["NAMES"]} if "NAMES" in os.environ else {}
 try:
     found = socket_activation.inherited({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(count), **names})
