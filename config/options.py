@@ -165,6 +165,8 @@ class Metrics(Section, frozen=True):
     enabled: bool = True
     address: str = "127.0.0.1"
     port: Port = 8002
+    #: Whether ``/`` is a page for browsers.
+    page: bool = True
     #: Whether GPUs are shown as well, where there are GPU workers; their errors are logged then.
     gpus: bool = True
     #: The port of HAProxy's agent-check, on the same address; 0: there is none.

@@ -155,7 +155,7 @@ class Supervisor:
             self.configuration,
             self.parameters,
         )
-        self._metrics = Endpoint(options.metrics, collection.snapshot)
+        self._metrics = Endpoint(options.metrics, collection.snapshot, self._describe_page)
         self._agent = Agent(options.metrics, self._availability, collection.look)
 
     async def run(self) -> int:
@@ -504,6 +504,14 @@ class Supervisor:
             "clients": self._clients.describe(),
             "parameters": self.parameters.describe(),
         }
+
+    def _describe_page(self) -> dict[str, Any]:
+        """Describes what the page for browsers shows."""
+        standings = [
+            {"name": model.name, "served": list(model.served), "reason": model.reason}
+            for model in self._models.standings()
+        ]
+        return {**self.describe(), "standings": standings}
 
     def client_records(self) -> list[dict[str, Any]]:
         """Describes the clients that are connected to the clients' socket."""

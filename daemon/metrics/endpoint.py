@@ -1,4 +1,4 @@
-"""The port that Prometheus scrapes: GET /metrics, one request a connection. Belongs to the supervisor's loop.
+"""The port that Prometheus scrapes: GET /metrics, and / for browsers, one request a connection. Belongs to the supervisor's loop.
 
     connection ─▶ head, whole in time ─▶ snapshot ─▶ text, written in a thread ─▶ answer, taken in time ─▶ closed
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from tensord.config.options import Metrics
 from tensord.daemon.metrics.snapshot import MetricsSnapshot
@@ -32,10 +33,16 @@ _TIMEOUT = 20.0
 
 
 class Endpoint:
-    """Owns the listening socket. ``snapshot()`` gathers what is shown."""
+    """Owns the listening socket. ``snapshot()`` gathers what metrics show, ``describe()`` what the page does."""
 
-    def __init__(self, options: Metrics, snapshot: Callable[[], Awaitable[MetricsSnapshot]]) -> None:
+    def __init__(
+        self,
+        options: Metrics,
+        snapshot: Callable[[], Awaitable[MetricsSnapshot]],
+        describe: Callable[[], Mapping[str, Any]],
+    ) -> None:
         self._options = options
+        self._describe = describe if options.page else None
         self._snapshot = snapshot
         self._listener: Listener | None = None
         self._server: asyncio.Server | None = None
@@ -94,4 +101,4 @@ class Endpoint:
             self._imported = True
         from tensord.daemon.metrics import scrape
 
-        await scrape.serve(reader, writer, self._snapshot, self._thread)
+        await scrape.serve(reader, writer, self._snapshot, self._thread, self._describe)

@@ -1,34 +1,41 @@
-"""Serves one scrape, from its request to its answer. It imports the libraries, so it is imported once somebody scrapes."""
+"""Serves one scrape, or the page for browsers, from request to answer. It is imported, with its libraries, once somebody asks."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
+from typing import Any
 
-from tensord.daemon.metrics import exposition
+from tensord.daemon.metrics import exposition, page
 from tensord.daemon.metrics.exchange import BadRequest, ScrapeAnswer, ScrapeExchange, ScrapeRequest, refusal
 from tensord.daemon.metrics.snapshot import MetricsSnapshot
 from tensord.shm.errors import DEFECT
 
 _log = logging.getLogger(__name__)
-_PATH = b"/metrics"
+_PATH, _PAGE = b"/metrics", b"/"
 #: Of gzip: the text is so repetitive that more only takes longer.
 _LEVEL = 1
 
 TakeSnapshot = Callable[[], Awaitable[MetricsSnapshot]]
+Describe = Callable[[], Mapping[str, Any]]
 
 
 async def serve(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, snapshot: TakeSnapshot, thread: Executor
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    snapshot: TakeSnapshot,
+    thread: Executor,
+    describe: Describe | None = None,
 ) -> None:
     """Answers a scrape; returns when the answer is on its way, or nobody asked. The connection stays the caller's.
 
     Args:
       snapshot: asked once the request has come.
       thread: where the text is written.
+      describe: what the page shows; None: there is no page.
     Raises: OSError: the client went away.
     """
     exchange = ScrapeExchange()
@@ -39,19 +46,23 @@ async def serve(
     else:
         if request is None:
             return
-        answer = await _answer(request, snapshot, thread)
+        answer = await _answer(request, snapshot, thread, describe)
     writer.write(exchange.answered(answer))
     await writer.drain()
 
 
-async def _answer(request: ScrapeRequest, snapshot: TakeSnapshot, thread: Executor) -> ScrapeAnswer:
-    if request.path != _PATH:
+async def _answer(
+    request: ScrapeRequest, snapshot: TakeSnapshot, thread: Executor, describe: Describe | None
+) -> ScrapeAnswer:
+    if request.path != _PATH and not (request.path == _PAGE and describe is not None):
         return refusal(404, "Not Found")
     if request.method not in (b"GET", b"HEAD"):
         return refusal(405, "Method Not Allowed", ("Allow", "GET, HEAD"))
+    loop = asyncio.get_running_loop()
     try:
+        if request.path == _PAGE and describe is not None:
+            return ScrapeAnswer(200, await loop.run_in_executor(thread, page.render, describe()), page.HEADERS)
         taken = await snapshot()
-        loop = asyncio.get_running_loop()
         body, content_type = await loop.run_in_executor(thread, _rendered, taken, request)
     except Exception:
         _log.exception("a scrape of the metrics failed")

@@ -16,7 +16,7 @@ class Served:
     """An endpoint, and a snapshot that may wait or fail."""
 
     def __init__(self) -> None:
-        self.endpoint = Endpoint(Metrics(port=0), self.snapshot)
+        self.endpoint = Endpoint(Metrics(port=0, page=False), self.snapshot, dict)
         self.asked = 0
         self.waits = asyncio.Event()
         self.waits.set()

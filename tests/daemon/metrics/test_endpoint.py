@@ -82,14 +82,14 @@ async def test_who_never_reads_is_cut_off(served: Served, monkeypatch: pytest.Mo
 
 
 async def test_where_it_is_not_enabled_nothing_listens() -> None:
-    made = Endpoint(Metrics(enabled=False), Served().snapshot)
+    made = Endpoint(Metrics(enabled=False), Served().snapshot, dict)
     await made.open()
     assert made.url is None
     made.close()
 
 
 async def test_a_taken_port_is_said(served: Served) -> None:
-    made = Endpoint(Metrics(port=served.address[1]), served.snapshot)
+    made = Endpoint(Metrics(port=served.address[1]), served.snapshot, dict)
     with pytest.raises(
         ListenError, match=rf"cannot listen on 127\.0\.0\.1:{served.address[1]}: Address already in use"
     ):

@@ -1,0 +1,98 @@
+"""The page on the port of the metrics, of a real daemon: as text, and in a browser where one is installed."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import repositories
+from tests.daemon_process import PATIENCE, DaemonProcess
+
+BODY = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+)
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("page")
+    repositories.scale_model(folder / "models")
+    repositories.write_model(
+        folder / "models", "broken", "def create(path, config, device):\n    raise ValueError('<b>no</b>')"
+    )
+    with DaemonProcess(folder, [folder / "models"], {"repository": {"strict_readiness": False}}) as running:
+        running.wait_ready()
+        yield running
+
+
+def get(daemon: DaemonProcess, path: str = "/", method: str = "GET") -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection(daemon.metrics_url, timeout=PATIENCE)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read().decode()
+    connection.close()
+    return found
+
+
+def test_it_says_what_is_served_and_why_not(daemon: DaemonProcess) -> None:
+    status, headers, text = get(daemon)
+    assert (status, headers["Content-Type"], headers["Cache-Control"]) == (200, "text/html; charset=utf-8", "no-store")
+    assert "<td>scale</td><td>1</td>" in text
+    assert re.search(r"<td>broken</td><td></td><td>[^<]*outputs = {&quot;y&quot;", text)
+    for process in (*daemon.workers, *daemon.fronts):
+        assert f"<td>{process.pid}</td>" in text
+    assert get(daemon, method="HEAD")[2] == ""
+    assert get(daemon, "/other")[0] == 404
+
+
+def test_it_may_be_turned_off(start_daemon: Callable[..., Any], tmp_path: Path) -> None:
+    repositories.scale_model(tmp_path / "models")
+    daemon = start_daemon(tmp_path / "models", metrics={"page": False, "port": 0})
+    daemon.wait_ready()
+    assert (get(daemon)[0], get(daemon, "/metrics")[0]) == (404, 200)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@pytest.mark.timeout(300)
+def test_in_a_browser(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """The script runs under the page's own policy: tables are exchanged, and the latency of what is asked is drawn."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.wait(0.01):
+            daemon.infer("scale", BODY)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        done = subprocess.run(
+            [
+                BROWSER,
+                *FLAGS,
+                f"--user-data-dir={tmp_path / 'browser'}",
+                "--virtual-time-budget=30000",
+                "--dump-dom",
+                f"http://{daemon.metrics_url}/",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+    finally:
+        stop.set()
+        asking.join()
+    assert "<td>scale</td>" in done.stdout
+    assert re.search(r"<figcaption>scale 1: p50 [\d.]+ ms, p99 [\d.]+ ms, [\d.]+ answers/s</figcaption>", done.stdout)
+    assert "<polyline" in done.stdout
+    assert '<p id="gone" class="bad"></p>' in done.stdout
