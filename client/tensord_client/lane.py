@@ -373,7 +373,14 @@ class LaneConnection:
             return True
         if time.monotonic() - before.opened_at <= _REFUSED_AFTER and refusal.code != "INTERNAL":
             return any(not lane.usable for lane in before.lanes)
-        after = self._ask_for(call.model, call.version, time.monotonic(), anew=True)
+        try:
+            after = self._ask_for(call.model, call.version, time.monotonic(), anew=True)
+        except Unavailable:
+            if before.choose() is not None:
+                raise
+            # The last worker has ended since.
+            self.find_lanes(call, until)
+            return True
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_again(self, pending: Pending, until: float | None) -> None:

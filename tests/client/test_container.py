@@ -48,6 +48,10 @@ print("answered")
 
 def test_only_the_folder_is_shared(daemon: DaemonProcess) -> None:
     """A lane, with memory of the client's and of the worker's, and HTTP beside it."""
+    if any(Path(place).resolve().is_relative_to("/tmp") for place in (sys.prefix, ROOT)):
+        pytest.skip(
+            f"the container has a /tmp of its own, and the interpreter or this checkout lies there: {sys.prefix}"
+        )
     folder = Path(clients_socket(daemon.folder)).parent
     namespaces = [
         "unshare",

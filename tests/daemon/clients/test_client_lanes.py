@@ -255,7 +255,11 @@ def test_connections_that_come_and_go_leave_nothing(start: Start) -> None:
             if round_ % 3 == 0:
                 coming.close_lanes()
     daemon.wait(lambda: counted(daemon) == (0, 0), "end of the lanes")
-    daemon.wait(lambda: [process.num_fds() for process in processes] == before, "as many descriptors as before")
+    # What was asked of the supervisor may have had one more then.
+    daemon.wait(
+        lambda: all(process.num_fds() <= most for process, most in zip(processes, before, strict=True)),
+        "no more descriptors than before",
+    )
 
 
 def test_a_client_that_does_not_read_holds_nobody_up(start: Start) -> None:
