@@ -33,7 +33,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e8)]
 Rate = Annotated[int, Meta(ge=0, le=1 << 40)]
 #: The most upper bounds of a histogram (``tensord.shm.durations``).
 MAX_BUCKETS = 32
-#: Of a bucket, in seconds.
+#: The upper bound of a histogram's bucket, in seconds.
 Bound = Annotated[float, Meta(gt=0, le=1e6)]
 #: A part of something; 1: all of it.
 Share = Annotated[float, Meta(gt=0, le=1)]

@@ -68,7 +68,7 @@ _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("
 _pointer_of_dying = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
-#: What exported tensors refer to, by the address of each, until its consumer lets go.
+#: Objects that keep exported tensors alive, by the address of each tensor, until its consumer lets go.
 _exported: dict[int, tuple[Any, ...]] = {}
 
 
@@ -161,7 +161,7 @@ class DeviceArray:
         self.nbytes: int = math.prod(shape) * dtype.itemsize
         #: The region that workers know it by, and where in it the array lies.
         self.place = name, 0, self.nbytes
-        #: As an array of numpy has it, which lies in no segment.
+        #: The place in a segment, as arrays of numpy have it: there is none.
         self.base = None
 
     @property

@@ -35,7 +35,7 @@ class Calls:
         parameter_set: str = "",
     ) -> None:
         self._connection = connection
-        #: What each request says of it; empty: nothing, and ``main`` answers.
+        #: The parameter set that each request names; empty: none, and ``main`` answers.
         self._set: Mapping[str, str] = {"parameter_set": parameter_set} if parameter_set else {}
         self._description = description
         #: The version that is asked; 0: the newest at that time.

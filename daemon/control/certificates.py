@@ -49,7 +49,7 @@ class Certificates:
         """Reads the files. Raises TlsError."""
         self._options = options
         self._seen = self._stamps()
-        #: For new connections; None: plain text.
+        #: The TLS context of new connections; None: they are plain text.
         self.context = tls_context(options)
 
     def look(self) -> None:

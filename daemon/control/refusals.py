@@ -37,10 +37,10 @@ class Refusals:
         self._loop = loop
         self._count = count
         self._log = RefusalLog("refused with 503")
-        #: Of requests that were refused as their clients' mistakes.
+        #: The log's lines about requests that were refused as their clients' mistakes.
         self._mistakes = RefusalLog("refused as mistakes of clients")
         self._timer: asyncio.TimerHandle | None = None
-        #: For when that is set.
+        #: The time for which the timer is set, in CLOCK_MONOTONIC ns.
         self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:

@@ -35,7 +35,7 @@ class Opening:
         self._certificates = certificates
         self._timeouts = {"ssl_handshake_timeout": handshake_timeout, "ssl_shutdown_timeout": shutdown_timeout}
         self._loop = asyncio.get_running_loop()
-        #: Those that are under way.
+        #: The openings that are under way.
         self.pending: set[Coroutine[Any, Any, object]] = set()
 
     def open(self, taken: socket.SocketType, owner: str) -> None:

@@ -84,7 +84,7 @@ class Exchange(InFlight):
     phase: ExchangePhase = ExchangePhase.RECEIVING
     #: The client's, or one that was made here.
     _client_id: str = ""
-    #: That has answered, once its answer is being written anew.
+    #: The version that has answered, noted where the answer is written anew.
     _version: int = 0
     #: The client is.
     _gone: bool = False

@@ -16,7 +16,7 @@ from tensord.shm.errors import DEFECT
 
 _log = logging.getLogger(__name__)
 _PATH, _PAGE = b"/metrics", b"/"
-#: Of gzip: the text is so repetitive that more only takes longer.
+#: The level of gzip: the text is so repetitive that a higher one only takes longer.
 _LEVEL = 1
 
 TakeSnapshot = Callable[[], Awaitable[MetricsSnapshot]]
