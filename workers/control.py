@@ -159,20 +159,17 @@ class Control:
 
         def begin() -> None:
             serving = self._models.serving(*key)
-            self._thread.do(lambda: load(serving), lambda outcome: made(outcome, serving))
+            self._thread.do(lambda: load(serving), made)
 
-        def made(outcome: LoadedModel | Exception, former: ModelVersion | None) -> None:
+        def made(outcome: LoadedModel | Exception) -> None:
             if not isinstance(outcome, Exception) and outcome.ensemble is not None:
                 try:
                     outcome = joined(outcome, self._models)
                 except ServingError as error:
                     outcome = error
-            done(outcome, former)
-
-        def done(outcome: LoadedModel | Exception, former: ModelVersion | None = None) -> None:
             running = self._running[key]
             running.popleft()
-            self._answer(record, outcome, cancellation, former)
+            self._answer(record, outcome, cancellation)
             if running:
                 running[0].begin()
             else:
@@ -188,17 +185,13 @@ class Control:
         record: Load,
         outcome: LoadedModel | Exception,
         cancellation: Cancellation,
-        former: ModelVersion | None,
     ) -> None:
-        """Sends a Load's one answer. ``former``: the version that served when the load began."""
+        """Sends a Load's one answer."""
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
             if not isinstance(outcome, Exception):
-                version = self._worker.adopt(outcome)
-                if outcome.taken_over and former is not None:
-                    version.hand_over(former.loaded)
-                self._models.discard(version)
+                self._models.discard(self._worker.adopt(outcome))
             self._channel.put(Loaded(record.name, record.version, reason=REASON, cancelled=True))
             return
         if isinstance(outcome, Exception):

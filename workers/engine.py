@@ -43,8 +43,8 @@ class Engine:
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
         """Makes a version of a loaded model; its instances take part in the rate limiter while it lives."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
-        self.dispatcher.limiter.add(loaded.instances)
-        version.when_closed(lambda: self.dispatcher.limiter.remove(version.own_instances))
+        self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
+        version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))
         return version
 
     def close(self) -> None:

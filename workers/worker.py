@@ -514,7 +514,7 @@ class Worker:
             )
         version.when_closed(
             lambda: self._free_slots.extend(
-                instance.status_slot for instance in version.own_instances if 0 < instance.status_slot < SLOTS
+                instance.status_slot for instance in version.ended_instances if 0 < instance.status_slot < SLOTS
             )
         )
         return version

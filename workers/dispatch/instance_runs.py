@@ -112,7 +112,9 @@ class InstanceRuns:
                 # Else whoever waits would go next each time, whatever a turn of either counts.
                 due_ns = version.planner.due_ns(number)
                 self._limiter.done(instance, again=due_ns is not None and due_ns <= execution.computed_ns)
-            self._changed(version)
+            for user in version.loaded.users:
+                # What waits in the version that this one replaces may wait for the same thread.
+                self._changed(user)
             in_order(version, execution, functools.partial(self._finish, version, execution))
 
         return done

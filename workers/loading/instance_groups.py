@@ -55,6 +55,11 @@ class Planned:
     #: It has one turn where an instance of priority 1 has so many.
     priority: int
 
+    def is_as(self, instance: Instance) -> bool:
+        """Returns whether an instance that runs is this one already."""
+        has = instance.name, instance.place, instance.passive, instance.needs, instance.priority
+        return has == (self.name, self.place, self.passive, self.needs, self.priority)
+
 
 class InstanceGroups:
     """The instances that one completed configuration asks for on this worker."""
@@ -171,7 +176,7 @@ class Starting:
         made: list[Instance] = []
         for planned in self.groups(message):
             instance = known.get(planned.place)
-            if instance is None:
+            if instance is None or not planned.is_as(instance):
                 one = functools.partial(create, planned.name)
                 instance = Instance(planned.name, one, self.inbox, self.page, warm, self.check, maker.code)
                 instance.place, instance.passive = planned.place, planned.passive

@@ -78,12 +78,15 @@ class Instance:
         self.passive = False
         #: The number of its group, and its number there.
         self.place = (0, 0)
+        #: Whether it was told to end.
+        self.closing = False
         #: What it needs of the rate limiter, and how much its turns count.
         self.needs: Mapping[str, int] = {}
         self.priority = 0
         #: Its slot on the status page, where it notes what it runs, and as which model's.
         self.status_slot = 0
         self.page_key = 0
+        self.name = name
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -140,6 +143,7 @@ class Instance:
 
         One that is being initialised ends after that.
         """
+        self.closing = True
         self._jobs.put(_Closing(closed))
         if self._failure is not None:
             self._say_closed()
@@ -203,4 +207,4 @@ class Instance:
         done(execution)
 
     def __repr__(self) -> str:
-        return f"<Instance {self._thread.name} {'busy' if self.given else 'free'}>"
+        return f"<Instance {self.name} {'busy' if self.given else 'free'}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tensord.shm.control_records import Footprint, Load
 from tensord.workers.declarations.made_inputs import MadeInputs
@@ -19,6 +20,9 @@ from tensord.workers.scheduling.dynamic_batcher import BatchRules
 from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
 from tensord.workers.scheduling.queue import QueueRules
 from tensord.workers.tensors.signature import Signature
+
+if TYPE_CHECKING:
+    from tensord.workers.models.model_version import ModelVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class LoadedModel:
     pure: bool = False
     #: It has the code and instances of the version that it replaces: only the number of these has changed.
     taken_over: bool = False
+    #: The versions that were made of this code and are not gone yet, the oldest first. They share instances.
+    users: dict[ModelVersion, None] = field(default_factory=dict)
 
     def join(self, request: Request) -> None:
         """Adds inputs that the worker makes to a request. Raises InvalidArgument: they cannot be made of it."""

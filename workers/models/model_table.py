@@ -39,7 +39,6 @@ class ModelTable:
         """Adds a version, which requests find from now on; a version that it replaces drains."""
         old = self._serving.pop((version.name, version.version), None)
         if old is not None and version.loaded.taken_over:
-            old.hand_over(version.loaded)
             version.join_programs()
         self._serving[version.name, version.version] = version
         self._index(version.name)

@@ -139,8 +139,9 @@ class ModelVersion:
         self._open_instances = 0
         #: All of it has ended, and what its model has started.
         self._gone = False
-        #: The version that has its code now, and may have some of its instances.
-        self._heir: LoadedModel | None = None
+        #: The instances that it has ended: those that no other version uses.
+        self.ended_instances: list[Instance] = []
+        loaded.users[self] = None
         #: Whether any instance needs something of the rate limiter.
         self.limited = any(instance.needs for instance in loaded.instances)
         #: Of a model that wants it and has several instances: whose answer may leave.
@@ -288,14 +289,8 @@ class ModelVersion:
         return bool(len(self.planner) or self.executing or self.senders or self.compiling or self.planner.lives)
 
     @property
-    def own_instances(self) -> list[Instance]:
-        """Its instances that no other version has taken over."""
-        kept = () if self._heir is None else (*self._heir.instances, *self._heir.passive)
-        return [each for each in (*self.loaded.instances, *self.loaded.passive) if each not in kept]
-
-    def hand_over(self, heir: LoadedModel) -> None:
-        """Gives its code, and instances that both have, to another version."""
-        self._heir = heir
+    def _instances(self) -> list[Instance]:
+        return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
         """Lets batches of shapes that were compiled for a request grow as far as there are programs for them."""
@@ -333,9 +328,12 @@ class ModelVersion:
         """Closes a drained version. Returns True once nothing is left to do for it."""
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
-            instances = self.own_instances
-            self._open_instances = len(instances)
-            for instance in instances:
+            del self.loaded.users[self]
+            used = [instance for user in self.loaded.users for instance in user._instances]
+            # Some have ended already where it was made of a version that was unloaded meanwhile.
+            self.ended_instances = [each for each in self._instances if each not in used and not each.closing]
+            self._open_instances = len(self.ended_instances)
+            for instance in self.ended_instances:
                 instance.close(self._instance_closed)
         if self.state is VersionState.CLOSED and not self._open_instances and not self._gone and self._lets_go():
             self._gone = True
@@ -347,14 +345,14 @@ class ModelVersion:
 
     def _lets_go(self) -> bool:
         """Ends processes that its model has left running. Returns whether that is done."""
-        processes = None if self._heir is not None else self.loaded.imports.processes
+        processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:
             return True
         processes.close()
         return processes.ended
 
     def _closed(self) -> None:
-        if self._heir is None:
+        if not self.loaded.users:
             self.loaded.imports.forget()
             if self.sets is not None:
                 self.sets.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.submitter import Submitter
+from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
 from tests.records import Tensor, WholeAnswer, WholeRequest, noting
@@ -83,10 +85,21 @@ class Bench:
     def load(self, name: str, config: str = "") -> ModelVersion:
         path = self.folder / name
         message = parse_pbtxt(config, name) if config else empty(name)
-        record = Load(name, 1, str(path), str(path / "1"), message.SerializeToString())
+        record = Load(name, 1, str(path), str(path / "1"), message.SerializeToString(), content="as it is")
         version = ModelVersion(self.loader.load(record))
         self.models.add(version)
         return version
+
+    def regroup(self, version: ModelVersion, config: str) -> ModelVersion:
+        """Loads a version again with a configuration that has another number of instances."""
+        known = version.loaded.record
+        assert known is not None
+        record = msgspec.structs.replace(known, config=parse_pbtxt(config, version.name).SerializeToString())
+        loaded = self.loader.regrouped(record, version.loaded, Cancellation())
+        assert loaded is not None
+        again = ModelVersion(loaded)
+        self.models.add(again)
+        return again
 
     def submit(self, model: str, *values: float, **fields: Any) -> int:
         self._number += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tensord.workers.models.instance import Instance
+from tensord.workers.models.model_version import VersionState
 from tests.repositories import write_model
 from tests.workers.dispatch.test_dispatcher import Bench
 
@@ -57,6 +58,7 @@ def until(bench: Bench, condition: Callable[[], object]) -> None:
         select.select([bench.inbox.fileno()], [], [], 0.001)
         bench.inbox.drain()
         bench.turn()
+        bench.models.settle()
 
 
 def instance_of(bench: Bench, model: str) -> Instance:
@@ -106,6 +108,39 @@ def test_several_instances_share_what_waits(bench: Bench) -> None:
         bench.turn()
         until(bench, lambda: not bench.submitter.in_flight)
     assert [instance.depth for instance in version.loaded.instances] == [1, 1]
+
+
+TWO = 'name: "two" backend: "jax" instance_group {{ name: "g" count: {} kind: KIND_CPU }}'
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (1, 3, 2), (3, 1, 2, 1)])
+def test_versions_that_share_an_instance_answer_all_they_have(
+    bench: Bench, counts: tuple[int, ...], whole: bool
+) -> None:
+    """Those that came before another number of instances, too, and whatever follows it: what waits is run by who is left."""
+    version = bench.load("two", TWO.format(counts[0]))
+    versions = [version]
+    for count in counts[1:]:
+        for value in (-1, 2, 3, 4, 5, 6, 7, 8):
+            bench.submit("two", value)
+        bench.turn()
+        version = bench.regroup(version, TWO.format(count))
+        versions.append(version)
+        # Nothing waits for an instance any more where the newest version has the only one to itself.
+        for value in (9, 10):
+            bench.submit("two", value)
+        bench.turn()
+    if whole:
+        bench.load("two", TWO.format(2))
+    release(bench, "two")
+    until(bench, lambda: not bench.models.draining)
+    assert all(code == "" for _, code in bench.sent())
+    assert [each.state for each in versions[:-1]] == [VersionState.CLOSED] * (len(counts) - 1)
+    assert versions[-1].state is (VersionState.CLOSED if whole else VersionState.SERVING)
+    used = [] if whole else list(version.loaded.instances)
+    every = {instance for each in versions for instance in each.loaded.instances}
+    assert {instance for instance in every if not instance.closing} == set(used)
 
 
 @models

@@ -25,6 +25,7 @@ class AnInstance:
         self.busy = False
         self.needs: dict[str, int] = {}
         self.closed: Any = None
+        self.closing = False
 
     def close(self, closed: Any) -> None:
         self.closed = closed
