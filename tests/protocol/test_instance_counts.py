@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +173,42 @@ def test_triton_instances_when_asked_for(counted: Callable[..., Counted]) -> Non
         **{f"finalize m_0_{number}": 2 for number in range(2)},
         "finalize m_0_2": 1,
     }
+
+
+def test_one_load_right_behind_another(counted: Callable[..., Counted]) -> None:
+    """Each request is answered, whichever version it waits in, and each instance ends once nobody needs it any more."""
+    model = counted(TRITON, CONFIG.format(1), control_mode="explicit", load=["m"])
+    stop = threading.Event()
+
+    def ask(_: int) -> Counter[int]:
+        codes: Counter[int] = Counter()
+        while not stop.is_set():
+            codes[model.daemon.infer("m", [X])[0]] += 1
+        return codes
+
+    file = model.folder / "models/m/1/model.py"
+    source = file.read_text()
+    with ThreadPoolExecutor(12) as pool:
+        asked = pool.map(ask, range(12))
+        try:
+            for number in range(12):
+                count = (3, 1, 2, 1)[number % 4]
+                model.config(CONFIG.format(count))
+                if number % 3 == 2:
+                    file.write_text(f"{source}# {number}\n")
+                status, answer = model.daemon.request("POST", "/v2/repository/models/m/load", b"{}")
+                assert status == 200, answer
+        finally:
+            stop.set()
+        codes = sum(asked, Counter[int]())
+    assert codes.keys() == {200}
+
+    def left() -> Counter[str]:
+        said = [each.split() for each in model.said()]
+        begun, ended = (Counter(name for word, name in said if word == what) for what in ("initialize", "finalize"))
+        return begun - ended
+
+    wait_until(lambda: left() == {"m_0_0": 1}, "the end of all but one instance", model.daemon)
 
 
 def test_a_failing_instance(counted: Callable[..., Counted]) -> None:
