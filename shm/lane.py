@@ -42,6 +42,7 @@ from tensord.shm.messages import (
     PrepareAnswer,
     PreparedAnswer,
     PreparedRequest,
+    PreparedTensor,
     Release,
     RequestRecord,
     SegmentClosed,
@@ -52,7 +53,6 @@ from tensord.shm.messages import (
     ToSubmitter,
     ToWorker,
     WireVersion,
-    own_count,
 )
 from tensord.shm.prepared import Numbered, Numbers, PublishedNumbers, ReceivedNumbers
 from tensord.shm.record import decoder
@@ -67,6 +67,11 @@ CLIENT_BYTE_SIZE = 256 << 10
 _REQUESTS = (RequestRecord, Prepare, Cancel, Taken)
 #: The records that a submitter sends to a worker's dispatcher; SegmentClosed on a client's lane only.
 Instruction = RequestRecord | Prepare | Cancel | Taken | SegmentClosed
+
+
+def _own_count(tensors: tuple[PreparedTensor, ...]) -> int:
+    """Counts the tensors whose contents are each record's own."""
+    return sum([tensor.region is None for tensor in tensors])
 
 
 class SubmitterLane:
@@ -85,6 +90,8 @@ class SubmitterLane:
         self._arena = arena
         self._announcer = Announcer(self._channel, arena, writable)
         self._responses = ArenaMap()
+        #: Returns bytes of an answer in the worker's response arena, read-only: ``ArenaMap.view``.
+        self.view = self._responses.view
         self._releases: list[LeaseKey] = []
         self._published: PublishedNumbers[PreparedRequest] = PublishedNumbers(self._channel, Prepare)
         #: Prepared answers by number, each with the number of tensors that its answers carry in their own records.
@@ -168,7 +175,7 @@ class SubmitterLane:
             if type(record) is AnswerRecord:
                 number = record.prepared
                 # The number is resolved now: a later record may give it another meaning.
-                prepared, own = known[number] if type(number) is int else (number, own_count(number.outputs))  # type: ignore[union-attr]
+                prepared, own = known[number] if type(number) is int else (number, _own_count(number.outputs))  # type: ignore[union-attr]
                 if len(record.contents) != own:
                     raise InvalidArgument(
                         f"{len(record.contents)} tensors came in an answer that was prepared for {own}"
@@ -177,7 +184,7 @@ class SubmitterLane:
                     prepared, record = LAST, self._unreachable(record.request_id, record.lease)
                 answers.append((prepared, record))  # type: ignore[arg-type]
             elif type(record) is PrepareAnswer:
-                known.learn(record.number, (record.prepared, own_count(record.prepared.outputs)))
+                known.learn(record.number, (record.prepared, _own_count(record.prepared.outputs)))
             else:
                 self._apply_segment(record, [])
         return answers
@@ -215,10 +222,6 @@ class SubmitterLane:
         except Unavailable as error:
             return AnswerRecord(request_id, LAST, code=error.code, message=error.message)
         raise AssertionError("an answer that can be reached")
-
-    def view(self, place: Slice) -> memoryview:
-        """Returns bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it."""
-        return self._responses.view(place)
 
     def close(self) -> None:
         """Closes the socket and unmaps the response arena; the request arena stays."""

@@ -154,7 +154,7 @@ class PreparedRequest(Record, frozen=True, tag="P"):
 
 
 class Prepare(Record, frozen=True, tag="Q+"):
-    """From now on the number stands for it on this lane."""
+    """Assigns a number on this lane to what it carries, from now on."""
 
     number: int
     prepared: PreparedRequest
@@ -222,7 +222,7 @@ class PreparedAnswer(Record, frozen=True, tag="A"):
 
 
 class PrepareAnswer(Record, frozen=True, tag="C+"):
-    """From now on the number stands for it on this lane."""
+    """Assigns a number on this lane to what it carries, from now on."""
 
     number: int
     prepared: PreparedAnswer
@@ -264,11 +264,6 @@ ToWorker = (
 ToSubmitter = WireVersion | SegmentOpened | SegmentClosed | SegmentRefused | PrepareAnswer | AnswerRecord
 
 
-def own_count(tensors: tuple[PreparedTensor, ...]) -> int:
-    """Counts the tensors whose contents are each record's own."""
-    return sum([tensor.region is None for tensor in tensors])
-
-
 def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> list[tuple[PreparedTensor, Place]]:
     """Puts each tensor beside where its bytes are. Raises InvalidArgument: the record has too many contents, or too few."""
     rest = iter(contents)
@@ -278,7 +273,8 @@ def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -
         if place is not None:
             found.append((tensor, place))
     if len(found) < len(tensors) or next(rest, None) is not None:
-        raise InvalidArgument(f"{len(contents)} tensors came in a record that was prepared for {own_count(tensors)}")
+        own = len([tensor for tensor in tensors if tensor.region is None])
+        raise InvalidArgument(f"{len(contents)} tensors came in a record that was prepared for {own}")
     return found
 
 

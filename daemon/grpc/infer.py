@@ -199,7 +199,7 @@ class Infer:
         walked = walk(head, 0, len(head), 0)
         known = None if walked is None else self._prepared[walked[0]]
         if known is not None and walked is not None and by_number and self._prepared.is_usable(known, len(contents)):
-            scheduling = self._prepared.scheduling(walked[2])
+            scheduling = self._prepared.scheduling(walked[2]) if walked[2] else UNSCHEDULED
             if scheduling is not None and (streamed or not known.decoupled):
                 with contextlib.suppress(UnicodeDecodeError):  # whoever reads it says what is wrong
                     text = client_id.decode()

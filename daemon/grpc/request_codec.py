@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tensord.daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
 from tensord.protocol import grpc_service_pb2
 from tensord.shm.arrays import DTYPES, byte_content
 from tensord.shm.control_records import ModelState
-from tensord.shm.datatypes import ELEMENT_SIZES, element_count, wire_name
+from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
 
@@ -138,7 +139,8 @@ def read_version(model: str, text: str) -> int:
 def _content(entry: Any, datatype: str, shape: tuple[int, ...], has_raw: bool, model: str) -> InputContent | None:
     """Returns the content of an input that is typed or in a region; None: it is a raw tensor. Raises InvalidArgument."""
     name = entry.name
-    element_count(shape, f"input '{name}' shape")
+    if len(shape) > MAX_RANK or 0 in shape or prod(shape) > MAX_ELEMENTS:
+        element_count(shape, f"input '{name}' shape")  # which says what is wrong
     if "shared_memory_region" in entry.parameters:
         if entry.HasField("contents"):
             raise InvalidArgument(

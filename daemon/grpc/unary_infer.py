@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
-from tensord.daemon.grpc.call import kept
 from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, number
 from tensord.daemon.grpc.infer import DECOUPLED, CallRequest, Infer, InferCall, Message, Sent
 from tensord.daemon.grpc.request_fields import RefusedRequest
@@ -48,7 +47,8 @@ class UnaryInfer(InferCall):
         if self._message is not None:
             self.stream.refuse(INTERNAL, "a unary call has one request message")
         else:
-            self._message = kept(content, start, end)
+            # A view of it would keep alive everything that came with it.
+            self._message = content if end - start == len(content) else bytes(content[start:end])
 
     def placed_message(self, message: ArrivingMessage) -> None:
         if self._message is not None:
@@ -62,8 +62,10 @@ class UnaryInfer(InferCall):
             self.stream.finish(INTERNAL, "a unary call has one request message")
             return
         steps = self.stream.connection.steps
-        if not (steps.unsent and steps.waits(self)):
-            self._begin()
+        # Mostly nobody else's is unsent: a large message entered when it began to arrive, a small one did not.
+        if len(steps.unsent) > (self._arriving is not None) and steps.waits(self):
+            return
+        self._begin()
 
     @property
     def sequence(self) -> Sequence | None:
@@ -110,7 +112,7 @@ class UnaryInfer(InferCall):
             return
         finally:
             steps, sent = self.stream.connection.steps, self._asked
-            if steps.unsent and (sent is None or not sent.waits_for_room):
+            if steps.unsent and (sent is None or sent.record.request_id):
                 steps.leave(self, sent is not None)
         sequence_id = asked.scheduling.sequence_id
         if sequence_id and asked.waits_for_room:

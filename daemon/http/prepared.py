@@ -31,7 +31,6 @@ from tensord.daemon.http.request_codec import part
 from tensord.daemon.http.request_head import ABSENT, RequestHead, UnusualText
 from tensord.daemon.http.response_codec import Buffer
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from tensord.shm.datatypes import element_count
 from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, PreparedTensor, RegionSlice, Slice
 from tensord.shm.open_shape import OPEN
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
@@ -129,7 +128,7 @@ def _values(prepared: Prepared, said: RequestHead, apart: Cut | None) -> list[So
     for source, (_, datatype, _, _), entry in zip(prepared.sources, prepared.asked.inputs, said.inputs, strict=True):
         if source is VALUES:
             entry.datatype = datatype  # by the name that it has here
-            source = request_codec.read_values(entry, element_count(entry.shape), apart)
+            source = request_codec.read_values(entry, apart)
         sources.append(source)
     return sources
 

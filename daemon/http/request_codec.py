@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ from tensord.daemon.http.request_head import (
     unsigned,
 )
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from tensord.shm.datatypes import ELEMENT_SIZES, element_count, wire_name
+from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
 from tensord.shm.open_shape import OPEN, check, closed, elements, is_open
@@ -116,11 +117,10 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
     for dim in shape:
         if type(dim) is not int or dim < OPEN:
             raise refusal("shape", "non-unsigned-integer", "unsigned-integer")
-    count = 0
     if OPEN in shape:
         check(shape, f"input '{name}' shape")
-    else:
-        count = element_count(shape, f"input '{name}' shape")
+    elif len(shape) > MAX_RANK or 0 in shape or prod(shape) > MAX_ELEMENTS:
+        element_count(shape, f"input '{name}' shape")  # which says what is wrong
     given = []
     if entry.data is not ABSENT:
         given.append("'data'")
@@ -138,11 +138,12 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
         return BinaryPart(offset, unsigned("binary_data_size", parameters["binary_data_size"]))
     if given[0] == "'shared_memory_region'":
         return _region(parameters)
-    return read_values(entry, count, apart)
+    return read_values(entry, apart)
 
 
-def read_values(entry: InputHead | ExactInput, count: int, apart: json_cut.Cut | None) -> Values:
-    """Reads the ``data`` of an input with so many elements. Raises InvalidArgument, UnusualText."""
+def read_values(entry: InputHead | ExactInput, apart: json_cut.Cut | None) -> Values:
+    """Reads the ``data`` of an input whose shape was checked. Raises InvalidArgument, UnusualText."""
+    count = prod(entry.shape)
     number = apart.number_of(entry.data) if apart is not None else None
     if is_open(entry.shape):
         # What the data make of it; of binary tensors and regions the worker finds out.
