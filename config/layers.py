@@ -399,6 +399,6 @@ def _describes(name: str, value: str) -> bool:
 
 
 def ignored_sentence(ignored: frozenset[str]) -> str:
-    """Words, for the log, which variables of ``service_variables`` there are."""
+    """Returns the sentence for the log that names the ignored environment variables (``service_variables``)."""
     shown = ", ".join(sorted(ignored)[:_SHOWN]) + (", ..." if len(ignored) > _SHOWN else "")
     return f"environment: not read as configuration, because the container platform set it for a service: {shown}"

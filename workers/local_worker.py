@@ -43,7 +43,7 @@ from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.prepared import validate_inner
 from tensord.workers.requests.request import Moments, Request, controls_of
 from tensord.workers.requests.result import Result
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class LocalWorker:
         arenas = options.arenas
         # The lane stays unused: answers are passed as arrays.
         lane = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
-        self._submitter: Submitter[Request] = Submitter(0, lane)
+        self._submitter: SubmitterLink[Request] = SubmitterLink(0, lane)
         self._asked: dict[Answers, None] = {}
         self.numbers = itertools.count(1)
         self._closing = False

@@ -63,7 +63,7 @@ from tensord.workers.requests.lane_owner import LaneOwner
 from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_cache import ResponseCache
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
 
@@ -152,12 +152,12 @@ class Worker:
         self.profiler = Profiler(self._inbox)
         self._cache = ResponseCache(options.response_cache.byte_size)
         #: By the descriptor of their lane; clients' lanes also by their number.
-        self._submitters: dict[int, Submitter[Request]] = {}
-        self._clients: dict[int, Submitter[Request]] = {}
+        self._submitters: dict[int, SubmitterLink[Request]] = {}
+        self._clients: dict[int, SubmitterLink[Request]] = {}
         #: The users of these, by their names.
         self._owners: dict[str, LaneOwner] = {}
         #: Those that have something to be flushed.
-        self._unflushed: list[Submitter[Request]] = []
+        self._unflushed: list[SubmitterLink[Request]] = []
         self._received = new_buffer()
         self._free_slots = list(range(SLOTS - 1, FIRST_INSTANCE_SLOT - 1, -1))
         self._epoll = select.epoll()
@@ -296,7 +296,7 @@ class Worker:
         elif events & ~select.EPOLLOUT:
             self._receive_control()
 
-    def _receive(self, submitter: Submitter[Request], datagram: Datagram | None = None) -> None:
+    def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
         """Takes what came on a lane. ``datagram``: it was received already."""
         now_ns = time.monotonic_ns()
         try:
@@ -328,7 +328,7 @@ class Worker:
         self._left_out += self._lines > _MAX_LINES
         return self._lines <= _MAX_LINES
 
-    def _receive_all(self, submitter: Submitter[Request], now_ns: int) -> None:
+    def _receive_all(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
         """Takes the datagrams that are there, up to a bound. Raises: as ``WorkerLane.receive``."""
         count = 0
         for _ in range(_MAX_DATAGRAMS):
@@ -342,7 +342,7 @@ class Worker:
             if not submitter.lane.ready(0):
                 return
 
-    def _take(self, submitter: Submitter[Request], records: Sequence[Instruction], now_ns: int) -> None:
+    def _take(self, submitter: SubmitterLink[Request], records: Sequence[Instruction], now_ns: int) -> None:
         submit = self._dispatcher.submit if submitter.segments is None else self._dispatcher.submit_of_client
         for record in records:
             if type(record) is Cancel:
@@ -388,7 +388,7 @@ class Worker:
         """Takes the requests of one more submitter: a front, or a client on a lane of its own."""
         client = opened.client
         if client is None:
-            self._open(Submitter(peer, self._front_lane(sock), self._unflushed, protocol=opened.protocol or "http"))
+            self._open(SubmitterLink(peer, self._front_lane(sock), self._unflushed, protocol=opened.protocol or "http"))
             return
         try:
             with descriptors.needed("a client's lane"):
@@ -397,7 +397,7 @@ class Worker:
                 name = client.peer.owner
                 owner = self._owners.get(name) or LaneOwner(name, client.limits.max_owner_response_byte_size)
                 lane = self._client_lane(sock, segments, owner)
-                submitter = Submitter(peer, lane, self._unflushed, segments, owner=owner)
+                submitter = SubmitterLink(peer, lane, self._unflushed, segments, owner=owner)
                 self._owners[name] = owner
                 self._clients[peer] = submitter
                 self._open(submitter)
@@ -421,7 +421,7 @@ class Worker:
         first = min(CLIENT_BYTE_SIZE, most)
         return WorkerLane(sock, first, most, keep, on_segment, segments=segments, buffer=self._received, budget=owner)
 
-    def _open(self, submitter: Submitter[Request]) -> None:
+    def _open(self, submitter: SubmitterLink[Request]) -> None:
         fd = submitter.lane.fileno()
         self._epoll.register(fd, select.EPOLLIN)
         self._submitters[fd] = submitter
@@ -440,7 +440,7 @@ class Worker:
                 self._close_lane(submitter)
         return len(self._clients)
 
-    def _close_lane(self, submitter: Submitter[Request]) -> None:
+    def _close_lane(self, submitter: SubmitterLink[Request]) -> None:
         fd = submitter.lane.fileno()
         self._dispatcher.drop(submitter)
         self._poller.close_lane(submitter)
@@ -466,7 +466,7 @@ class Worker:
             if not submitter.closed:
                 self._flush(submitter.lane.fileno(), submitter)
 
-    def _flush(self, fd: int, submitter: Submitter[Request]) -> None:
+    def _flush(self, fd: int, submitter: SubmitterLink[Request]) -> None:
         submitter.unflushed, lane, client = False, submitter.lane, submitter.segments is not None
         waiting = self._stalled if client else self._writing
         if (writing := not lane.flush()) != (fd in waiting):

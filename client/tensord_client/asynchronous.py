@@ -232,7 +232,7 @@ class AsyncParameterSets:
         await _in_a_thread(functools.partial(self._sets.drop, set))
 
     async def roll_back(self, set: str = "main") -> int:
-        """Puts the parameters into use again that a set had before its last. Returns their number."""
+        """Puts a set's parameters before the newest into use again. Returns their number."""
         return await _in_a_thread(functools.partial(self._sets.roll_back, set))
 
 

@@ -159,7 +159,7 @@ class Model(Calls):
         return ParameterSets(self._connection, self.name, self._asked_version)
 
     def latest(self) -> Latest:
-        """Makes something that is given inputs at any rate, and answers to the newest of them."""
+        """Makes a ``Latest``: it takes inputs at any rate, drops those that newer ones replace, and returns the newest answer."""
         return Latest(self.submit)
 
     def sequence(self, sequence_id: SequenceId = 0) -> ModelSequence:

@@ -107,7 +107,7 @@ class ParameterSets:
         self._connection.drop_parameters(self._model, self._version, set)
 
     def roll_back(self, set: str = "main") -> int:
-        """Puts the parameters into use again that a set had before its last. Returns their number.
+        """Puts a set's parameters before the newest into use again. Returns their number.
 
         Raises: NotFound: there are none, or they are not there any more.
         """

@@ -270,7 +270,7 @@ class Pending:
             callback(self)
 
     def watch_again(self) -> None:
-        """Tells the lane that it was sent again on of who waits for it."""
+        """Tells the lane on which the request was sent again who waits for its answer."""
         lane = self.lane
         if lane is None:
             return

@@ -42,7 +42,7 @@ class HpackDecoder(Protocol):
 
 
 def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
-    """Parts fields as ``decode`` does."""
+    """Separates decoded fields into those that calls have in common, packed, and the call's own, as ``decode`` returns them."""
     common: list[bytes] = []
     own: Fields = []
     for name, value in decoded:

@@ -76,7 +76,7 @@ class _OfSlot:
 
 
 class Collection:
-    """Takes snapshots, and owns the ledgers of counters."""
+    """Collects what the metrics show of the whole daemon, and keeps the counters of processes that ended."""
 
     def __init__(
         self,

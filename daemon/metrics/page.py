@@ -117,7 +117,10 @@ HEADERS = (
 
 
 def render(status: Mapping[str, Any]) -> bytes:
-    """Returns the page as HTML. ``status``: what ``tensorctl status`` is told, and ``standings``, the models and why not."""
+    """Returns the page as HTML.
+
+    ``status`` is what ``tensorctl status`` shows, and ``standings``: each model, with the reason if it is not served.
+    """
     name, ready = str(status["server_name"]), bool(status["ready"])
     models, urls = status["models"], [*status["http"], *status["grpc"]]
     parameters = [[of["model"], of["version"], of["number"], of["sets"]] for of in status["parameters"]["versions"]]

@@ -17,7 +17,7 @@ from tensord.workers.dispatch.responses import Responses
 from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.requests.response_sender import ResponseSender
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.scheduling.agenda import Agenda
 from tensord.workers.tensors.signature import signature
 from tests.work.baseline import Baseline, counts
@@ -44,7 +44,7 @@ class Loop:
         version = Version(
             name="m", version=1, statistics=VersionStatistics("m", 1), signature=signature(CONFIG, {}, {}), senders={}
         )
-        submitter: Submitter[Any] = Submitter(1, self.lane)
+        submitter: SubmitterLink[Any] = SubmitterLink(1, self.lane)
         request = request_of({}, version=cast(Any, version), submitter=submitter, request_id=1)
         self.responses.open([request], self.now_ns)
         self.sender: ResponseSender = version.senders[request]

@@ -12,7 +12,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.messages import RequestedOutput
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.requests.request import Request
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tests.records import WholeRequest
 
 
@@ -47,7 +47,7 @@ def request_of(
     own = WholeRequest(fields.pop("request_id", 1), "m", 0, (), **fields)
     return Request(
         cast(ModelVersion, version),
-        cast(Submitter, submitter or NOBODY),
+        cast(SubmitterLink, submitter or NOBODY),
         own.prepared,
         own.record,
         key,

@@ -28,7 +28,7 @@ from tensord.workers.requests.inner_request import InnerRequest
 from tensord.workers.requests.prepared import validate_inner
 from tensord.workers.requests.request import Moments, Request, controls_of
 from tensord.workers.requests.result import Response, Result
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.scheduling.agenda import Agenda
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Calls:
         #: Of each request those that are made for it.
         self._of: dict[Request, dict[ModelCall, None]] = {}
         #: Whose calls have no request.
-        self._nobody: Submitter[Request] = Submitter(0, cast(Any, None))
+        self._nobody: SubmitterLink[Request] = SubmitterLink(0, cast(Any, None))
         #: Who has the daemon load models and the like; None: there is no daemon.
         self.daemon: DaemonOperations | None = None
         self._circles = CallCircles(self._open, ensembles, limiter)

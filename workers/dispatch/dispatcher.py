@@ -10,7 +10,7 @@ it: a request that comes, goes or is queued again, the end of a run, a program o
 So nothing is asked that has no work, and a version is asked again at the time that its planner names.
 
 Batches of a jitted model with one instance run right here, one model's in an iteration: of those that are due, the model goes
-first whose request has waited longest. Every request in ``Submitter.in_flight`` gets exactly one final completion.
+first whose request has waited longest. Every request in ``SubmitterLink.in_flight`` gets exactly one final completion.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tensord.workers.programs.run_errors import CheckDevice, works
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.requests.prepared import Preparation, validate
 from tensord.workers.requests.request import Request, controls_of, named
-from tensord.workers.requests.submitter import NEVER_LOOKED, Submitter
+from tensord.workers.requests.submitter_link import NEVER_LOOKED, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.scheduling.planner import Refuse, Run, WaitUntil
 from tensord.workers.threads.work_thread import WorkThread
@@ -136,7 +136,7 @@ class Dispatcher:
 
     # ---------------------------------------------------------------------------------------------------------- arrival
 
-    def submit(self, submitter: Submitter[Request], record: RequestRecord, now_ns: int) -> None:
+    def submit(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """Queues a request, or answers it with what is wrong.
 
         Raises: InvalidArgument: its id is in flight already, or its number was never prepared.
@@ -164,7 +164,7 @@ class Dispatcher:
         submitter.in_flight[record.request_id] = request
         self._queue(version, request, now_ns)
 
-    def submit_of_client(self, submitter: Submitter[Request], record: RequestRecord, now_ns: int) -> None:
+    def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
         """As ``submit``, of a client's own lane: within its bound, and without what only a front may say."""
         assert submitter.segments is not None
         self.lane_requests += 1
@@ -222,11 +222,11 @@ class Dispatcher:
             self._agenda.wake(version)
 
     def ask_all(self) -> None:
-        """Has every version asked in which requests wait."""
+        """Marks every version in which requests wait, so that the next iteration asks its planner."""
         self._asked_of, self.limiter.moved = self._models.changes, False
         self._agenda.woken.update(self._active)  # type: ignore[arg-type]
 
-    def cancel(self, submitter: Submitter[Request], request_id: int) -> None:
+    def cancel(self, submitter: SubmitterLink[Request], request_id: int) -> None:
         """Drops a request that waits; one that runs is answered when it is done. Ignores what is not in flight."""
         request = submitter.in_flight.get(request_id)
         if request is not None:
@@ -249,7 +249,7 @@ class Dispatcher:
         self.ensembles.cancel(request)
         self.calls.cancelled(request)
 
-    def taken(self, submitter: Submitter[Request], record: Taken) -> None:
+    def taken(self, submitter: SubmitterLink[Request], record: Taken) -> None:
         """Notes that responses of a request have reached its client. Ignores a request that is not in flight.
 
         Raises: InvalidArgument: a client says that it has taken more than was sent.
@@ -260,7 +260,7 @@ class Dispatcher:
                 self.responses.check_taken(request, record.byte_size)
             self.responses.taken(request, record.byte_size)
 
-    def drop(self, submitter: Submitter[Request]) -> None:
+    def drop(self, submitter: SubmitterLink[Request]) -> None:
         """Removes the waiting requests of a submitter that is gone; its running ones are forgotten when they end."""
         submitter.closed = True
         for request in list(submitter.in_flight.values()):
@@ -274,7 +274,7 @@ class Dispatcher:
         self.ask_all()
         self._outbox.drop(submitter)
 
-    def _end_sequences(self, submitter: Submitter[Request]) -> None:
+    def _end_sequences(self, submitter: SubmitterLink[Request]) -> None:
         """Ends the sequences of a client that is gone: nobody else asks for them."""
         for version in self._models:
             if version.sequences is not None:

@@ -42,7 +42,7 @@ from tensord.workers.regions.region_table import RegionTable, check_intact
 from tensord.workers.requests.answer_plan import AnswerPlan
 from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.scheduling.queue import SetKey, shapes_of
 from tensord.workers.tensors.buckets import Shapes
 
@@ -161,7 +161,7 @@ class FastPath(Poller):
         self._native = _native.FastPath(
             epoll.fileno(), self._spin if look_ns else None, page.memory, page.word(slot), *states, register.left
         )
-        self._submitters: dict[int, Submitter[Request]] = {}
+        self._submitters: dict[int, SubmitterLink[Request]] = {}
         self._register = register
         self._models = models
         self._pipelines = pipelines
@@ -173,7 +173,7 @@ class FastPath(Poller):
         #: What was learned: numbers, by the descriptor of their lane.
         self._numbers: dict[int, set[int]] = {}
 
-    def open(self, submitter: Submitter[Request]) -> None:
+    def open(self, submitter: SubmitterLink[Request]) -> None:
         fd = submitter.lane.fileno()
         self._submitters[fd] = submitter
         most = 0 if submitter.segments is None else submitter.segments.limits.in_flight
@@ -186,7 +186,7 @@ class FastPath(Poller):
             submitter.protocol,
         )
 
-    def close_lane(self, submitter: Submitter[Request]) -> None:
+    def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         fd = submitter.lane.fileno()
         self._settle()
         self._submitters.pop(fd, None)
@@ -213,14 +213,14 @@ class FastPath(Poller):
             self._count(figures)
         return woken
 
-    def forget(self, submitter: Submitter[Request], number: int) -> None:
+    def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
         fd = submitter.lane.fileno()
         if number in self._numbers.get(fd, ()):
             self._settle()
             self._native.forget_number(fd, number)
             self._numbers[fd].discard(number)
 
-    def forget_all(self, submitter: Submitter[Request]) -> None:
+    def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         for number in list(self._numbers.get(submitter.lane.fileno(), ())):
             self.forget(submitter, number)
 
@@ -413,7 +413,7 @@ def _is_large(request: Request) -> bool:
     return sum(preparation.checked.sizes) >= _LARGE
 
 
-def _take_back(submitter: Submitter[Request], datagram: bytes) -> bool:
+def _take_back(submitter: SubmitterLink[Request], datagram: bytes) -> bool:
     """Takes leases back. Returns whether the lane has something to send for that. Raises InvalidArgument: one is not on loan."""
     submitter.lane.read(datagram, [], False)
     if submitter.lane.unsaid:

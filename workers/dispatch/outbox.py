@@ -37,7 +37,7 @@ from tensord.workers.requests.inner_request import hand_over, kept
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Moments, Request, named
 from tensord.workers.requests.result import Result
-from tensord.workers.requests.submitter import NEVER_LOOKED, BlockedAnswer, Submitter
+from tensord.workers.requests.submitter_link import NEVER_LOOKED, BlockedAnswer, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
 from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout
 
@@ -60,7 +60,7 @@ class Outbox:
         self._options = options
         self._wait_ns = int(options.wait * 1e9)
         #: Submitters that do not take their answers.
-        self.blocked: dict[Submitter[Request], None] = {}
+        self.blocked: dict[SubmitterLink[Request], None] = {}
         self._refusals = RefusalLog()
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
@@ -291,7 +291,7 @@ class Outbox:
         submitter.returned = NEVER_LOOKED
         return None
 
-    def _bound(self, submitter: Submitter[Request]) -> int:
+    def _bound(self, submitter: SubmitterLink[Request]) -> int:
         """Bytes of blocked answers beyond which no more like them are computed."""
         if submitter.segments is None:
             return self._options.byte_size
@@ -331,7 +331,7 @@ class Outbox:
                 del self.blocked[submitter]
         return freed
 
-    def _retry(self, submitter: Submitter[Request], now_ns: int) -> None:
+    def _retry(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
         small_byte_size = submitter.lane.arena.small_byte_size
         #: Whether there is no room for small ones, and for large ones: none is placed before those that wait longer.
         full = [False, False]
@@ -363,7 +363,7 @@ class Outbox:
         """The moment at which ``retry`` must be called although no room came."""
         return min([submitter.blocked[0].give_up_ns for submitter in self.blocked], default=NEVER)
 
-    def drop(self, submitter: Submitter[Request]) -> None:
+    def drop(self, submitter: SubmitterLink[Request]) -> None:
         """Ends everything that waits for a submitter that is gone."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
@@ -401,7 +401,7 @@ def _reason(request: Request, error: ServingError, result: Result) -> Failure:
     return Failure.CANCELED if request.cancelled or isinstance(error, Cancelled) else Failure.OTHER
 
 
-def _describe_full(submitter: Submitter[Request], byte_size: int) -> str:
+def _describe_full(submitter: SubmitterLink[Request], byte_size: int) -> str:
     found, owner = submitter.lane.arena.statistics(), submitter.owner
     if owner is not None and found["byte_size"] + byte_size <= found["max_byte_size"]:
         return owner.describe_full(byte_size)

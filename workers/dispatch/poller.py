@@ -13,7 +13,7 @@ from tensord.shm.spin import Spin
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.requests.request import Request
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 
 #: A datagram of a lane that was received already: content, descriptors in it, ``recvmsg``'s flags that say what is missing.
 Datagram = tuple[bytes, list[int], int]
@@ -43,19 +43,19 @@ class Poller:
         #: Counts what came, in a row, that would have been served while it waited if nothing had waited in the worker.
         self.missed = 0
 
-    def open(self, submitter: Submitter[Request]) -> None:
+    def open(self, submitter: SubmitterLink[Request]) -> None:
         """Adds a lane whose descriptor is in the epoll."""
 
-    def close_lane(self, submitter: Submitter[Request]) -> None:
+    def close_lane(self, submitter: SubmitterLink[Request]) -> None:
         """Removes a lane that is gone."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         """Learns answered requests, so that the next ones like them may be answered while it waits."""
 
-    def forget(self, submitter: Submitter[Request], number: int) -> None:
+    def forget(self, submitter: SubmitterLink[Request], number: int) -> None:
         """Forgets a number of a submitter, which stands for another prepared request from now on."""
 
-    def forget_all(self, submitter: Submitter[Request]) -> None:
+    def forget_all(self, submitter: SubmitterLink[Request]) -> None:
         """Has everything of a submitter learned anew, although no table has changed."""
 
     @property

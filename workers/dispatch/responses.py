@@ -220,7 +220,7 @@ class Responses:
         return min([give_up_ns for _, give_up_ns in self.kept.values()], default=NEVER)
 
     def gather(self, now_ns: int) -> None:
-        """Takes responses that came without waking the loop, when that is due."""
+        """Takes the responses that threads left without waking the loop, once ``look_ns`` has passed."""
         if 0 < self.look_ns <= now_ns:
             self.look_ns = 0
             self._take()

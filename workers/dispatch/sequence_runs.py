@@ -23,7 +23,7 @@ from tensord.workers.models.statistics import Failure
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.executable import Content, Executable
 from tensord.workers.requests.request import Request
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.scheduling.sequence import Asked, LiveSequence, state_lost
 from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 
@@ -38,7 +38,7 @@ class SequenceRuns:
         version: ModelVersion,
         model: JaxModel,
         sequences: SequenceBatcher[Request],
-        submitters: Mapping[int, Submitter[Request]],
+        submitters: Mapping[int, SubmitterLink[Request]],
         register: SequenceRegister,
     ) -> None:
         """``submitters``: by their lanes."""

@@ -23,7 +23,7 @@ from tensord.workers.programs.step_program import Rows
 from tensord.workers.requests.answer_plan import AnswerRows
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import ResponseSender
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 
 #: Requests in a step from which on this pays: measured, 10 us for any number and 10 for one that leaves, against 2.3 for each.
 MANY = 8
@@ -43,7 +43,7 @@ class _Joined(NamedTuple):
 class _Lane:
     """Responses of a step to one submitter."""
 
-    def __init__(self, submitter: Submitter[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
+    def __init__(self, submitter: SubmitterLink[Request], numbered: Numbered[PreparedAnswer], sizes: list[int]) -> None:
         self._submitter = submitter
         self._numbered = numbered
         self._records = AnswerRows(numbered.number, sizes)
@@ -78,7 +78,7 @@ class StepRows:
         self._look_at = _MOST
         #: Who the lanes are ready for; empty: somebody has joined or left since.
         self._ready: list[int] = []
-        self._lanes: dict[Submitter[Request], _Lane] = {}
+        self._lanes: dict[SubmitterLink[Request], _Lane] = {}
 
     def join(self, slot: int, sender: ResponseSender) -> None:
         """Has a request's next responses leave together with others. Ignores a request that wants others, or has no room."""
@@ -114,7 +114,9 @@ class StepRows:
             self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender]:
-        """Sends a response for each of these slots, which have joined. Returns senders that have left: they may have no room.
+        """Sends a step's responses for these slots, which have joined, all at once.
+
+        Returns the senders that go on by themselves from now on, because they may be out of room.
 
         Args:
           rows: of the step, UINT8[its slots, size].
@@ -132,7 +134,7 @@ class StepRows:
         going = set(slots)
         for slot in [slot for slot in self.members if slot not in going]:
             self.leave(slot)
-        shares: dict[Submitter[Request], list[int]] = {}
+        shares: dict[SubmitterLink[Request], list[int]] = {}
         for slot in slots:
             shares.setdefault(self.members[slot].sender.request.submitter, []).append(slot)
         lanes, self._lanes = self._lanes, {}

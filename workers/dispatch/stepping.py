@@ -47,7 +47,7 @@ class _Given(NamedTuple):
 
 
 class SteppingRuns:
-    """Steps all versions of a worker, one after the other."""
+    """Runs the steps of all stepped models of a worker, one version after the other."""
 
     def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
         """``check``: of the worker's device."""

@@ -177,7 +177,7 @@ class Executable(ABC):
 
     @abstractmethod
     def outputs(self, made: Mapping[str, Any], requests: Sequence[Request]) -> RunOutputs:
-        """Waits for a run. Returns its outputs, on the side where they are wanted. Raises what the run raised."""
+        """Waits for a run. Returns its outputs, in host or device memory as the requests want them. Raises what that raised."""
 
     def uncut(self, outputs: RunOutputs) -> BatchOutputs | None:
         """Returns outputs as bytes that answers are cut from, or None where they are too large, or not in host memory."""

@@ -36,7 +36,7 @@ class Placement(NamedTuple):
 
     @property
     def at(self) -> int:
-        """The number of the placement, by which a set finds its parameters here (``ParameterSet.on``)."""
+        """Returns the index at which each parameter set keeps its arrays for this placement (``ParameterSet.on``)."""
         return int(self.is_single_thread)
 
     @property

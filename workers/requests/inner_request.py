@@ -16,7 +16,7 @@ from tensord.shm.arrays import Array, strings
 from tensord.shm.messages import PreparedRequest, RequestedOutput, RequestRecord
 from tensord.workers.requests.request import Moments, Request, Sink
 from tensord.workers.requests.result import Response, Result
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 
 if TYPE_CHECKING:
     from tensord.workers.models.model_version import ModelVersion
@@ -32,7 +32,7 @@ class InnerRequest(Request):
     def __init__(
         self,
         version: ModelVersion,
-        submitter: Submitter[Request],
+        submitter: SubmitterLink[Request],
         prepared: PreparedRequest,
         own: RequestRecord,
         key: Hashable,

@@ -13,7 +13,7 @@ from tensord.shm.arena import Budget
 from tensord.shm.errors import Unavailable
 
 if TYPE_CHECKING:
-    from tensord.workers.requests.submitter import Submitter
+    from tensord.workers.requests.submitter_link import SubmitterLink
 
 
 class LaneOwner(Budget):
@@ -22,11 +22,11 @@ class LaneOwner(Budget):
     def __init__(self, name: str, max_byte_size: int) -> None:
         super().__init__(max_byte_size)
         self.name = name
-        self.submitters: set[Submitter[Any]] = set()
+        self.submitters: set[SubmitterLink[Any]] = set()
         #: Bytes of answers that are blocked, or that the sockets did not take.
         self.waiting_byte_size = 0
 
-    def leave(self, submitter: Submitter[Any]) -> bool:
+    def leave(self, submitter: SubmitterLink[Any]) -> bool:
         """Notes that a lane has ended. Returns whether it was the last one."""
         self.submitters.discard(submitter)
         return not self.submitters

@@ -54,7 +54,7 @@ from tensord.workers.tensors.signature import Signature, TensorSpec
 
 if TYPE_CHECKING:
     from tensord.workers.models.model_version import ModelVersion
-    from tensord.workers.requests.submitter import Submitter
+    from tensord.workers.requests.submitter_link import SubmitterLink
 
 #: Kinds of inputs remembered for one load, and plans for one number.
 _MAX_CHECKED = 256
@@ -151,7 +151,7 @@ class Preparation:
 def validate(
     own: RequestRecord,
     preparation: Preparation,
-    submitter: Submitter[Request],
+    submitter: SubmitterLink[Request],
     version: ModelVersion,
     regions: RegionTable | LaneSegments,
     now_ns: int,
@@ -266,7 +266,7 @@ def validate_inner(
     own: RequestRecord,
     arrays: Mapping[str, Array],
     outputs: Collection[str],
-    submitter: Submitter[Request],
+    submitter: SubmitterLink[Request],
     version: ModelVersion,
     now_ns: int,
     sink: Sink,
@@ -472,7 +472,7 @@ def _dims(shape: tuple[int, ...]) -> str:
 def _contents(
     prepared: PreparedRequest,
     own: RequestRecord,
-    submitter: Submitter[Request],
+    submitter: SubmitterLink[Request],
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> list[Content]:

@@ -17,7 +17,7 @@ from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.regions.region_tensor import LateTensor
 from tensord.workers.requests.response_cache import Question
 from tensord.workers.requests.result import Result
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.requests.timeline import RequestTimeline
 from tensord.workers.scheduling.sequence import Controls, Sequenced
 
@@ -71,7 +71,7 @@ class Request(Sequenced):
     def __init__(
         self,
         version: ModelVersion,
-        submitter: Submitter[Request],
+        submitter: SubmitterLink[Request],
         prepared: PreparedRequest,
         own: RequestRecord,
         key: Hashable,

@@ -41,7 +41,7 @@ Sent = Result | EncodedResponses | None
 
 
 class Taker(Protocol):
-    """Takes a sender's responses: ``tensord.workers.dispatch.responses``, which has the loop send them, or ``Nobody``."""
+    """Is the interface of what takes a sender's responses: ``dispatch.responses`` sends them, ``Nobody`` drops them."""
 
     max_ahead: int
 

@@ -24,7 +24,7 @@ from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.models.statistics import Failure
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.threads.cancellation import Cancellation
 from tensord.workers.threads.inbox import Inbox
 from tensord.workers.threads.work_thread import WorkThread
@@ -79,7 +79,7 @@ class Bench:
         )
         self.loader = Loader(target(50, 2, 1 << 30), self.inbox, self.page)
         self.lane = ALane()
-        self.submitter = Submitter(7, cast(Any, self.lane))
+        self.submitter = SubmitterLink(7, cast(Any, self.lane))
         self._number = 0
 
     def load(self, name: str, config: str = "") -> ModelVersion:

@@ -16,7 +16,7 @@ from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.statistics import Failure, VersionStatistics
 from tensord.workers.requests.request import Request
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.tensors.signature import signature
 from tests.records import WholeAnswer, noting
@@ -67,12 +67,12 @@ def outbox() -> Outbox:
     return Outbox(Arenas(byte_size=MEBIBYTE, max_byte_size=MEBIBYTE, inline_byte_size=0, wait=1.0))
 
 
-def submitter_of() -> tuple[Submitter, ALane]:
+def submitter_of() -> tuple[SubmitterLink, ALane]:
     lane = ALane()
-    return Submitter(1, cast(Any, lane)), lane
+    return SubmitterLink(1, cast(Any, lane)), lane
 
 
-def request_from(submitter: Submitter, request_id: int) -> Request:
+def request_from(submitter: SubmitterLink, request_id: int) -> Request:
     request = request_of({}, version=VERSION, submitter=submitter, request_id=request_id)
     submitter.in_flight[request_id] = request
     return request

@@ -22,7 +22,7 @@ from tensord.workers.models.statistics import VersionStatistics
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender
 from tensord.workers.requests.result import STREAMED
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER
 from tensord.workers.tensors.signature import signature
 from tests.fakes import whole_answers
@@ -50,7 +50,7 @@ class Bench:
         self.now_ns = 0
         self.posted: list[Any] = []
         self.lane = ALane()
-        self.submitter: Submitter[Request] = Submitter(1, cast(Any, self.lane))
+        self.submitter: SubmitterLink[Request] = SubmitterLink(1, cast(Any, self.lane))
         self.responses = Responses(ARENAS, Outbox(ARENAS), self.posted.append, lambda: self.now_ns, 100 * MEBIBYTE)
 
     def ask(self, request_id: int = 1) -> ResponseSender:
@@ -196,7 +196,7 @@ class SmallBench(Bench):
         self.requests = Arena(MEBIBYTE, MEBIBYTE, 0)
         self.front = SubmitterLane(ours, self.requests)
         self.worker = WorkerLane(theirs, MEBIBYTE, MEBIBYTE, 0)
-        self.submitter = Submitter(1, self.worker)
+        self.submitter = SubmitterLink(1, self.worker)
         arenas = msgspec.structs.replace(ARENAS, inline_byte_size=64)
         self.responses = Responses(arenas, Outbox(arenas), self.posted.append, lambda: self.now_ns, 100 * MEBIBYTE)
 

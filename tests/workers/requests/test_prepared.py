@@ -25,7 +25,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.regions.region_table import RegionPolicy, RegionTable
 from tensord.workers.requests.prepared import Checked, CheckedInputs, Preparation, validate
 from tensord.workers.requests.request import Request
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.tensors.signature import signature
 from tests.records import Tensor, WholeRequest
 
@@ -64,16 +64,18 @@ def regions() -> Iterator[RegionTable]:
 
 
 @pytest.fixture(scope="module")
-def submitter() -> Iterator[Submitter]:
+def submitter() -> Iterator[SubmitterLink]:
     arena, mapped = Arena(1 << 16, 1 << 16, 0), ArenaMap()
     segment = arena.segment(0)
     mapped.open(0, segment.byte_size, os.dup(segment.fd))
-    yield cast(Submitter, SimpleNamespace(lane=mapped, peer=9, segments=None))
+    yield cast(SubmitterLink, SimpleNamespace(lane=mapped, peer=9, segments=None))
     mapped.close()
     arena.close()
 
 
-def check(submitter: Submitter, version: ModelVersion, regions: RegionTable, *inputs: Tensor, **fields: Any) -> Request:
+def check(
+    submitter: SubmitterLink, version: ModelVersion, regions: RegionTable, *inputs: Tensor, **fields: Any
+) -> Request:
     request = WholeRequest(1, "m", 0, inputs, **fields)
     return validate(request.record, Preparation(request.prepared), submitter, version, regions, 50)
 
@@ -109,7 +111,7 @@ outputs = st.builds(
     strikes=st.integers(0, 2),
 )
 def test_an_enemy(
-    submitter: Submitter,
+    submitter: SubmitterLink,
     regions: RegionTable,
     version: ModelVersion,
     inputs: list[Tensor],
@@ -133,7 +135,7 @@ def test_an_enemy(
     assert region.leases == 0
 
 
-def test_a_good_request(submitter: Submitter, regions: RegionTable) -> None:
+def test_a_good_request(submitter: SubmitterLink, regions: RegionTable) -> None:
     words = Tensor("w", "BYTES", (2, 1), b"\x01\0\0\0a\x02\0\0\0bc")
     request = check(submitter, BATCHED, regions, X, words, received_ns=7, timeout_us=3, deadline_ns=90, priority=2)
     assert (request.rows, request.arrived_ns, request.timeout_ns, request.deadline_ns, request.priority) == (
@@ -148,14 +150,14 @@ def test_a_good_request(submitter: Submitter, regions: RegionTable) -> None:
     assert check(submitter, BATCHED, regions, X).arrived_ns == 50
 
 
-def test_requests_share_a_key_unless_one_has_a_strike(submitter: Submitter, regions: RegionTable) -> None:
+def test_requests_share_a_key_unless_one_has_a_strike(submitter: SubmitterLink, regions: RegionTable) -> None:
     a, b = check(submitter, BATCHED, regions, X), check(submitter, BATCHED, regions, X)
     struck = check(submitter, BATCHED, regions, X, strikes=1)
     assert a.key == b.key
     assert a.key != struck.key
 
 
-def test_views_are_of_the_arena_and_the_region(submitter: Submitter, regions: RegionTable) -> None:
+def test_views_are_of_the_arena_and_the_region(submitter: SubmitterLink, regions: RegionTable) -> None:
     region = regions.find("r")
     region.view(8, 16)[:] = np.arange(4, dtype=np.float32).tobytes()
     for place in (Slice(0, 64, 16), RegionSlice("r", 8, 16)):
@@ -217,19 +219,21 @@ def test_views_are_of_the_arena_and_the_region(submitter: Submitter, regions: Re
         ),
     ],
 )
-def test_texts(submitter: Submitter, regions: RegionTable, inputs: tuple[Tensor, ...], words: str) -> None:
+def test_texts(submitter: SubmitterLink, regions: RegionTable, inputs: tuple[Tensor, ...], words: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         check(submitter, BATCHED, regions, *inputs, client_id="me")
     assert words in caught.value.message
 
 
-def test_region_and_classification_exclude_each_other(submitter: Submitter, regions: RegionTable) -> None:
+def test_region_and_classification_exclude_each_other(submitter: SubmitterLink, regions: RegionTable) -> None:
     with pytest.raises(InvalidArgument, match="Output can't set both 'shared_memory_region' and 'classification'"):
         check(submitter, BATCHED, regions, X, outputs=(RequestedOutput("y", RegionSlice("r", 0, 16), 1),))
 
 
 @pytest.mark.parametrize("tensors", [[X], [X, Tensor("w", "BYTES", (-1, 1), b"\1\0\0\0a\0\0\0\0")]])
-def test_a_dimension_is_found_from_the_bytes(submitter: Submitter, regions: RegionTable, tensors: list[Tensor]) -> None:
+def test_a_dimension_is_found_from_the_bytes(
+    submitter: SubmitterLink, regions: RegionTable, tensors: list[Tensor]
+) -> None:
     tensors = [X._replace(shape=(-1, 2)), *tensors[1:]]
     for _ in range(3):
         request = check(submitter, BATCHED, regions, *tensors)
@@ -252,20 +256,20 @@ def test_a_dimension_is_found_from_the_bytes(submitter: Submitter, regions: Regi
     ],
 )
 def test_a_dimension_that_cannot_be_found(
-    submitter: Submitter, regions: RegionTable, shape: tuple[int, ...], words: str
+    submitter: SubmitterLink, regions: RegionTable, shape: tuple[int, ...], words: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
         check(submitter, BATCHED, regions, X._replace(shape=shape), client_id="me")
     assert words in caught.value.message
 
 
-def test_outputs_are_asked_for_once(submitter: Submitter, regions: RegionTable) -> None:
+def test_outputs_are_asked_for_once(submitter: SubmitterLink, regions: RegionTable) -> None:
     twice = (RequestedOutput("y"), RequestedOutput("y", None, 2))
     with pytest.raises(InvalidArgument, match=r"\[request id: me\] output 'y' already exists in request"):
         check(submitter, BATCHED, regions, X, outputs=twice, client_id="me")
 
 
-def test_only_the_very_same_inputs_were_checked_before(submitter: Submitter, regions: RegionTable) -> None:
+def test_only_the_very_same_inputs_were_checked_before(submitter: SubmitterLink, regions: RegionTable) -> None:
     version = version_of(
         """max_batch_size: 4 input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
         output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }"""

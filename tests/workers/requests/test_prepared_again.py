@@ -21,7 +21,7 @@ from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.requests.prepared import Preparation, validate
 from tensord.workers.requests.request import Request
-from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.submitter_link import SubmitterLink
 from tests.records import Tensor, WholeRequest
 from tests.workers.requests.test_prepared import BATCHED, FREE, outputs, regions, submitter, tensors, version_of
 
@@ -80,7 +80,11 @@ def outcome(make: Any) -> Any:
 
 
 def checked(
-    request: WholeRequest, preparation: Preparation, submitter: Submitter, version: ModelVersion, regions: RegionTable
+    request: WholeRequest,
+    preparation: Preparation,
+    submitter: SubmitterLink,
+    version: ModelVersion,
+    regions: RegionTable,
 ) -> tuple[Any, Any]:
     """What becomes of it with a number, and whole where nothing is known."""
     numbered = outcome(lambda: validate(record_of(request), preparation, submitter, version, regions, 50))
@@ -88,7 +92,11 @@ def checked(
 
 
 def whole(
-    record: RequestRecord, prepared: PreparedRequest, submitter: Submitter, version: ModelVersion, regions: RegionTable
+    record: RequestRecord,
+    prepared: PreparedRequest,
+    submitter: SubmitterLink,
+    version: ModelVersion,
+    regions: RegionTable,
 ) -> Any:
     """What becomes of one that says everything, the first time and the second time that a load sees such inputs."""
     version.checked.clear()
@@ -121,7 +129,7 @@ def whole(
     ],
 )
 def test_it_is_the_request_that_it_would_be_whole(
-    submitter: Submitter,
+    submitter: SubmitterLink,
     regions: RegionTable,
     version: ModelVersion,
     inputs: tuple[Tensor, ...],
@@ -136,7 +144,7 @@ def test_it_is_the_request_that_it_would_be_whole(
     assert regions.find("r").leases == 0
 
 
-def test_each_has_its_own_tensors(submitter: Submitter, regions: RegionTable) -> None:
+def test_each_has_its_own_tensors(submitter: SubmitterLink, regions: RegionTable) -> None:
     assert (
         validate(request_of(X).record, Preparation(request_of(X).prepared), submitter, BATCHED, regions, 50).rows == 2
     )  # so that such shapes are known
@@ -161,7 +169,7 @@ def test_each_has_its_own_tensors(submitter: Submitter, regions: RegionTable) ->
     contents=st.lists(st.one_of(st.binary(max_size=20), slices), max_size=4),
 )
 def test_an_enemy_gets_what_it_would_get_whole(
-    submitter: Submitter,
+    submitter: SubmitterLink,
     regions: RegionTable,
     version: ModelVersion,
     inputs: list[Tensor],
@@ -183,7 +191,7 @@ def test_an_enemy_gets_what_it_would_get_whole(
 @pytest.mark.parametrize("inputs", [(X,), (X, WORDS), (IN_REGION, WORDS)])
 @pytest.mark.parametrize("known", [False, True])
 def test_other_sizes_are_refused_with_the_words_for_them(
-    submitter: Submitter, regions: RegionTable, inputs: tuple[Tensor, ...], known: bool
+    submitter: SubmitterLink, regions: RegionTable, inputs: tuple[Tensor, ...], known: bool
 ) -> None:
     request = request_of(*inputs, client_id="me")
     preparation = preparation_of(request)
@@ -209,7 +217,7 @@ def test_other_sizes_are_refused_with_the_words_for_them(
 
 
 @pytest.mark.parametrize("inputs", [(X,), (IN_REGION,), (IN_REGION, WORDS), (X, WORDS)])
-def test_another_number_of_tensors(submitter: Submitter, regions: RegionTable, inputs: tuple[Tensor, ...]) -> None:
+def test_another_number_of_tensors(submitter: SubmitterLink, regions: RegionTable, inputs: tuple[Tensor, ...]) -> None:
     request = request_of(*inputs)
     preparation = preparation_of(request)
     wanted = len(record_of(request).contents)
@@ -234,7 +242,7 @@ def load_of(max_batch_size: int, data_type: str = "TYPE_FP32") -> ModelVersion:
     )
 
 
-def test_another_load_is_looked_at_again(submitter: Submitter, regions: RegionTable) -> None:
+def test_another_load_is_looked_at_again(submitter: SubmitterLink, regions: RegionTable) -> None:
     """It has another input, then a smaller batch; and the first again, which is another load too."""
     request = request_of(X)
     preparation = preparation_of(request)
@@ -249,7 +257,7 @@ def test_another_load_is_looked_at_again(submitter: Submitter, regions: RegionTa
                 assert numbered["version"] is version
 
 
-def test_what_is_known_goes_with_the_load(submitter: Submitter, regions: RegionTable) -> None:
+def test_what_is_known_goes_with_the_load(submitter: SubmitterLink, regions: RegionTable) -> None:
     """Plans of answers too: they say the version."""
     request = request_of(X)
     preparation = preparation_of(request)
@@ -266,7 +274,7 @@ class Loaded:
     """What stands for a load in a test, and can be watched."""
 
 
-def test_a_preparation_does_not_keep_a_model(submitter: Submitter, regions: RegionTable) -> None:
+def test_a_preparation_does_not_keep_a_model(submitter: SubmitterLink, regions: RegionTable) -> None:
     preparation = preparation_of(request_of(X))
     version: Any = load_of(4)
     version.loaded = Loaded()
@@ -311,7 +319,7 @@ def table(regions: RegionTable) -> Iterator[tuple[RegionTable, Any]]:
     ids=["input", "input beside another", "output"],
 )
 def test_a_region_that_is_another_one_meanwhile(
-    submitter: Submitter, table: tuple[RegionTable, Any], asked: WholeRequest
+    submitter: SubmitterLink, table: tuple[RegionTable, Any], asked: WholeRequest
 ) -> None:
     """1. registered; 2. gone; 3. there again but too small; 4. just large enough; 5. gone while it is in use."""
     regions, register = table
@@ -342,7 +350,7 @@ def test_a_region_that_is_another_one_meanwhile(
     assert closed == [True]
 
 
-def test_one_that_was_first_refused(submitter: Submitter, table: tuple[RegionTable, Any]) -> None:
+def test_one_that_was_first_refused(submitter: SubmitterLink, table: tuple[RegionTable, Any]) -> None:
     """Nothing was learned from that."""
     regions, register = table
     register(0)

@@ -45,8 +45,11 @@ class BlockedAnswer(Generic[R]):
     give_up_ns: int
 
 
-class Submitter(Generic[R]):
-    """``peer`` is its incarnation; request ids are unique per submitter."""
+class SubmitterLink(Generic[R]):
+    """Connects a worker with one submitter: its lane, its requests in flight, and the answers that wait for room.
+
+    ``peer`` is the submitter's incarnation; request ids are unique per submitter.
+    """
 
     __slots__ = (
         "_due",
@@ -77,7 +80,7 @@ class Submitter(Generic[R]):
         self,
         peer: int,
         lane: WorkerLane,
-        due: list[Submitter[R]] | None = None,
+        due: list[SubmitterLink[R]] | None = None,
         segments: LaneSegments | None = None,
         protocol: str = "http",
         owner: LaneOwner | None = None,
@@ -100,7 +103,7 @@ class Submitter(Generic[R]):
             owner.submitters.add(self)
         #: Whether a sequence may end with this client's lane.
         self.sequences = False
-        self._due: list[Submitter[R]] = [] if due is None else due
+        self._due: list[SubmitterLink[R]] = [] if due is None else due
         #: Request id -> request, from its validation to its final answer.
         self.in_flight: dict[int, R] = {}
         self.preparations: ReceivedNumbers[Preparation] = ReceivedNumbers()
@@ -184,4 +187,4 @@ class Submitter(Generic[R]):
             self.flush_soon()
 
     def __repr__(self) -> str:
-        return f"<Submitter {self.peer}: {len(self.in_flight)} in flight, {len(self.blocked)} blocked>"
+        return f"<SubmitterLink {self.peer}: {len(self.in_flight)} in flight, {len(self.blocked)} blocked>"
