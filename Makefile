@@ -14,7 +14,7 @@ ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-newest test-cuda13 test-wheel lint bench protocol wheel
+.PHONY: serve environment test test-newest test-cuda13 test-wheel lint bench protocol wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -35,6 +35,8 @@ $(VENV)/.test: setup.cfg setup.py pyproject.toml $(NATIVE) $(CLIENT) | $(VENV)/.
 
 serve: $(VENV)/.examples
 	$(BIN)/tensord serve --config examples/serve.toml $(ARGS)
+
+environment: $(VENV)/.test
 
 test: $(VENV)/.test
 	$(BIN)/python $(PYTEST) $(ARGS)

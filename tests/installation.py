@@ -103,7 +103,8 @@ def built(source: Path, folder: Path) -> tuple[Path, Path]:
 class Installation:
     """An environment of its own that wheels are installed into."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, libraries: Sequence[str] | None = None) -> None:
+        """``libraries``: folders with packages that are found behind its own; None: those of the tests."""
         self.folder = folder
         ran(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
         self.python = folder / "bin" / "python"
@@ -111,7 +112,8 @@ class Installation:
             ran(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
         )
         # Behind its own, so that only the libraries are found there; a checkout that is installed there is not.
-        libraries = [path for path in sys.path if Path(path).name == "site-packages"]
+        if libraries is None:
+            libraries = [path for path in sys.path if Path(path).name == "site-packages"]
         (self.packages / "libraries.pth").write_text("\n".join(libraries) + "\n")
 
     def install(self, wheel: Path) -> None:
