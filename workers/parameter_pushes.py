@@ -20,6 +20,7 @@ from tensord.config.options import Workers
 from tensord.shm.arrays import Array
 from tensord.shm.errors import UNKNOWN_MODEL, Internal, NotFound, ServingError, Unsupported
 from tensord.shm.operations import (
+    MAIN_SET,
     AbortParameters,
     CommitParameters,
     DropParameters,
@@ -137,7 +138,7 @@ class ParameterPushes:
         def stage() -> ParameterSet:
             try:
                 if kept is None:
-                    staged.fill(self._checked(fd, sets, operation.check_finite, what))
+                    staged.fill(self._checked(fd, sets, operation, what))
                 staged.prepare()
                 if former is not None and former is not staged and sets.room.may_keep(former):
                     # Before it leaves the device.
@@ -165,12 +166,12 @@ class ParameterPushes:
 
         self._thread.do(stage, done)
 
-    def _checked(self, fd: int, sets: ParameterSets, finite: bool, what: str) -> list[Array | None]:
-        """Returns the leaves in memory, which are those of a model. Raises ServingError."""
+    def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
+        """Returns the leaves in memory, which are those of a set of the model. Raises ServingError."""
         memory = SealedMemory(fd)
         layout.check_size(memory.byte_size, self._limit, what)
-        leaves = sets.leaves.fitted(layout.read(memory.view, what), what)
-        if finite:
+        leaves = sets.leaves.fitted(layout.read(memory.view, what), what, operation.set != MAIN_SET)
+        if operation.check_finite:
             check_finite(sets.leaves, leaves, what)
         return leaves
 

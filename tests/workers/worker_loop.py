@@ -117,12 +117,18 @@ class WorkerLoop:
 
     def load(self, path: Path) -> None:
         """Loads version 1 of a model, once more if it is there already."""
+        assert self.refused(path) == ""
+
+    def refused(self, path: Path) -> str:
+        """Loads as ``load``. Returns the reason why not; "": it is loaded."""
         text = path / "config.pbtxt"
         config = (
             model_config.parse_pbtxt(text.read_text(), path.name) if text.exists() else model_config.empty(path.name)
         )
         self.tell(Load(path.name, 1, str(path), str(path / "1"), config.SerializeToString()))
-        assert self.hear(Loaded).reason == ""
+        reason = self.hear(Loaded).reason
+        assert isinstance(reason, str)
+        return reason
 
     def submit(
         self,

@@ -15,13 +15,14 @@ from tensord.workers.tensors.tensor_trees import is_tree, taking_trees
 
 
 def created(
-    module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None
+    module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> tuple[Callable[..., Any], Any, object]:
     """Returns function, parameters and initial state (or None) that ``create`` returned.
 
     Args:
       module: model.py; where it declares trees, the function is wrapped to take and return dicts of named arrays.
       asked: properties of requests that the function asks for, if any; it is wrapped to take them among its inputs.
+      indexed: the function is told each row's parameter set.
     Raises: InvalidArgument: ``create`` returned something else.
     """
     model, states = described.model, described.states
@@ -38,6 +39,7 @@ def created(
         )
     names = ["params", "inputs"]
     names += ["state"] if states else []
+    names += ["index"] if indexed else []
     names += ["request"] if asked is not None else []
     check_arguments(model, "the function of create()", apply, names)
     if is_tree(module):

@@ -70,7 +70,7 @@ class CachedAnswers:
                 continue
             question, looked_ns = request.asked
             began_ns = self._clock()
-            ran = execution.parameters
+            ran = execution.parameters_of(request)
             if ran is not None and question.parameters is not ran.stamp:
                 continue  # other parameters were put into use while it waited
             try:

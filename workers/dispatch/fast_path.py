@@ -399,9 +399,11 @@ class FastPath(Poller):
 
 def _says_what_holds(request: Request, execution: Execution) -> bool:
     """Returns whether the next requests like it have the same parameters, and say so, until others are put into use."""
-    ran = execution.parameters
+    ran, sets = execution.parameters_of(request), request.version.sets
     if isinstance(request.chosen, ParameterSet):
         return False  # its sequence has its own, which the planner knows; others of that kind have main's
+    if request.chosen is not None and sets is not None and sets.stack is not None:
+        return False  # batches mix sets, and the C part knows one of each batch
     return not request.tells or (ran is not None and ran.is_newest)
 
 

@@ -160,7 +160,7 @@ class Outbox:
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
-            if (ran := execution.parameters) is not None and ran.number:
+            if (ran := execution.parameters_of(request)) is not None and ran.number:
                 request.timeline.parameters = ran.name, ran.number
         if request.sink is not None:
             given = self._hand_over(request, result, execution.moments)

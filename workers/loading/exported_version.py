@@ -15,6 +15,7 @@ from tensord.workers.declarations.created import create, created
 from tensord.workers.declarations.declaration import declare_tensors
 from tensord.workers.declarations.device_choice import device_count
 from tensord.workers.declarations.exporting import write
+from tensord.workers.declarations.set_declaration import declare_sets
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.models.author_error import describe_exception
 from tensord.workers.programs.precision import precision
@@ -55,6 +56,8 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
             raise Unsupported(f"model '{load.name}': what is exported runs on one device")
         message.backend = "jax"
         axes = declare_tensors(message, module)
+        if declare_sets(message, module) is not None:
+            raise Unsupported(f"model '{load.name}': what is exported has one parameter set in a batch")
         for axis, sizes in getattr(module, "buckets", {}).items():
             message.parameters[f"buckets.{axis}"].string_value = sizes if sizes == "auto" else ",".join(map(str, sizes))
         if hasattr(module, "batch_buckets") and "batch_buckets" not in message.parameters:

@@ -115,12 +115,10 @@ class InstanceGroups:
         """True where any instance needs resources."""
         return any(planned.needs for planned in self.instances)
 
-    def take_turns(self, model: str) -> None:
-        """Logs that instances of a model on several devices take turns. Raises Unsupported: they also need resources."""
+    def take_turns(self, model: str, kind: str) -> None:
+        """Logs that instances of a model of some kind take turns. Raises Unsupported: they also need resources."""
         if self.limited:
-            raise Unsupported(
-                f"model '{model}': a JAX model on several devices cannot wait for resources of the rate limiter"
-            )
+            raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
         _log.info("model '%s': its %d instances take turns", model, self.active)
 
     def __iter__(self) -> Iterator[Planned]:

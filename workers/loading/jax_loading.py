@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.workers.declarations import artifact
+from tensord.workers.declarations.set_declaration import SetDeclaration
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.imports.model_imports import python_source
 from tensord.workers.loading.parameters import array_names, parted
@@ -41,6 +43,18 @@ def run_samples(
         own.close()
 
 
+def indexed(apply: Callable[..., Any]) -> Apply:
+    """Wraps a function of stacked parameters, inputs and index, as one that is given the index beside the parameters."""
+
+    @functools.wraps(apply)
+    def of_pair(parameters: tuple[Any, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+        stacked, index = parameters
+        made: dict[str, Any] = apply(stacked, inputs, index)
+        return made
+
+    return of_pair
+
+
 def jitted_model(
     record: Load,
     message: ModelConfig,
@@ -51,13 +65,14 @@ def jitted_model(
     alone: bool,
     several: SeveralDevices | None,
     target: LoadTarget,
+    mixed: SetDeclaration | None = None,
 ) -> JaxModel:
     """Makes a jitted model, whose programs are not compiled yet.
 
     Args:
       described: its tensors and state; ``buckets`` are those of its programs.
       created: function, parameters, and initial state.
-      instances, alone: as of ``JaxModel``; ``several``: as of ``Executables``.
+      instances, alone: as of ``JaxModel``; ``several``, ``mixed``: as of ``Executables``.
     Raises: InvalidArgument, Unsupported: it cannot be served.
     """
     apply, parameters, first = created
@@ -69,6 +84,8 @@ def jitted_model(
         apply, initial = travelling(apply, described), None
     names = array_names(parameters)
     apply, parameters = parted(apply, parameters)
+    if mixed is not None:
+        apply = indexed(apply)
     source = python_source(Path(record.version_path)) + artifact.digest(Path(record.version_path))
     executables = Executables(
         buckets.signature,
@@ -83,6 +100,7 @@ def jitted_model(
         several,
         names,
         target.room,
+        mixed,
     )
     return JaxModel(
         record.version, buckets.signature, buckets, executables, instances, alone or several is not None, free

@@ -41,6 +41,7 @@ from tensord.workers.declarations.device_choice import given_devices, gpus
 from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.declarations.request_inputs import request_inputs
 from tensord.workers.declarations.sequence_declaration import sequence_plan
+from tensord.workers.declarations.set_declaration import SetDeclaration, declare_sets
 from tensord.workers.declarations.step_declaration import declare_steps
 from tensord.workers.imports import own_flags
 from tensord.workers.imports.model_imports import ModelImports
@@ -197,6 +198,7 @@ class Loader:
         model_checks.check(message, whole=True, scalars=scalars)
         model_checks.check_device(message, self._gpu)
         described = signature(message, axes, read_labels(message, Path(record.model_path)))
+        mixed = declare_sets(message, module)
         sequences = sequence_plan(message, self._max_queue_size)
         asked = request_inputs(message, module) if message.backend == "jax" else None
         made_inputs = MadeInputs(None if sequences is None else sequences.controls, asked)
@@ -236,7 +238,7 @@ class Loader:
             instances = self._starting.start(message, maker, None, progress.cancellation)
         else:
             jitted, instances, maker, sets = self._create(
-                record, message, module, taken, progress, made_inputs, imports, flags, run_on
+                record, message, module, taken, progress, made_inputs, imports, flags, run_on, mixed
             )
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
         return LoadedModel(
@@ -281,6 +283,7 @@ class Loader:
         imports: ModelImports,
         flags: OwnFlags,
         run_on: Sequence[int],
+        mixed: SetDeclaration | None,
     ) -> tuple[JaxModel | None, tuple[Instance, ...], InstanceMaker, ParameterSets]:
         def started(
             host: Instantiated, sets: ParameterSets
@@ -299,8 +302,13 @@ class Loader:
         # An instance that waits for resources has a thread of its own, also where there is only one.
         threads = groups.active > 1 or groups.limited
         given, spread = given_devices(message, module, self._devices, self._gpu, bool(described.states))
-        if spread is not None and threads and not host:
-            groups.take_turns(message.name)
+        if mixed is not None and spread is not None:
+            raise Unsupported(f"model '{message.name}': batch_sets is for models that run on one device")
+        turns = spread is not None or mixed is not None
+        if turns and threads and not host:
+            groups.take_turns(
+                message.name, "a JAX model on several devices" if mixed is None else "a model with batch_sets"
+            )
             threads = False
         count = groups.active if threads else 1
         if not host:
@@ -309,8 +317,10 @@ class Loader:
             check_state_size(buckets.signature, count, limits.max_state_byte_size)
         with precision(described), flags.code():
             returned = create(message.name, module, Path(record.version_path), model_config.to_dict(message), given)
-        apply, parameters, first = created(module, described, returned, made_inputs.asked)
+        apply, parameters, first = created(module, described, returned, made_inputs.asked, mixed is not None)
         if is_generator(returned):
+            if mixed is not None:
+                raise Unsupported(f"model '{message.name}': batch_sets is for jitted functions, a generator is none")
             declare_streams(message)
             sets = host_sets(message.name, parameters, self._target.room)
             streaming = GeneratorModel(record.version, described, apply, sets, imports.port)
@@ -340,6 +350,7 @@ class Loader:
                 threads or alone,
                 spread,
                 self._target,
+                mixed,
             )
             jitted.executables.warm(progress)
             jitted.prepare_grouped(progress.cancellation)
@@ -352,8 +363,8 @@ class Loader:
             flags.code,
             imports,
             run_on,
-            alone or spread is not None,
-            spread is not None,
+            alone or turns,
+            turns,
         )
         instances = self._starting.start(message, maker, jitted, progress.cancellation) if threads else ()
         return jitted, instances, maker, jitted.sets

@@ -16,6 +16,7 @@ from tensord.shm.cuda_regions import CudaError
 from tensord.shm.errors import Internal, ServingError, Unavailable
 from tensord.workers.calls.caller import Caller, ModelPort
 from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.parameters.set_stack import BatchSets
 from tensord.workers.programs.carry import StateLost
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.grouped_program import GroupedProgram
@@ -88,8 +89,9 @@ class Execution:
         self.runs = 1
         #: Of a jitted model, where it is known already.
         self.executable = executable
-        #: The parameters that all of it is computed with, of a model that has sets of them; None: it has not begun.
-        self.parameters: ParameterSet | None = None
+        #: The parameters that it is computed with, of a model that has sets of them: one for all, or each request's; None: it
+        #: has not begun.
+        self.parameters: ParameterSet | BatchSets | None = None
         self._results: list[Result] = []
         #: Makes ``results`` once they are asked for; None: they are there.
         self.cut: Callable[[], list[Result]] | None = None
@@ -111,6 +113,10 @@ class Execution:
     def moments(self) -> tuple[int, int, int]:
         """When it began, had gathered its inputs, and had computed; in ns."""
         return self.began_ns, self.gathered_ns, self.computed_ns
+
+    def parameters_of(self, request: Request) -> ParameterSet | None:
+        """Returns the parameters that one of its requests is computed with, as ``parameters``."""
+        return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def time(self, request: Request) -> None:
         """Notes for one of its requests how long it took, and its part of what was gathered."""
@@ -191,7 +197,7 @@ def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) 
             for request in requests:
                 single = Execution([request], execution.began_ns)
                 single.responder, single.whole = execution.responder, execution.whole or execution
-                single.parameters = execution.parameters
+                single.parameters = execution.parameters_of(request)
                 run(model, single, check)
                 execution.by_senders |= single.by_senders
                 execution.results += single.results

@@ -42,7 +42,8 @@ class HostModel:
 
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
-        chosen = execution.parameters = execution.parameters or self._sets.chosen_by(requests)
+        chosen = execution.parameters_of(requests[0]) or self._sets.chosen_by(requests)
+        execution.parameters = chosen
         if self._signature.ragged:
             inputs = self._laid_out(requests)
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())

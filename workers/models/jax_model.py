@@ -16,6 +16,7 @@ from tensord.workers.models.execution import Execution, describe_failure
 from tensord.workers.models.free_state import FreeState
 from tensord.workers.models.statistics import NativeRuns
 from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.parameters.set_stack import BatchSets
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.executable import Content, Executable, RunOutputs, Wanted
 from tensord.workers.programs.executables import Executables
@@ -184,8 +185,13 @@ class JaxModel:
                 raise LookupError(f"no executable for {self.wanted_by(requests)}")
             execution.executable = executable
         carry = carry or self._carry
-        chosen = execution.parameters = execution.parameters or self.sets.chosen_by(requests)
+        sets = self.sets
+        if execution.parameters is None:
+            mixes = sets.stack is not None
+            execution.parameters = sets.each_chosen_by(requests) if mixes else sets.chosen_by(requests)
+        chosen = execution.parameters
         if isinstance(executable, GroupedProgram):
+            assert isinstance(chosen, ParameterSet)
             self._execute_grouped(execution, executable, chosen)
             return
         # Where the device has the carry already, a failure is reported as a loss.
@@ -238,7 +244,7 @@ class JaxModel:
         self,
         carry: Carry,
         executable: Executable,
-        chosen: ParameterSet,
+        chosen: ParameterSet | BatchSets,
         arguments: dict[str, Any],
         requests: Sequence[Request],
     ) -> RunOutputs:

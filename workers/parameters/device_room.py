@@ -12,10 +12,11 @@ import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from tensord.shm.errors import Unavailable
+from tensord.shm.errors import InvalidArgument, Unavailable
 
 if TYPE_CHECKING:
     from tensord.workers.parameters.parameter_set import ParameterSet
+    from tensord.workers.parameters.set_stack import SetStack
 
 
 class DeviceRoom:
@@ -27,6 +28,8 @@ class DeviceRoom:
         self.lock = threading.RLock()
         #: Those that are on the device, for as long as anybody has them.
         self._resident: weakref.WeakSet[ParameterSet] = weakref.WeakSet()
+        #: Those of models that compute several sets in one batch.
+        self._stacks: weakref.WeakSet[SetStack] = weakref.WeakSet()
         self._uses = itertools.count(1)
         #: Sets that are not in use any more and are kept in the host's memory, oldest first.
         self._former: OrderedDict[ParameterSet, None] = OrderedDict()
@@ -38,22 +41,44 @@ class DeviceRoom:
     @property
     def byte_size(self) -> int:
         """The bytes of all sets that are on the device."""
-        return sum([each.byte_size for each in self._resident])
+        with self.lock:
+            return sum([each.placed_byte_size for each in self._resident], self._stacked)
+
+    @property
+    def _stacked(self) -> int:
+        return sum([each.byte_size for each in self._stacks])
+
+    def join_stack(self, stack: SetStack, model: str) -> None:
+        """Counts a stack until its load has ended. Raises InvalidArgument: there is no room for it."""
+        with self.lock:
+            taken = self._stacked
+            if taken + stack.byte_size > self._limit:
+                others = f" beside {taken} of others" if taken else ""
+                raise InvalidArgument(
+                    f"model '{model}': {stack.slots} parameter sets side by side (resident_sets) have {stack.byte_size} "
+                    f"bytes{others}, workers.parameter_byte_size allows {self._limit}"
+                )
+            self._stacks.add(stack)
+
+    def leave_stack(self, stack: SetStack) -> None:
+        """Counts a stack no longer. Idempotent."""
+        with self.lock:
+            self._stacks.discard(stack)
 
     def admit(self, parameters: ParameterSet) -> None:
         """Makes room for a set, which is about to be placed; ``lock`` is held. Raises Unavailable: there is none."""
         resident = [each for each in self._resident if each is not parameters]
-        taken = sum([each.byte_size for each in resident])
-        if taken + parameters.byte_size > self._limit:
+        needed, taken = parameters.placed_byte_size, sum([each.placed_byte_size for each in resident], self._stacked)
+        if needed and taken + needed > self._limit:
             for each in sorted([each for each in resident if each.may_leave], key=lambda each: each.used):
                 each.leave()
                 each.sets.evictions += 1
-                taken -= each.byte_size
-                if taken + parameters.byte_size <= self._limit:
+                taken -= each.placed_byte_size
+                if taken + needed <= self._limit:
                     break
             else:
                 raise Unavailable(
-                    f"{parameters} has {parameters.byte_size} bytes beside {taken} of other sets that stay on the device, "
+                    f"{parameters} has {needed} bytes beside {taken} of other sets that stay on the device, "
                     f"workers.parameter_byte_size allows {self._limit}"
                 )
         self._resident.add(parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,13 @@ class Leaf(NamedTuple):
     made: Any
     placed: Any
     shape: tuple[int, ...]
+    #: Whether all sets have it of ``main`` (``batch_sets`` of a model that names the others).
+    shared: bool = False
+
+    @property
+    def byte_size(self) -> int:
+        """The bytes of it on the device."""
+        return int(self.placed.itemsize) * math.prod(self.shape)
 
     @property
     def plain(self) -> bool:
@@ -35,11 +42,16 @@ class Leaf(NamedTuple):
 class Leaves:
     """The leaves of one model version's parameters, in the order of its tree."""
 
-    def __init__(self, model: str, names: Sequence[str], made: Sequence[Any]) -> None:
-        """Describes leaves as ``create`` returned them; JAX is in the precision of their model."""
+    def __init__(
+        self, model: str, names: Sequence[str], made: Sequence[Any], shared: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """Describes leaves as ``create`` returned them; JAX is in the precision of their model.
+
+        ``shared``: whether all sets have the leaf of a name in common.
+        """
         self.model = model
         self._leaves = [
-            Leaf(name, _dtype(leaf), _placed(_dtype(leaf)), tuple(np.shape(leaf)))
+            Leaf(name, _dtype(leaf), _placed(_dtype(leaf)), tuple(np.shape(leaf)), shared(name))
             for name, leaf in zip(names, made, strict=True)
         ]
         seen: set[str] = set()
@@ -49,10 +61,9 @@ class Leaves:
     def __iter__(self) -> Any:
         return iter(self._leaves)
 
-    @property
-    def byte_size(self) -> int:
-        """The bytes of all of them on the device."""
-        return sum([leaf.placed.itemsize * math.prod(leaf.shape) for leaf in self._leaves])
+    def byte_size_of(self, named: bool) -> int:
+        """Returns the bytes on the device of all of them, or of those that a ``named`` set has of its own."""
+        return sum([leaf.byte_size for leaf in self._leaves if not (named and leaf.shared)])
 
     def check_named(self) -> None:
         """Raises Unsupported if the parameters of the model cannot be pushed, because they have no names of their own."""
@@ -61,8 +72,10 @@ class Leaves:
         if not any(leaf.plain for leaf in self._leaves):
             raise Unsupported(f"model '{self.model}' has no parameters that are arrays: there is nothing to push")
 
-    def fitted(self, found: Mapping[str, Array], what: str) -> list[Array | None]:
+    def fitted(self, found: Mapping[str, Array], what: str, named: bool = False) -> list[Array | None]:
         """Returns the arrays of pushed parameters in the order of the tree; None for leaves that cannot be pushed.
+
+        ``named``: they are for a set other than main, which has no shared leaves.
 
         Raises: InvalidArgument: one is missing, unknown, or of another datatype or shape.  Unsupported.
         """
@@ -71,6 +84,14 @@ class Leaves:
         fitting: list[Array | None] = []
         for leaf in self._leaves:
             array = found.get(leaf.name)
+            if named and leaf.shared:
+                if array is not None:
+                    raise InvalidArgument(
+                        f"{what}: leaf '{leaf.name}' of model '{self.model}' is not among its batch_sets: "
+                        "all sets have it of 'main', to which it is pushed"
+                    )
+                fitting.append(None)
+                continue
             if not leaf.plain:
                 if array is not None:
                     raise InvalidArgument(f"{what}: leaf '{leaf.name}' is a random key, which cannot be pushed")

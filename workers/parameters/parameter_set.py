@@ -25,6 +25,7 @@ from tensord.shm.messages import Parameter
 from tensord.shm.operations import MAIN_SET
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves
+from tensord.workers.parameters.set_stack import BatchSets, SetStack
 
 #: In place of parameters that are not there.
 _ABSENT: Any = object()
@@ -35,7 +36,18 @@ Place = Callable[[Sequence[Array | None]], Any]
 class ParameterSet:
     """The parameters of one push, or those that the model was loaded with. What they are never changes, where they lie may."""
 
-    __slots__ = ("__weakref__", "_host", "_trees", "byte_size", "name", "number", "sets", "stamp", "used")
+    __slots__ = (
+        "__weakref__",
+        "_host",
+        "_trees",
+        "byte_size",
+        "name",
+        "number",
+        "placed_byte_size",
+        "sets",
+        "stamp",
+        "used",
+    )
 
     def __init__(
         self, sets: ParameterSets, name: str, number: int, host: Sequence[Array | None] | None, tree: Any = _ABSENT
@@ -44,8 +56,11 @@ class ParameterSet:
         self.sets = sets
         self.name = name
         self.number = number
-        #: Bytes of its leaves.
-        self.byte_size = sets.leaves.byte_size
+        named = name != MAIN_SET
+        #: Bytes of its leaves, and of those of them that are placed for it alone: what lies in a stack is in nobody's way.
+        self.byte_size = self.placed_byte_size = sets.leaves.byte_size_of(named)
+        if sets.stack is not None:
+            self.placed_byte_size -= sets.leaves.byte_size_of(named=True)
         self._host = host
         #: On the worker's device, and on the one for small programs.
         self._trees = [tree, _ABSENT]
@@ -82,7 +97,8 @@ class ParameterSet:
     @property
     def on_device(self) -> bool:
         """True while it need not be brought there."""
-        return self._trees[0] is not _ABSENT
+        stack = self.sets.stack
+        return self._trees[0] is not _ABSENT if stack is None else stack.holds(self)
 
     @property
     def is_newest(self) -> bool:
@@ -92,7 +108,8 @@ class ParameterSet:
     @property
     def may_leave(self) -> bool:
         """True where it may leave the device for others."""
-        return self._host is not None and self.sets.main is not self and self not in self.sets.staged
+        moves = self._host is not None and self.placed_byte_size > 0
+        return moves and self.sets.main is not self and self not in self.sets.staged
 
     def hosted(self) -> Sequence[Array | None]:
         """Returns its leaves in the host's memory; those that it was loaded with are fetched once."""
@@ -106,6 +123,8 @@ class ParameterSet:
         with self.sets.room.lock:
             trees: list[Any] = []
             if self._host is not None:
+                if self.sets.stack is not None:
+                    self.sets.stack.forget(self)
                 trees, self._trees = self._trees, [_ABSENT, _ABSENT]
                 self.sets.room.left(self)
             return trees
@@ -120,7 +139,7 @@ class ParameterSet:
         Nobody waits for the lock meanwhile: it is not in use yet.
         """
         room = self.sets.room
-        if not self.on_device:
+        if self._trees[0] is _ABSENT:
             with room.lock:
                 room.admit(self)
             try:
@@ -167,14 +186,18 @@ class ParameterSets:
         place: Place,
         room: DeviceRoom | None = None,
         host: Sequence[Array | None] | None = None,
+        stack: SetStack | None = None,
     ) -> None:
         """
         Args:
-          tree: the parameters that the model was loaded with, on the device, where ``place`` puts others.
+          tree: the parameters that the model was loaded with, on the device, where ``place`` puts others; those that lie in
+            ``stack`` are None there.
           room: on the device, for parameters that are pushed; None: there is none.
           host: the leaves of ``tree`` in the host's memory, if they are there.
+          stack: of a model that computes several sets in one batch.
         """
         self.leaves = leaves
+        self.stack = stack
         self.place = place
         #: Returns parameters in the same memory for small programs, once there are any.
         self.share: Callable[[Any], Any] | None = None
@@ -228,6 +251,10 @@ class ParameterSets:
                     request.told = found.said()
         return found
 
+    def each_chosen_by(self, requests: Sequence[Asking]) -> BatchSets:
+        """Returns the set of each request of a batch that may mix them, where there is a stack. Otherwise as ``chosen_by``."""
+        return BatchSets({request: self.chosen_by([request]) for request in requests})
+
     def check_count(self, name: str, limit: int) -> None:
         """Raises InvalidArgument if a new name would be one too many."""
         names = {MAIN_SET, *self._named, *(each.name for each in self.staged)}
@@ -244,6 +271,10 @@ class ParameterSets:
         former = self.newest(parameters.name)
         if parameters.name == MAIN_SET:
             self.main = parameters
+            if self.stack is not None:
+                # Answers of the others may come of its leaves, too.
+                for each in self._named.values():
+                    each.stamp = object()
         else:
             parameters.used = self.room.use()
             self._named[parameters.name] = parameters
@@ -264,6 +295,8 @@ class ParameterSets:
         if name == MAIN_SET:
             raise InvalidArgument(f"parameter set '{MAIN_SET}' of model '{self.leaves.model}' cannot be dropped")
         self.find(name)
+        if self.stack is not None:
+            self.stack.forget(self._named[name])
         unused: list[object] = [self._named.pop(name), self._before.get(name)]
         self.forget_before(self._before.get(name))
         return unused
@@ -278,6 +311,9 @@ class ParameterSets:
         """Forgets all that is kept beside what is in use, because the load has ended."""
         for before in list(self._before.values()):
             self.forget_before(before)
+        if self.stack is not None:
+            self.stack.clear()
+            self.room.leave_stack(self.stack)
 
     def kept(self, name: str, number: int) -> ParameterSet:
         """Returns the set of a name and number that is in use, or was before the newest. Raises NotFound."""

@@ -22,7 +22,15 @@ from tensord.parameter_files import flat, load
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.cuda_regions import CudaRegion
 from tensord.shm.errors import InvalidArgument, NotFound
-from tensord.shm.operations import FileSource, LeafPlace, LeavesSource, MakeParameters, MemorySource, RegionSource
+from tensord.shm.operations import (
+    MAIN_SET,
+    FileSource,
+    LeafPlace,
+    LeavesSource,
+    MakeParameters,
+    MemorySource,
+    RegionSource,
+)
 from tensord.shm.regions import Region, check_range
 from tensord.shm.snapshot_region import SnapshotRegion
 from tensord.workers.devices.cuda_tensor import CudaTensor
@@ -72,6 +80,7 @@ class Making:
         self._limit = limit
         self._base = base
         self._checksum = operation.checksum
+        self._named = operation.set != MAIN_SET
         #: Names the parameters in errors.
         self.what = f"parameters for set '{operation.set}' of model '{operation.model}'"
         self._regions: list[AnyRegion] = []
@@ -113,7 +122,7 @@ class Making:
         return {
             leaf.name: array
             for leaf, array in zip(base.sets.leaves, base.hosted(), strict=True)
-            if array is not None and leaf.name not in leaves
+            if array is not None and leaf.name not in leaves and not (self._named and leaf.shared)
         }
 
     def _laid_out(self, leaves: Mapping[str, Array]) -> int:

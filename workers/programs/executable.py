@@ -17,6 +17,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array, address_of
 from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.parameters.set_stack import BatchSets
 from tensord.workers.programs.execution_device import ExecutionDevice, Inputs
 from tensord.workers.programs.placement import CompiledProgram, Placement
 from tensord.workers.programs.plain_program import is_plain
@@ -132,13 +133,18 @@ class Executable(ABC):
         with precision(self._signature):
             return self._inputs.send()
 
-    def parameters(self, chosen: ParameterSet | None = None) -> Any:
+    def parameters(self, chosen: ParameterSet | BatchSets | None = None) -> Any:
         """Returns the parameters of a set, as ``call`` takes them; None: those of requests that name no set."""
-        return (self._sets.main if chosen is None else chosen).on(self._at)
+        sets = self._sets
+        chosen = chosen or sets.main
+        if sets.stack is not None:
+            return sets.stack.arguments(sets, chosen, self.rows)
+        assert not isinstance(chosen, BatchSets)
+        return chosen.on(self._at)
 
     def named(self, name: str | None) -> Any:
         """Returns the parameters of a set by its name, as ``parameters``. Raises NotFound: there is none of that name."""
-        return (self._sets.main if name is None else self._sets.find(name)).on(self._at)
+        return self.parameters(None if name is None else self._sets.find(name))
 
     def run(self, name: str | None = None) -> list[Content]:
         """Computes the inputs in ``memory``. Returns the contents of its layout, once ``memory`` may be written again.

@@ -4,6 +4,7 @@
                   on the worker's device; a small program on the single-thread device, which shares the parameters' memory
 
 The programs of a model with state share the carry (``state_program.py``), so all of them are on the one device or on the other.
+Those of a model whose batches mix parameter sets share the stack of these (``set_stack.py``).
 
 Parameters are arguments, never constants: a constant would be copied into every executable. Compiling may happen in any thread;
 ``find``, ``add`` and ``limit`` belong to the worker's loop.
@@ -15,13 +16,16 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
+from tensord.shm.arrays import Array
+from tensord.workers.declarations.set_declaration import SetDeclaration
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.parameters.device_room import DeviceRoom
+from tensord.workers.parameters.set_stack import SetStack, put
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.constants import warn_of_constants
@@ -61,6 +65,7 @@ class Executables:
         several: SeveralDevices | None = None,
         names: Sequence[str] | None = None,
         room: DeviceRoom | None = None,
+        mixed: SetDeclaration | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +74,7 @@ class Executables:
           several: the devices that programs run on, where that is not the worker's own.
           names: names of the parameters' leaves; None: those that they have in ``parameters``.
           room: for parameters that are pushed; None: there is none.
+          mixed: of a model whose batches mix parameter sets.
         Raises: Internal: there is no memory for the parameters.
         """
         self._initial = initial
@@ -84,7 +90,7 @@ class Executables:
         if several is None:
             fresh = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters) if not isinstance(leaf, jax.Array))
             device_memory.check(signature.model, "its parameters need", fresh, jax.local_devices()[:1])
-        self.sets = placed_sets(signature, parameters, names, several, room)
+        self.sets = placed_sets(signature, parameters, names, several, room, mixed)
         self._usual = Placement(self.sets, None, several)
         self._small = device.small_programs(signature, self.sets)
         #: Parts of the cache's keys that all programs of the version share.
@@ -101,9 +107,14 @@ class Executables:
     def warm(self, progress: LoadProgress) -> None:
         """Makes every planned executable: from the cache, or by compiling. Raises Internal: wrong outputs."""
         planned = [Wanted(rows, shapes) for rows, shapes in self._buckets.planned()]
-        if self._signature.states:
+        if self._signature.states or self.sets.stack is not None:
             self._place(planned)
-        progress.parameters(self._usual.parameters)
+        if self.sets.stack is not None:
+            self._open(self.sets.stack)
+            tree, _ = self.sets.stack.arguments(self.sets, self.sets.main, 1)
+            progress.parameters(tree)
+        else:
+            progress.parameters(self._usual.parameters)
         # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over or calls,
         # which the source of model.py does not show.
         first = self._lowering.lower(*planned[0], self._usual) if planned else None
@@ -155,7 +166,7 @@ class Executables:
         return make
 
     def _place(self, planned: Sequence[Wanted]) -> None:
-        """Chooses one placement for all programs, because they share the carry: that of the largest one."""
+        """Chooses one placement for all programs, because they share a carry or a stack: that of the largest one."""
         small, self._small = self._small, None
         if small is None or not planned or not small.suits(self._lowering.lower(*planned[-1], self._usual)):
             return
@@ -166,6 +177,24 @@ class Executables:
                 small.give_up(error)
             else:
                 self._usual = placement
+
+    def _open(self, stack: SetStack) -> None:
+        """Has the stack of parameter sets where the programs are. Raises Internal: there is no memory for it."""
+        name, usual = self._signature.model, self._usual
+        device_memory.check(name, "its parameter sets need", stack.byte_size, jax.local_devices()[:1])
+        with precision(self._signature):
+            lowered = jax.jit(put, donate_argnums=0).lower(*stack.put_specs(usual.spec))
+            compiled = usual.compile(lowered)
+
+        def made(zeros: Sequence[Array]) -> list[jax.Array]:
+            with precision(self._signature):
+                return cast("list[jax.Array]", jax.device_put(list(zeros), usual.device))
+
+        def written(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
+            with precision(self._signature):
+                return cast("list[jax.Array]", compiled(arrays, leaves, slot))
+
+        stack.open(usual.at, made, written)
 
     def carry(self) -> Carry | None:
         """Returns a new carry for an instance, or None where the model keeps no state."""

@@ -264,7 +264,7 @@ class GroupedProgramMaker:
 
         specs = {name: placement.spec(shape, dtype) for name, dtype, shape in self.arguments}
         with precision(signature):
-            traced = jax.jit(grouped).trace(placement.parameter_specs, specs)
+            traced = jax.jit(grouped).trace(placement.parameter_specs(1), specs)
             text = str(traced.jaxpr)
             # One of the loops is that over the requests.
             if _NARROW_FLOAT.search(text) or (_JOINS_SMALL_LOOPS and len(_LOOP.findall(text)) > 1):

@@ -52,7 +52,7 @@ class Lowering:
         specs = jax.tree.map(lambda array: placement.spec(array.shape, array.dtype), arguments)
         try:
             with precision(self._signature), self._tracing:
-                traced: jax.stages.Traced = self._jitted().trace(placement.parameter_specs, *specs)
+                traced: jax.stages.Traced = self._jitted().trace(placement.parameter_specs(rows), *specs)
                 self.constant_byte_size = constant_byte_size(traced)
                 lowered: jax.stages.Lowered = traced.lower()
                 return lowered

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from tensord.shm.arrays import Array
+from tensord.workers.declarations.set_declaration import SetDeclaration
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves, names_of
 from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.parameters.set_stack import SetStack
 from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Signature
 
@@ -23,14 +26,19 @@ def placed_sets(
     names: Sequence[str] | None = None,
     several: SeveralDevices | None = None,
     room: DeviceRoom | None = None,
+    mixed: SetDeclaration | None = None,
 ) -> ParameterSets:
     """Places parameters on the worker's device; on several ones they stay where they are until the first program is there.
 
     Args:
       names: of the leaves; None: those that they have in ``parameters``.
       room: for parameters that are pushed.
+      mixed: says which leaves lie in a stack, of a model whose batches mix sets.
+    Raises: InvalidArgument: ``mixed`` names a leaf that is not there.
     """
     names = names_of(parameters) if names is None else names
+    if mixed is not None:
+        return _stacked(signature, parameters, names, mixed, room)
     with precision(signature):
         described = Leaves(signature.model, names, jax.tree.leaves(parameters))
         if several is None:
@@ -45,7 +53,9 @@ def placed_sets(
             if several is None:
                 here = jax.local_devices()[:1]
                 if here[0].platform != "cpu":
-                    device_memory.check(signature.model, "pushed parameters need", described.byte_size, here)
+                    device_memory.check(
+                        signature.model, "pushed parameters need", described.byte_size_of(named=False), here
+                    )
                 # On a processor they are used where they lie, if they are aligned.
                 placed = jax.device_put(arrays)
             else:
@@ -56,3 +66,32 @@ def placed_sets(
 
     sets = ParameterSets(described, parameters, place, room)
     return sets
+
+
+def _stacked(
+    signature: Signature, parameters: Any, names: Sequence[str], mixed: SetDeclaration, room: DeviceRoom | None
+) -> ParameterSets:
+    """Places the leaves that all sets share; those of each set wait in the host's memory for a slot of the stack."""
+    mixed.check(signature.model, names)
+    leaves, structure = jax.tree.flatten(parameters)
+    room = room or DeviceRoom(0)
+    with precision(signature):
+        plain = dict(zip(names, Leaves(signature.model, names, leaves), strict=True))
+        # A random key cannot be pushed, so it is every set's.
+        described = Leaves(signature.model, names, leaves, lambda name: mixed.is_shared(name) or not plain[name].plain)
+    stack = SetStack(described, structure, mixed.resident)
+    described.check_named()
+    room.join_stack(stack, signature.model)
+    #: The model's own leaves that cannot be pushed.
+    fixed = [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
+
+    def place(host: Sequence[Array | None]) -> Any:
+        arrays = [own if given is None else given for given, own in zip(host, fixed, strict=True)]
+        shared = [array if leaf.shared else None for leaf, array in zip(described, arrays, strict=True)]
+        with precision(signature):
+            byte_size = sum([array.nbytes for array in shared if array is not None])
+            device_memory.check(signature.model, "its parameters need", byte_size, jax.local_devices()[:1])
+            return jax.block_until_ready(jax.device_put(jax.tree.unflatten(structure, shared)))
+
+    host = [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
+    return ParameterSets(described, place(host), place, room, host, stack)

@@ -49,10 +49,11 @@ class Placement(NamedTuple):
         """True for the placement on the single-thread device."""
         return bool(self.options)
 
-    @property
-    def parameter_specs(self) -> Any:
-        """The parameters' shapes and dtypes, for lowering."""
-        several = self.several
+    def parameter_specs(self, rows: int) -> Any:
+        """Returns shapes and dtypes of what a program of so many rows takes as parameters, for lowering."""
+        several, stack = self.several, self.sets.stack
+        if stack is not None:
+            return stack.specs(self.spec, rows)
         if several is None:
             return jax.tree.map(lambda leaf: self.spec(leaf.shape, leaf.dtype), self.parameters)
 

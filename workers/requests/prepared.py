@@ -199,8 +199,8 @@ def validate(
             preparation.learn(version.checked, checked if prepared is preparation.prepared else None, outputs)
         key, repeats = checked.key, preparation.number != _INLINE and preparation.checked is not None
         name, tells = _choice(prepared, own, version) if prepared.parameters and version.sets is not None else _MAIN
-        if name is not None and version.sequences is None:
-            key = SetKey(key, name)
+        if name is not None:
+            key = _key_of(version, key, name)
         if own.strikes:
             # A request under which a worker has died runs alone, so that it cannot take others with it.
             key, repeats = (key, own.request_id, submitter.peer), False
@@ -248,6 +248,14 @@ def _choice(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion
     return cast("str | None", name), bool(tells)
 
 
+def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
+    """Returns the key of a request that names a parameter set, of which ``key`` is that of its shapes."""
+    assert version.sets is not None
+    # The planner of sequences knows their sets, and a stack has room for all of a batch.
+    mixes = version.sequences is not None or version.sets.stack is not None
+    return key if mixes else SetKey(key, name)
+
+
 def _check_replace_key(own: RequestRecord) -> None:
     """Raises InvalidArgument: the key is too long, or the request belongs to a sequence."""
     size = len(own.replace_key.encode())
@@ -293,7 +301,7 @@ def validate_inner(
         if name not in signature.outputs:
             raise InvalidArgument(f"unexpected inference output '{name}' for model '{version.name}'")
     chosen, tells = _choice(prepared, own, version) if prepared.parameters and version.sets is not None else _MAIN
-    key = checked.key if chosen is None or version.sequences is not None else SetKey(checked.key, chosen)
+    key = checked.key if chosen is None else _key_of(version, checked.key, chosen)
     if own.strikes:
         key = (key, own.request_id, submitter.peer)
     request = InnerRequest(version, submitter, prepared, own, key, checked.rows, taken, outputs, now_ns, sink, origin)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tensord.shm.cuda_regions import Driver
+from tensord.workers.declarations.set_declaration import SetDeclaration
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.host_staging import StagingPool
 from tensord.workers.devices.pinned_budget import PinnedBudget
@@ -97,3 +98,53 @@ def test_sets_leave_the_device_and_come_back(model: JaxModel) -> None:
             assert run(model, 8, f"c{number}") == (number, 8 * 32)
     assert model.sets.room.byte_size == ROOM
     assert (model.sets.misses, model.sets.evictions) == (15, 17)
+
+
+def test_a_batch_of_several_sets_is_one_run(cuda_stub: CudaStub) -> None:
+    """Each row is of its set, and inputs are copied as in any batch; a set that has a slot stays there."""
+    driver = Driver()
+    pieces = StagingPool(driver.context(0), PinnedBudget(1 << 20))
+    device = CudaDevice(driver.context(0), jax.devices()[0], pieces)
+
+    def apply(given: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        stacked, index = given
+        return {"y": inputs["x"] + jnp.concatenate([stacked["w"], stacked["deep"][0]["v"]], 1)[index]}
+
+    signature = of({"x": "FP32[8]"}, {"y": "FP32[8]"}, 8)
+    buckets = Buckets(signature, (1, 8), {})
+    zeros = np.zeros(4, np.float32)
+    executables = Executables(
+        signature,
+        buckets,
+        apply,
+        {"w": zeros, "deep": [{"v": zeros}]},
+        ExecutableCache(None),
+        b"",
+        4,
+        Gpu(device),
+        room=DeviceRoom(8 * 32),
+        mixed=SetDeclaration((), 8),
+    )
+    made = JaxModel(1, signature, buckets, executables)
+    executables.warm(LoadProgress("m", 1))
+    try:
+        for number in range(1, 12):
+            push(made, number, f"c{number}")
+        for first in (1, 2, 1, 5):
+            names = [f"c{number}" for number in range(first, first + 7)]
+            requests = []
+            for name in (None, *names):
+                request = request_of({"x": np.zeros((1, 8), np.float32)}, 1, made.key({"x": np.zeros((1, 8))}))
+                request.chosen = name
+                requests.append(request)
+            execution = Execution(requests, 0)
+            made.execute(execution)
+            found = [np.unique(np.asarray(result["y"])).tolist() for result in execution.results]
+            assert found == [[0], *([number] for number in range(first, first + 7))]
+            assert execution.copied_byte_size == 8 * 32
+        # Eight slots: main and seven; each of the others takes that of the one that was asked for the longest time before.
+        assert (made.sets.misses, made.sets.evictions) == (1 + 7 + 1 + 1 + 4, 6)
+    finally:
+        device.close()
+        pieces.close()
+        driver.close()

@@ -1,0 +1,115 @@
+"""Declares that a model computes requests of several parameter sets in one batch.
+
+batch_sets = True               in model.py: apply(stacked, inputs, index)
+batch_sets = ("adapter",)       only leaves of these names, or below them, differ between sets; the others are main's
+resident_sets = 64              how many sets lie side by side on the device; max_batch_size without it
+parameters { key: "batch_sets" value { string_value: "true" } }      in config.pbtxt, or "adapter,head"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+from tensord.config.model_config import ModelConfig
+from tensord.shm.errors import InvalidArgument, Unsupported
+
+_MOST = 1 << 16
+
+
+class SetDeclaration(NamedTuple):
+    """What a model says of its parameter sets."""
+
+    #: Names of leaves that sets have of their own, and whatever lies below them; empty: all.
+    names: tuple[str, ...]
+    #: How many sets lie side by side on the device.
+    resident: int
+
+    def is_shared(self, name: str) -> bool:
+        """Returns whether all sets have a leaf in common."""
+        return bool(self.names) and not any(_is_in(name, own) for own in self.names)
+
+    def check(self, model: str, names: Sequence[str]) -> None:
+        """Raises InvalidArgument if a declared name is that of no parameter. ``names``: of the model's leaves."""
+        for own in self.names:
+            if not any(_is_in(name, own) for name in names):
+                raise InvalidArgument(
+                    f"model '{model}': batch_sets names '{own}', and none of its parameters is called so or lies below it"
+                )
+        if not names:
+            raise InvalidArgument(f"model '{model}': batch_sets is given, and it has no parameters that are arrays")
+
+
+def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
+    """Reads what a model says of its parameter sets; None: batches do not mix them.
+
+    Raises: InvalidArgument: it cannot be understood.  Unsupported: a model of another kind cannot do that.
+    """
+    model = message.name
+    names = _names(message, module)
+    resident, where = _resident(message, module)
+    if names is None:
+        if resident is not None:
+            raise InvalidArgument(f"model '{model}': {where} is given, but batch_sets is not")
+        return None
+    why = _unsupported(message, module)
+    if why:
+        raise Unsupported(f"model '{model}': batch_sets is for jitted functions of one call a request; {why}")
+    least = message.max_batch_size
+    if not least:
+        raise InvalidArgument(
+            f"model '{model}': batch_sets is given, but max_batch_size is 0: it has no batch dimension"
+        )
+    if resident is not None and not least <= resident <= _MOST:
+        raise InvalidArgument(
+            f"model '{model}': {where} is {resident}, between {least} (max_batch_size) and {_MOST} are possible"
+        )
+    return SetDeclaration(names, resident or least)
+
+
+def _is_in(name: str, own: str) -> bool:
+    return name == own or name.startswith(f"{own}.")
+
+
+def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
+    """Returns the names in ``batch_sets``, none for all leaves; None: it is not given."""
+    given, where = getattr(module, "batch_sets", False), "batch_sets of model.py"
+    if "batch_sets" in message.parameters:
+        text, where = message.parameters["batch_sets"].string_value, "parameter 'batch_sets'"
+        given = {"true": True, "false": False}.get(text.lower(), tuple(name.strip() for name in text.split(",")))
+    if given is True:
+        return ()
+    if given is False:
+        return None
+    if isinstance(given, (tuple, list)) and given and all(isinstance(name, str) and name for name in given):
+        return tuple(given)
+    raise InvalidArgument(
+        f"model '{message.name}': {where} is {given!r}; True, False, or names of parameters are expected, as in ('adapter',)"
+    )
+
+
+def _resident(message: ModelConfig, module: ModuleType) -> tuple[int | None, str]:
+    """Returns ``resident_sets``, None where it is not given, and where it is."""
+    given, where = getattr(module, "resident_sets", None), "resident_sets of model.py"
+    if "resident_sets" in message.parameters:
+        text, where = message.parameters["resident_sets"].string_value, "parameter 'resident_sets'"
+        given = int(text) if text.isascii() and text.isdigit() and len(text) < 11 else text
+    if given is not None and type(given) is not int:
+        raise InvalidArgument(f"model '{message.name}': {where} is {given!r}, a number of sets is expected")
+    return given, where
+
+
+def _unsupported(message: ModelConfig, module: ModuleType) -> str:
+    """Returns why a model of this kind cannot mix sets in a batch; "": it can."""
+    if message.backend != "jax":
+        return "a Triton Python model has no parameters that the server knows"
+    if hasattr(module, "source"):
+        return f"{module.source} takes parameters and inputs alone"
+    if getattr(module, "host", False):
+        return "a host model is none"
+    if hasattr(module, "slots"):
+        return "a stepped model is none"
+    if message.HasField("sequence_batching"):
+        return "a sequence keeps the set that it began with"
+    return ""

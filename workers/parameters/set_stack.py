@@ -1,0 +1,196 @@
+"""The stack of a model whose batches mix parameter sets (``batch_sets``): its sets lie side by side on the device.
+
+    leaf      | slot 0: main | slot 1: customer-7 | slot 2: customer-9 | ...    an array for each leaf that sets have of their own
+    index     | 1 | 1 | 2 | 0 |                                                  the slot of each row of a batch
+
+A set gets a slot when a batch first needs it; the one that was not asked for the longest time gives its slot up. So one program
+serves whichever sets come, and a batch whose sets have slots copies nothing of them. A set's arrays also lie in the host's
+memory. The execution thread owns the stack, as it owns the model.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+
+from tensord.shm.arrays import Array
+from tensord.workers.parameters.leaves import Leaf, Leaves
+
+if TYPE_CHECKING:
+    from tensord.workers.parameters.parameter_set import ParameterSet, ParameterSets
+
+#: Writes the leaves of a set to a slot: (arrays, leaves, slot) -> the arrays, in the same memory.
+Put = Callable[[list[jax.Array], list[Array], Any], list[jax.Array]]
+#: Makes the arrays of a stack on its device, from host memory.
+Open = Callable[[Sequence[Array]], list[jax.Array]]
+
+
+def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Array]:
+    """Implements ``Put``, as the function to compile; the arrays are donated."""
+    return [
+        jax.lax.dynamic_update_index_in_dim(array, leaf, slot, 0) for array, leaf in zip(arrays, leaves, strict=True)
+    ]
+
+
+class SizedRequest(Protocol):
+    """A request, as far as the stack knows it."""
+
+    rows: int
+
+
+class BatchSets:
+    """The parameter sets of the requests of one batch."""
+
+    __slots__ = ("_sets",)
+
+    def __init__(self, sets: Mapping[Any, ParameterSet]) -> None:
+        """``sets``: request -> its set, in the order of their rows."""
+        self._sets = sets
+
+    def of(self, request: Any) -> ParameterSet:
+        """Returns a request's set."""
+        return self._sets[request]
+
+    def rows(self) -> list[tuple[ParameterSet, int]]:
+        """Returns set and number of rows of each request, in order."""
+        return [(each, request.rows) for request, each in self._sets.items()]
+
+    def __repr__(self) -> str:
+        return f"<BatchSets {len(set(self._sets.values()))} of {len(self._sets)} requests>"
+
+
+class SetStack:
+    """The sets of one load of a model version, side by side."""
+
+    def __init__(self, leaves: Leaves, structure: Any, slots: int) -> None:
+        """Makes no arrays yet.
+
+        Args:
+          structure: of the model's tree of parameters.
+          slots: the sets that there is room for; a batch has at most as many rows.
+        """
+        self.slots = slots
+        self._structure = structure
+        self._leaves: list[Leaf] = list(leaves)
+        self._own = [leaf for leaf in self._leaves if not leaf.shared]
+        #: Bytes of all of its arrays.
+        self.byte_size = slots * leaves.byte_size_of(named=True)
+        self._at = 0
+        self._open: Open | None = None
+        self._put: Put | None = None
+        #: None: the next batch makes them.
+        self._arrays: list[jax.Array] | None = None
+        #: Set -> slot; least recently used first.
+        self._slots: OrderedDict[ParameterSet, int] = OrderedDict()
+        self._free: list[int] = []
+        #: The tree that programs take, and the main set whose shared leaves are in it.
+        self._tree: Any = None
+        self._tree_of: ParameterSet | None = None
+
+    def open(self, at: int, open: Open, put: Put) -> None:
+        """Sets where it is: the number of the placement of its model's programs, and what makes and writes its arrays there."""
+        self._at, self._open, self._put = at, open, put
+
+    def specs(self, spec: Callable[[tuple[int, ...], Any], Any], rows: int) -> tuple[Any, Any]:
+        """Returns shapes and dtypes of what ``arguments`` returns, made by ``spec``."""
+        shapes = [leaf.shape if leaf.shared else (self.slots, *leaf.shape) for leaf in self._leaves]
+        tree = [spec(shape, leaf.placed) for shape, leaf in zip(shapes, self._leaves, strict=True)]
+        return jax.tree.unflatten(self._structure, tree), spec((rows,), np.dtype(np.int32))
+
+    def put_specs(self, spec: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
+        """Returns shapes and dtypes of the arguments of ``put``, made by ``spec``."""
+        return (
+            [spec((self.slots, *leaf.shape), leaf.placed) for leaf in self._own],
+            [spec(leaf.shape, leaf.placed) for leaf in self._own],
+            spec((), np.dtype(np.int32)),
+        )
+
+    def holds(self, parameters: ParameterSet) -> bool:
+        """Returns whether a set has a slot."""
+        return parameters in self._slots
+
+    def arguments(self, sets: ParameterSets, chosen: ParameterSet | BatchSets, rows: int) -> tuple[Any, Array]:
+        """Returns what a program takes as parameters: the tree with its stacked leaves, and each row's slot.
+
+        Sets without a slot get one. They hold for the very next call of a program.
+
+        Args:
+          chosen: the set of all rows, or the requests' own; rows that no request fills are of the first one's.
+          rows: of the program.
+        Raises: whatever the device raises; then no set has a slot.
+        """
+        if not isinstance(chosen, BatchSets):
+            (slot,) = self._found(sets, [chosen])
+            return self._whole(sets), np.full(rows, slot, np.int32)
+        parts = chosen.rows()
+        slots = self._found(sets, [each for each, _ in parts])
+        index = np.full(rows, slots[0], np.int32)
+        at = 0
+        for slot, (_, count) in zip(slots, parts, strict=True):
+            index[at : at + count] = slot
+            at += count
+        return self._whole(sets), index
+
+    def _found(self, sets: ParameterSets, wanted: Sequence[ParameterSet]) -> list[int]:
+        """Returns the slots of sets, of which there are as many as slots at most."""
+        missing = []
+        for each in wanted:
+            if each in self._slots:
+                self._slots.move_to_end(each)
+            elif each not in missing:
+                missing.append(each)
+        for each in missing:
+            self._place(sets, each)
+        return [self._slots[each] for each in wanted]
+
+    def _place(self, sets: ParameterSets, parameters: ParameterSet) -> None:
+        assert self._open is not None
+        assert self._put is not None
+        if self._arrays is None:
+            zeros = [np.zeros((self.slots, *leaf.shape), leaf.placed) for leaf in self._own]
+            self._arrays, self._free = self._open(zeros), list(reversed(range(self.slots)))
+        if self._free:
+            slot = self._free.pop()
+        else:
+            _, slot = self._slots.popitem(last=False)
+            sets.evictions += 1
+        host = zip(parameters.hosted(), self._leaves, strict=True)
+        own = [np.asarray(array, leaf.placed) for array, leaf in host if not leaf.shared]
+        self._tree = None
+        try:
+            self._arrays = self._put(self._arrays, own, np.int32(slot))
+        except BaseException:
+            self.clear()
+            raise
+        self._slots[parameters] = slot
+        sets.misses += 1
+
+    def _whole(self, sets: ParameterSets) -> Any:
+        """Returns the tree with the stacked leaves, and the shared ones of main."""
+        if self._tree is None or self._tree_of is not sets.main:
+            assert self._arrays is not None
+            stacked, shared = iter(self._arrays), iter(jax.tree.leaves(sets.main.on(self._at)))
+            self._tree = jax.tree.unflatten(
+                self._structure, [next(shared) if leaf.shared else next(stacked) for leaf in self._leaves]
+            )
+            self._tree_of = sets.main
+        return self._tree
+
+    def forget(self, parameters: ParameterSet) -> None:
+        """Frees a set's slot, if it has one."""
+        slot = self._slots.pop(parameters, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Lets go of all arrays; the next batch makes them anew."""
+        self._arrays = self._tree = self._tree_of = None
+        self._slots.clear()
+        self._free = []
+
+    def __repr__(self) -> str:
+        return f"<SetStack {len(self._slots)} of {self.slots} slots>"
