@@ -140,6 +140,11 @@ def serve(ctx: click.Context, config: Path | None, watch: bool) -> None:
     "--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds for each version."
 )
 @click.option("--verbose", is_flag=True, help="Show what a bad model printed while it was loaded.")
+@click.option(
+    "--user",
+    metavar="NAME",
+    help="Run as this user.  [default, for root: the user of tensord.service, where it is installed]",
+)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.pass_context
 def check(
@@ -149,12 +154,14 @@ def check(
     report: bool,
     timeout: float,
     verbose: bool,
+    user: str | None,
     file: Path | None,
 ) -> None:
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
     Each model is loaded and compiled in a process of its own, as a worker does it, on the first device of those
-    that would serve it. That runs the models' code as whoever runs this.
+    that would serve it. That runs the models' code as whoever runs this; where root does, as the user of tensord.service, in its
+    working directory and with its cache, where the service's start finds what was compiled.
 
     Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
     """
@@ -164,7 +171,10 @@ def check(
     from tensord.daemon.progress_bar import ProgressBar
     from tensord.shm.control_records import Footprint
 
-    options = layers.load(file or config, os.environ, flags.settings(ctx))
+    read, asked_in = file or config, Path.cwd()
+    if _became(user) and read is not None:
+        read = asked_in / read
+    options = layers.load(read, os.environ, flags.settings(ctx))
     try:
         paths = [Path(path) for path in options.repository.paths]
         found, others = repository.scan(paths), repository.others(paths)
@@ -174,8 +184,8 @@ def check(
     for path, why in others.items():
         click.echo(f"'{path}' is no model: {why}", err=True)
     models, bad = _placed(found.values(), devices, options), 0
-    read = (Verdict(model, model.problem) for model in models)
-    for verdict in read if read_only else model_check.check(models, options, devices, timeout, ProgressBar()):
+    unread = (Verdict(model, model.problem) for model in models)
+    for verdict in unread if read_only else model_check.check(models, options, devices, timeout, ProgressBar()):
         bad += bool(verdict.reason)
         versions = f"version {', '.join(map(str, verdict.model.chosen))}"
         # One line, whatever a model's exception says.
@@ -198,6 +208,27 @@ def check(
         click.echo(f"{name}: it is to be loaded at start, but it is in no repository", err=True)
     click.echo(f"configuration: good; models: {len(found) - bad} good, {bad + len(missing)} bad")
     sys.exit(1 if bad or missing else 0)
+
+
+def _became(name: str | None) -> bool:
+    """Becomes the user that a check runs as: ``name``, or for root that of the installed service. Returns whether it had to."""
+    if os.geteuid() != 0:
+        if name is not None and name not in (str(os.geteuid()), os.environ.get("USER")):
+            _fail(f"--user={name}: only root can run as another user")
+        return False
+    from tensord.daemon import service_user
+
+    service = service_user.installed()
+    if name is not None and (service is None or service.user != name):
+        service = service_user.Service(name)
+    if service is None:
+        return False
+    try:
+        service_user.become(service)
+    except service_user.UnknownUser as error:
+        _fail(str(error))
+    click.echo(f"as user {service.user}, in {os.getcwd()}", err=True)
+    return True
 
 
 def _takes(footprint: Footprint) -> str:

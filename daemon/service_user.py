@@ -1,0 +1,125 @@
+"""The user of the installed service, whom root becomes so that a check finds what the service will find.
+
+tensord.service with its drop-ins (systemctl show) ─▶ user, groups, working directory, cache, variables ─▶ this process
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tensord.config import accounts
+
+_UNIT = "tensord.service"
+_PROPERTIES = (
+    *("LoadState", "User", "Group", "SupplementaryGroups", "WorkingDirectory"),
+    *("CacheDirectory", "CacheDirectoryMode", "Environment"),
+)
+#: Where systemd makes the directories of CacheDirectory=.
+_CACHES = "/var/cache"
+#: Variables that name places of the one who asks, which the service does not have.
+_OWN_PLACES = ("TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
+#: Seconds within which systemd answers.
+_TIMEOUT = 10.0
+
+
+class UnknownUser(Exception):
+    """There is no such user, or this process cannot be that user's; the message is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Describes as whom, where and with what a service runs."""
+
+    user: str
+    #: The group; "": the user's own.
+    group: str = ""
+    #: Further groups.
+    groups: tuple[str, ...] = ()
+    #: Its working directory; "": that of whoever asks.
+    folder: str = ""
+    #: Its cache directory; "": the user's own.
+    cache: str = ""
+    #: The mode with which the cache directory is made.
+    cache_mode: int = 0o755
+    #: Variables that the unit sets.
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def installed() -> Service | None:
+    """Returns the service of this host as systemd knows it, with its drop-ins; None: there is none, or no systemd."""
+    command = ["systemctl", "show", _UNIT, *(f"--property={name}" for name in _PROPERTIES)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return parsed(done.stdout) if done.returncode == 0 else None
+
+
+def parsed(shown: str) -> Service | None:
+    """Reads what ``systemctl show`` prints; None: the unit is not installed."""
+    found = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    if found.get("LoadState") != "loaded":
+        return None
+    caches = found.get("CacheDirectory", "").split()
+    return Service(
+        found.get("User") or "root",
+        found.get("Group", ""),
+        tuple(found.get("SupplementaryGroups", "").split()),
+        # "!" before it: it may be missing.
+        found.get("WorkingDirectory", "").removeprefix("!"),
+        # ":" and what follows name links to it.
+        os.path.join(_CACHES, caches[0].partition(":")[0]) if caches else "",
+        int(found.get("CacheDirectoryMode") or "0755", 8),
+        dict(each.split("=", 1) for each in shlex.split(found.get("Environment", "")) if "=" in each),
+    )
+
+
+def become(service: Service) -> None:
+    """Makes this process, which is root's, the service's: groups, user, working directory and variables.
+
+    Makes the service's cache directory as systemd would, where it is missing. Variables of whoever asks win over the unit's.
+    Raises: UnknownUser: there is no such user or group, or it cannot use this Python.
+    """
+    try:
+        user = pwd.getpwuid(accounts.user_id(service.user))
+        group = accounts.group_id(service.group) if service.group else user.pw_gid
+        others = [accounts.group_id(name) for name in service.groups]
+    except (KeyError, OverflowError) as error:
+        raise UnknownUser(f"there is no user or group {error.args[0]!r} on this host") from None
+    member = [each.gr_gid for each in grp.getgrall() if user.pw_name in each.gr_mem]
+    if service.cache and not os.path.exists(service.cache):
+        os.mkdir(service.cache, 0o700)
+        os.chown(service.cache, user.pw_uid, group)
+        os.chmod(service.cache, service.cache_mode)
+    for name in _OWN_PLACES:
+        os.environ.pop(name, None)
+    for name, value in service.environment.items():
+        os.environ.setdefault(name, value)
+    os.environ |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
+    if service.cache:
+        os.environ["CACHE_DIRECTORY"] = service.cache
+    os.setgroups(sorted({group, *others, *member}))
+    os.setresgid(group, group, group)
+    os.setresuid(user.pw_uid, user.pw_uid, user.pw_uid)
+    os.umask(0o027)
+    folder = user.pw_dir if service.folder == "~" else service.folder
+    try:
+        os.chdir(folder or os.getcwd())
+    except OSError as error:
+        raise UnknownUser(
+            f"user {user.pw_name} cannot enter the working directory {folder or 'of this call'}: {error.strerror}"
+        ) from None
+    for needed in (sys.executable, __file__):
+        if not os.access(needed, os.R_OK | (os.X_OK if needed == sys.executable else 0)):
+            place = Path(needed).parent
+            raise UnknownUser(f"user {user.pw_name} cannot use {place}: install tensord and its Python where it can")
