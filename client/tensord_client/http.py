@@ -253,6 +253,9 @@ class HttpConnection:
         head = (
             b"POST " + path.encode() + self._fields + b"Content-Type: application/octet-stream\r\nTensord-Timing: 1\r\n"
         )
+        if call.sequence_id and not self.address.path:
+            # For a balancer between, which sees no bodies.
+            head += b"Tensord-Sequence: %s\r\n" % _quoted(str(call.sequence_id)).encode()
         made = head + text, len(text)
         if key is not None:
             if len(self._heads) >= _REMEMBERED:
