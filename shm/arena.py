@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from tensord.shm import descriptors
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.messages import Slice
@@ -36,22 +38,23 @@ LeaseKey = tuple[int, int, int]
 OnSegment = Callable[[Segment], None]
 
 
-class Lease:
-    """A lease is the right to use one block: write, send, and release it exactly once, when no reader can still look at it."""
+class Lease(msgspec.Struct, eq=False):
+    """A lease is the right to use one block: write, send, and release it exactly once, when no reader can still look at it.
 
-    __slots__ = ("_arena", "arriving", "block_size", "generation", "holder", "place", "view")
+    (A Struct, because one is made for every large request and answer.)
+    """
 
-    def __init__(self, arena: Arena, place: Slice, generation: int, view: memoryview, block_size: int) -> None:
-        self._arena: Arena | None = arena
-        self.place = place
-        self.generation = generation
-        #: The writable memory of exactly ``place.byte_size`` bytes.
-        self.view = view
-        #: How many bytes of the arena it occupies.
-        self.block_size = block_size
-        #: These belong to whoever lends the lease on: whom it counts for, and whether its content is still to come.
-        self.holder: Any = None
-        self.arriving = False
+    #: None: it was released.
+    _arena: Arena | None
+    place: Slice
+    generation: int
+    #: The writable memory of exactly ``place.byte_size`` bytes.
+    view: memoryview
+    #: How many bytes of the arena it occupies.
+    block_size: int
+    #: These belong to whoever lends the lease on: whom it counts for, and whether its content is still to come.
+    holder: Any = None
+    arriving: bool = False
 
     @property
     def key(self) -> LeaseKey:

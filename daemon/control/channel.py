@@ -115,4 +115,4 @@ class ControlChannel:
         self._on_close()
 
     def __repr__(self) -> str:
-        return f"<Connection {self._channel!r}{' closed' if self._closed else ''}>"
+        return f"<ControlChannel {self._channel!r}{' closed' if self._closed else ''}>"

@@ -243,7 +243,7 @@ class ArrivingMessage(Receiver):
         return f"<ArrivingMessage of {self.byte_size} bytes, {self.left} to come, {len(self._raws)} raw tensors>"
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """Raised where a message is refused; carries the status that ends its call."""
 
     def __init__(self, code: int, message: str) -> None:
@@ -255,7 +255,7 @@ class Refused(Exception):
 def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
     """Returns the message behind gzip or deflate, of at most ``limit`` bytes. Raises Refused."""
     if encoding not in ("gzip", "deflate"):
-        raise Refused(
+        raise CallRefused(
             UNIMPLEMENTED, f"message encoding '{encoding[:32]}' is not supported; identity, deflate and gzip are"
         )
     inflate = zlib.decompressobj(31 if encoding == "gzip" else 15)
@@ -264,9 +264,9 @@ def inflated(content: Buffer, encoding: str, limit: int) -> bytes:
     except zlib.error:
         whole = b""
     if len(whole) > limit:
-        raise Refused(
+        raise CallRefused(
             RESOURCE_EXHAUSTED, f"Received message larger than max ({len(whole)} vs. {limit}) after decompression"
         )
     if not inflate.eof or inflate.unused_data:
-        raise Refused(INTERNAL, f"a message is not valid {encoding} data")
+        raise CallRefused(INTERNAL, f"a message is not valid {encoding} data")
     return whole

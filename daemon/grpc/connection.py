@@ -21,7 +21,7 @@ from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.frames import Violation
 from tensord.daemon.grpc.http2 import CLOSED, ENDING, WRITE_BUFFER, ConnectionPhase, Http2
-from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.serving import GrpcServing
 from tensord.daemon.grpc.step_order import StepOrder
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.submit.accounts import Account
@@ -36,10 +36,10 @@ _MAX_READS_SINCE = 16
 _PING = b"tensord\0"
 
 
-class Connection(asyncio.Protocol):
+class Http2Connection(asyncio.Protocol):
     """Carries one client's HTTP/2 connection and owns its transport. ``owner``: whom its memory counts for (``Peer.owner``)."""
 
-    def __init__(self, serving: Serving, owner: str) -> None:
+    def __init__(self, serving: GrpcServing, owner: str) -> None:
         self.serving = serving
         self.loop = asyncio.get_running_loop()
         self.http2 = Http2(serving, self)
@@ -371,4 +371,4 @@ class Connection(asyncio.Protocol):
                 self.abort()
 
     def __repr__(self) -> str:
-        return f"<Connection {self.http2!r}>"
+        return f"<Http2Connection {self.http2!r}>"

@@ -42,8 +42,8 @@ from tensord.daemon.grpc.stream_numbers import Past, StreamNumbers
 from tensord.shm.messages import Buffer
 
 if TYPE_CHECKING:
-    from tensord.daemon.grpc.connection import Connection
-    from tensord.daemon.grpc.serving import Serving
+    from tensord.daemon.grpc.connection import Http2Connection
+    from tensord.daemon.grpc.serving import GrpcServing
 
 #: The largest frame we take: larger than the default, so that large tensors come in fewer pieces.
 FRAME_SIZE = 4 << 20
@@ -95,7 +95,7 @@ class Http2:
     Whatever is written is appended to ``out``; ``connection.flush_soon`` is called with the first piece, unless ``is_flushing``.
     """
 
-    def __init__(self, serving: Serving, connection: Connection) -> None:
+    def __init__(self, serving: GrpcServing, connection: Http2Connection) -> None:
         self.serving = serving
         self.connection = connection
         self.phase = ConnectionPhase.OPENING

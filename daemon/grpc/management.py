@@ -17,7 +17,7 @@ from tensord.daemon.control import log_settings
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.front.peer import end_of, peer_of
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.connection import Connection
+from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.request_codec import read_version
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.unary import Unary
@@ -101,12 +101,12 @@ class Management:
         models = msgspec.json.decode(await self._endpoints.index(request.ready))
         return _filled(grpc_service_pb2.RepositoryIndexResponse(), {"models": models})
 
-    async def RepositoryModelLoad(self, client: Connection, request: Any) -> Any:
+    async def RepositoryModelLoad(self, client: Http2Connection, request: Any) -> Any:
         _refuse_repository(request)
         await self._endpoints.load(request.model_name, _parameters(request), peer_of(client.fileno()))
         return grpc_service_pb2.RepositoryModelLoadResponse()
 
-    async def RepositoryModelUnload(self, client: Connection, request: Any) -> Any:
+    async def RepositoryModelUnload(self, client: Http2Connection, request: Any) -> Any:
         _refuse_repository(request)
         await self._endpoints.unload(request.model_name, _parameters(request), peer_of(client.fileno()))
         return grpc_service_pb2.RepositoryModelUnloadResponse()
@@ -116,7 +116,7 @@ class Management:
     async def SystemSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("system", request.name, grpc_service_pb2.SystemSharedMemoryStatusResponse())
 
-    async def SystemSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
+    async def SystemSharedMemoryRegister(self, client: Http2Connection, request: Any) -> Any:
         fd = client.fileno()
         with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
             await self._endpoints.register_system(
@@ -124,14 +124,14 @@ class Management:
             )
         return grpc_service_pb2.SystemSharedMemoryRegisterResponse()
 
-    async def SystemSharedMemoryUnregister(self, client: Connection, request: Any) -> Any:
+    async def SystemSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> Any:
         await self._endpoints.unregister("system", request.name, peer_of(client.fileno()))
         return grpc_service_pb2.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("cuda", request.name, grpc_service_pb2.CudaSharedMemoryStatusResponse())
 
-    async def CudaSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
+    async def CudaSharedMemoryRegister(self, client: Http2Connection, request: Any) -> Any:
         fd = client.fileno()
         with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
             await self._endpoints.register_cuda(
@@ -139,13 +139,13 @@ class Management:
             )
         return grpc_service_pb2.CudaSharedMemoryRegisterResponse()
 
-    async def CudaSharedMemoryUnregister(self, client: Connection, request: Any) -> Any:
+    async def CudaSharedMemoryUnregister(self, client: Http2Connection, request: Any) -> Any:
         await self._endpoints.unregister("cuda", request.name, peer_of(client.fileno()))
         return grpc_service_pb2.CudaSharedMemoryUnregisterResponse()
 
     # ---------------------------------------------------------------------------------------------- settings
 
-    async def LogSettings(self, client: Connection, request: Any) -> Any:
+    async def LogSettings(self, client: Http2Connection, request: Any) -> Any:
         given = {name: value for name, value in request.settings.items() if name in _LOG_SETTINGS}
         if "log_file" in given:
             raise Unsupported(log_settings.FILE_REFUSED)
@@ -165,7 +165,7 @@ class Management:
             setattr(answer.settings[name], _LOG_KINDS.get(name, ("", "string_param", ""))[1], value)
         return answer
 
-    async def TraceSetting(self, client: Connection, request: Any) -> Any:
+    async def TraceSetting(self, client: Http2Connection, request: Any) -> Any:
         await self._endpoints.check_traced(request.model_name)
         given = {name: list(value.value) for name, value in request.settings.items()}
         wanted = trace_settings.parse(request.model_name, given)

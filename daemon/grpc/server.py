@@ -22,10 +22,10 @@ from tensord.daemon.front.longest_idle import described
 from tensord.daemon.front.opening import Opening
 from tensord.daemon.front.process import Front
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.connection import Connection
+from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.infer import Infer
 from tensord.daemon.grpc.management import SERVICE, Management
-from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.serving import GrpcServing
 from tensord.daemon.grpc.standard_services import StandardServices
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.stream_infer import StreamInfer
@@ -67,11 +67,11 @@ class GrpcFront(Front):
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
         counters = self.place.counters.front(self.place.row)
         self.answered = Answered(counters, self.submitter.refusals, "grpc", options.log.access)
-        serving = self._serving = Serving(
+        serving = self._serving = GrpcServing(
             options.grpc, methods, counters, self.submitter.accounts, self.answered, rules, self.submitter
         )
         self._certificates = Certificates(options.grpc)
-        opening = Opening(lambda owner: Connection(serving, owner), self._certificates)
+        opening = Opening(lambda owner: Http2Connection(serving, owner), self._certificates)
         self._acceptor = Acceptor(self.place.listeners, serving.counters, opening.open, opening.pending)
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())

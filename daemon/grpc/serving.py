@@ -18,13 +18,13 @@ from tensord.daemon.grpc.header_blocks import CallHead
 from tensord.daemon.submit.accounts import Accounts
 
 if TYPE_CHECKING:
-    from tensord.daemon.grpc.connection import Connection
+    from tensord.daemon.grpc.connection import Http2Connection
     from tensord.daemon.grpc.stream import Stream
     from tensord.daemon.submit.submitter import Submitter
 
 
 @dataclass(slots=True)
-class Serving:
+class GrpcServing:
     """Holds what the connections of a front have in common."""
 
     options: Grpc
@@ -40,7 +40,7 @@ class Serving:
     rules: dict[str, Rule] = field(default_factory=dict)
     #: Tells the load; None: there is nothing to be told.
     submitter: Submitter | None = None
-    connections: set[Connection] = field(default_factory=set)
+    connections: set[Http2Connection] = field(default_factory=set)
     #: Bytes of incomplete messages, all connections together.
     collected: int = 0
     #: Who goes when there are too many of them.

@@ -24,7 +24,7 @@ from tensord.daemon.front import load_report
 from tensord.daemon.front.drain_rate import GRACE_SECONDS, SILENCE_SECONDS, DrainRate
 from tensord.daemon.front.each import call_each
 from tensord.daemon.grpc import frames, header_blocks
-from tensord.daemon.grpc.arriving_message import PREFIX, ArrivingMessage, Refused, inflated, read_prefix
+from tensord.daemon.grpc.arriving_message import PREFIX, ArrivingMessage, CallRefused, inflated, read_prefix
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, NAMES, OK, RESOURCE_EXHAUSTED, UNAVAILABLE
 from tensord.daemon.grpc.header_blocks import CallHead
@@ -65,7 +65,7 @@ class Stream:
     #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
     _begun = b""
     arriving: ArrivingMessage | None = None
-    #: What of ``Serving.collected`` is this stream's.
+    #: What of ``GrpcServing.collected`` is this stream's.
     _kept = 0
     #: Bytes that its client still has to send, where it has said how many; gRPC's clients do not.
     _promised: int | None = None
@@ -124,7 +124,7 @@ class Stream:
                     return
             self._take(memoryview(data)[start:end])
             self._note()
-        except Refused as refused:
+        except CallRefused as refused:
             self.refuse(refused.code, refused.message)
         except Exception:
             self._defect()

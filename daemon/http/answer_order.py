@@ -20,7 +20,7 @@ from tensord.daemon.http.deadlines import Deadlines
 from tensord.daemon.http.exchange import Exchange
 from tensord.daemon.http.generate import Generation
 from tensord.daemon.http.response_codec import CLOSE, Buffer, error_response
-from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.accounts import Account
 
 #: One that has its place in the order.
@@ -34,7 +34,7 @@ class AnswerOrder:
       account: what its client holds of the arenas.
     """
 
-    def __init__(self, serving: Serving, transport: asyncio.Transport, account: Account) -> None:
+    def __init__(self, serving: HttpServing, transport: asyncio.Transport, account: Account) -> None:
         self._serving = serving
         self.transport = transport
         self.account = account

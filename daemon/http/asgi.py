@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tensord.daemon.http.response_codec import CLOSE, error_response, status_line
-from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.serving import HttpServing
 from tensord.shm.errors import DEFECT
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class AsgiRequest:
     received = -1
 
     def __init__(
-        self, serving: Serving, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool, expects_continue: bool
+        self, serving: HttpServing, scope: dict[str, Any], order: AnswerOrder, keep_alive: bool, expects_continue: bool
     ) -> None:
         self._serving = serving
         self._scope = scope

@@ -25,7 +25,7 @@ from tensord.daemon.http.exchange import Exchange, ExchangePhase
 from tensord.daemon.http.heads import END
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.parser_feed import ParserFeed
-from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.serving import HttpServing
 
 #: A body with more to come than this is read from the socket straight to its place.
 DIRECT_BYTE_SIZE = 64 << 10
@@ -42,12 +42,12 @@ _TLS_BUFFER = 64 << 10
 _RECEIVING, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.SUBMITTED
 
 
-class Connection(asyncio.Protocol):
+class Http1Connection(asyncio.Protocol):
     """Carries one client's HTTP/1.1 connection. ``connections``: all open ones; ``owner``: whom its memory counts for."""
 
     __slots__ = ("_connections", "_direct", "_feed", "_held", "_owner", "_serving", "order", "transport")
 
-    def __init__(self, serving: Serving, connections: set[Connection], owner: str) -> None:
+    def __init__(self, serving: HttpServing, connections: set[Http1Connection], owner: str) -> None:
         self._serving = serving
         self._connections = connections
         self._owner = owner

@@ -34,7 +34,7 @@ from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.prepared import ParsedRequest, Prepared
 from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
-from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
@@ -75,7 +75,7 @@ _RECEIVING, _RECEIVED, _SUBMITTED = ExchangePhase.RECEIVING, ExchangePhase.RECEI
 class Exchange(InFlight):
     """Leads one inference request from its body to its answer."""
 
-    _serving: Serving
+    _serving: HttpServing
     _head: InferHead
     _order: AnswerOrder
     keep_alive: bool

@@ -26,7 +26,7 @@ from tensord.daemon.http.body import Body, PlacedBody
 from tensord.daemon.http.message_head import InferHead
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.http.response_codec import CLOSE, status_line
-from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.placement import UnsentRequest, begin
@@ -54,7 +54,7 @@ _encode = msgspec.json.Encoder().encode
 class Generation(InFlight):
     """Handles one request to its answer; base class of the endpoints. ``expects_continue``: the body follows 100 Continue."""
 
-    _serving: Serving
+    _serving: HttpServing
     _head: InferHead
     _order: AnswerOrder
     _expects_continue: bool

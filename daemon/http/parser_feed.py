@@ -32,7 +32,7 @@ from tensord.daemon.http.generate import Generate, GenerateStream
 from tensord.daemon.http.heads import END, MAX_HEAD
 from tensord.daemon.http.infer_stream import InferStream
 from tensord.daemon.http.message_head import InferHead
-from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.serving import HttpServing
 from tensord.shm.errors import ServingError
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def _bare_line_feed(data: bytes, begin: int, end: int) -> int:
 class Messages:
     """Handles the events of httptools' parser on one connection, and appends its requests to ``order``."""
 
-    def __init__(self, serving: Serving, transport: asyncio.Transport, order: AnswerOrder) -> None:
+    def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
         self._transport = transport
         self._order = order
@@ -295,7 +295,7 @@ class Messages:
 class ParserFeed:
     """Feeds the parser of one connection; made when a head comes that was not parsed before."""
 
-    def __init__(self, serving: Serving, transport: asyncio.Transport, order: AnswerOrder) -> None:
+    def __init__(self, serving: HttpServing, transport: asyncio.Transport, order: AnswerOrder) -> None:
         self._serving = serving
         self._transport = transport
         self._order = order

@@ -14,7 +14,7 @@ from tensord.daemon.front.receiver import Receiver
 from tensord.daemon.http.body import COLLECT_BYTE_SIZE, Body, CollectedBody, PlacedBody, TextBody
 from tensord.daemon.http.compression import Inflation
 from tensord.daemon.http.message_head import InferHead
-from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.accounts import Account
 from tensord.shm.arena import Lease
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
@@ -37,7 +37,7 @@ class Reception(Receiver):
 
     #: What is wrong with the request; the rest of its body is only counted.
     error: ServingError | None = None
-    #: What of ``Serving.collected_byte_size`` is this body's.
+    #: What of ``HttpServing.collected_byte_size`` is this body's.
     _collected_byte_size = 0
     #: Of a compressed body, and whether its next step is due.
     _inflation: Inflation | None = None
@@ -46,7 +46,7 @@ class Reception(Receiver):
 
     def __init__(
         self,
-        serving: Serving,
+        serving: HttpServing,
         head: InferHead,
         pause: Callable[[bool], None],
         progressed: Callable[[], None],

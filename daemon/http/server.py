@@ -20,10 +20,10 @@ from tensord.daemon.front.longest_idle import LongestIdle, described
 from tensord.daemon.front.opening import Opening
 from tensord.daemon.front.process import Front
 from tensord.daemon.front.socket_watch import SocketWatch
-from tensord.daemon.http.connection import Connection
+from tensord.daemon.http.connection import Http1Connection
 from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.routes import Routes
-from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.serving import HttpServing
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
@@ -41,7 +41,7 @@ class HttpFront(Front):
         access = http_access(restrictions.parse(options.http.restricted_api))
         pattern = options.http.header_forward_pattern
         cross_origin = CrossOrigin(options.http.cors_origins) if options.http.cors_origins else None
-        self._serving = Serving(
+        self._serving = HttpServing(
             options,
             self.table,
             self.submitter,
@@ -54,13 +54,13 @@ class HttpFront(Front):
         self.answered = self._serving.answered
         application = Routes(endpoints, access).application()
         self._serving.application = application if cross_origin is None else cross_origin.around(application)
-        self._connections: set[Connection] = set()
+        self._connections: set[Http1Connection] = set()
         self._serving.longest_idle = LongestIdle(self._connections, options.http.max_connections)
         self._sockets = SocketWatch(heeds_end=not options.http.answer_half_closed)
         self._certificates = Certificates(options.http)
         self._serving.tls = self._certificates.context is not None
         opening = Opening(
-            lambda owner: Connection(self._serving, self._connections, owner),
+            lambda owner: Http1Connection(self._serving, self._connections, owner),
             self._certificates,
             options.http.head_timeout or None,
             _TLS_END_SECONDS,
@@ -70,7 +70,7 @@ class HttpFront(Front):
             if self._certificates.context is not None and connection.family != socket.AF_UNIX:
                 opening.open(connection, owner)
             else:
-                self._sockets.open(connection, Connection(self._serving, self._connections, owner))
+                self._sockets.open(connection, Http1Connection(self._serving, self._connections, owner))
 
         self._acceptor = Acceptor(self.place.listeners, self._serving.counters, accepted, opening.pending)
         self._acceptor.start()

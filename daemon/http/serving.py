@@ -24,7 +24,7 @@ from tensord.daemon.tracing.tracer import Tracer
 
 
 @dataclass(slots=True)
-class Serving:
+class HttpServing:
     """Holds what the connections of a front and their requests share."""
 
     options: Options

@@ -15,8 +15,8 @@ from typing import Any
 
 from tensord.config.options import Lanes, Options
 from tensord.daemon.control.shared_counters import SharedCounters
-from tensord.daemon.http.connection import Connection
-from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.connection import Http1Connection
+from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm.channel import pair
@@ -201,11 +201,11 @@ class Bench(LaneBench):
 
     def __init__(self, options: Options = OPTIONS) -> None:
         super().__init__(options)
-        self.serving = Serving(options, self.table, self.submitter, self.counters.front(0))
-        self.connections: set[Connection] = set()
+        self.serving = HttpServing(options, self.table, self.submitter, self.counters.front(0))
+        self.connections: set[Http1Connection] = set()
 
     def connect(self) -> KeptTransport:
-        connection = Connection(self.serving, self.connections, "tcp 127.0.0.1")
+        connection = Http1Connection(self.serving, self.connections, "tcp 127.0.0.1")
         transport = self.transport(connection)
         connection.connection_made(transport)
         self.transports.append(transport)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from tensord.daemon.front.answered import Answered
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
-from tensord.daemon.grpc.connection import Connection
+from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.infer import Infer
-from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.serving import GrpcServing
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.stream_infer import StreamInfer
 from tensord.daemon.grpc.unary_infer import UnaryInfer
@@ -58,10 +58,10 @@ class GrpcBench(LaneBench):
         }
         counters = self.counters.front(0)
         answered = Answered(counters, self.submitter.refusals, "grpc")
-        self._serving = Serving(OPTIONS.grpc, methods, counters, self.submitter.accounts, answered)
+        self._serving = GrpcServing(OPTIONS.grpc, methods, counters, self.submitter.accounts, answered)
 
     def connect(self) -> KeptTransport:
-        connection = Connection(self._serving, "tcp 127.0.0.1")
+        connection = Http2Connection(self._serving, "tcp 127.0.0.1")
         transport = self.transport(connection)
         connection.connection_made(transport)
         transport.arrive(

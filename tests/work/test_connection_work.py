@@ -17,7 +17,7 @@ import pytest
 
 from tensord.daemon.front.acceptor import Acceptor
 from tensord.daemon.front.socket_watch import SocketWatch
-from tensord.daemon.http.connection import Connection
+from tensord.daemon.http.connection import Http1Connection
 from tensord.shm.messages import Prepare, RequestRecord
 from tests.fakes import complete_numbered
 from tests.records import WholeAnswer
@@ -42,7 +42,7 @@ class Door(Bench):
         self.acceptor = Acceptor(
             [self.listener.dup()],
             self.serving.counters,
-            lambda socket, owner: self.sockets.open(socket, Connection(self.serving, self.connections, owner)),
+            lambda socket, owner: self.sockets.open(socket, Http1Connection(self.serving, self.connections, owner)),
         )
         self.acceptor.start()
 

@@ -24,7 +24,7 @@ from tensord.config.model_config import ModelConfig
 from tensord.parameter_files import flat, load
 from tensord.shm.arrays import datatype_of
 from tensord.shm.errors import InvalidArgument
-from tensord.workers.declarations.program_file import Leaf, ProgramFile
+from tensord.workers.declarations.program_file import ProgramArray, ProgramFile
 
 _log = logging.getLogger(__name__)
 #: Names of the batch's size in a program whose sizes vary.
@@ -171,7 +171,7 @@ class _Artifact:
                 return ()
         return tuple(sorted(sizes))
 
-    def _declared(self, groups: Sequence[Sequence[Leaf]]) -> dict[str, str]:
+    def _declared(self, groups: Sequence[Sequence[ProgramArray]]) -> dict[str, str]:
         found: dict[str, str] = {}
         for leaves in zip(*(sorted(group, key=lambda leaf: leaf.name) for group in groups), strict=True):
             name, start = leaves[0].name, int(self._batches)

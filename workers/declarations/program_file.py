@@ -37,7 +37,7 @@ _PLATFORMS = {"gpu": "cuda"}
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class ProgramArray:
     """An array that a program takes or returns."""
 
     name: str
@@ -85,12 +85,12 @@ class ProgramFile:
         self._check()
 
     @property
-    def parameters(self) -> tuple[Leaf, ...]:
+    def parameters(self) -> tuple[ProgramArray, ...]:
         """The arrays of the program's first argument, where that is parameters."""
         return self.arguments[: self._first]
 
     @property
-    def inputs(self) -> tuple[Leaf, ...]:
+    def inputs(self) -> tuple[ProgramArray, ...]:
         """The arrays of the program's arguments other than parameters."""
         return self.arguments[self._first :]
 
@@ -110,7 +110,7 @@ class ProgramFile:
         made = jax.tree.leaves(self._exported.call(*positional, **keywords))
         return {leaf.name: array for leaf, array in zip(self.outputs, made, strict=True)}
 
-    def _named_arguments(self, has_parameters: bool) -> tuple[tuple[Leaf, ...], int]:
+    def _named_arguments(self, has_parameters: bool) -> tuple[tuple[ProgramArray, ...], int]:
         tree: Any = self._exported.in_tree
         avals = self._exported.in_avals
         positional, _ = jax.tree.unflatten(tree, range(tree.num_leaves))
@@ -124,10 +124,10 @@ class ProgramFile:
         inputs = self._named(rest, avals[count:], "input")
         parameters = _leaves(jax.tree.unflatten(first, range(count)), avals[:count], parameter_name)
         # Two names for one place would be two meanings: those of parameters are kept apart.
-        apart = tuple(Leaf(f"params/{leaf.name}", leaf.dtype, leaf.dims) for leaf in parameters)
+        apart = tuple(ProgramArray(f"params/{leaf.name}", leaf.dtype, leaf.dims) for leaf in parameters)
         return (*apart, *inputs), count
 
-    def _named(self, tree: Any, avals: Sequence[Any], kind: str) -> tuple[Leaf, ...]:
+    def _named(self, tree: Any, avals: Sequence[Any], kind: str) -> tuple[ProgramArray, ...]:
         whole = jax.tree.unflatten(tree, range(tree.num_leaves))
         if kind == "input":
             positional, keywords = whole
@@ -171,10 +171,10 @@ class ProgramFile:
         return f"<ProgramFile {self.path.name}>"
 
 
-def _leaves(tree: Any, avals: Sequence[Any], name: Callable[[Any], str]) -> tuple[Leaf, ...]:
+def _leaves(tree: Any, avals: Sequence[Any], name: Callable[[Any], str]) -> tuple[ProgramArray, ...]:
     found = []
     for (keys, _), aval in zip(jax.tree_util.tree_leaves_with_path(tree), avals, strict=True):
-        found.append(Leaf(name(keys), aval.dtype, tuple(map(_dim, aval.shape))))
+        found.append(ProgramArray(name(keys), aval.dtype, tuple(map(_dim, aval.shape))))
     return tuple(found)
 
 

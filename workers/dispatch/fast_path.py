@@ -338,7 +338,7 @@ class FastPath(Poller):
             return
         may_be = model.is_whole(execution) and not version.batcher.delays
         run = executable.single_run(execution, preparation, regions) if may_be else None
-        if run is None or run.answer.numbered not in lane.published:
+        if run is None or run.numbered not in lane.published:
             return
         batch = self._alone.get((version, request.key))
         if batch is None or batch.executable is not executable:
@@ -350,8 +350,8 @@ class FastPath(Poller):
                 batch.native(),
                 request.rows,
                 run.sizes,
-                run.answer.outputs,
-                run.answer.numbered.number,
+                tuple(run.outputs),
+                run.numbered.number,
                 run,
             )
         except ValueError:

@@ -179,13 +179,11 @@ class HostExecutable(Executable):
     def single_run(
         self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]
     ) -> SingleRun | None:
-        answer, checked = plan_single(execution, preparation), preparation.checked
-        if answer is None or checked is None:
+        planned, checked, request = plan_single(execution, preparation), preparation.checked, execution.requests[0]
+        if planned is None or checked is None:
             return None
-        lane, prepared = execution.requests[0].submitter.lane, preparation.prepared
-        chosen = execution.requests[0].chosen
-        name = None if chosen is None else str(chosen)
-        run = SingleRun(self, lane, prepared.inputs, checked.sizes, answer, regions, name)
+        inputs, chosen = preparation.prepared.inputs, None if request.chosen is None else str(request.chosen)
+        run = SingleRun(self, request.submitter.lane, inputs, checked.sizes, *planned, request.rows, regions, chosen)
         return run if run.is_aligned else None
 
     def __repr__(self) -> str:

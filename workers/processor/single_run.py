@@ -13,17 +13,17 @@ the places of its tensors. A request that differs in anything else is left to th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import DTYPES, Array, address_of
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import PreparedAnswer, PreparedTensor, RegionSlice, Slice
-from tensord.shm.prepared import Numbered
+from tensord.shm.messages import PreparedTensor, RegionSlice, Slice
 from tensord.shm.regions import Region
 from tensord.workers.regions.region_table import check_intact
+from tensord.workers.requests.answer_plan import AnswerPlan, PlannedOutput
 
 if TYPE_CHECKING:
     from tensord.workers.models.execution import Execution
@@ -38,52 +38,27 @@ Outcome = tuple[int, int, int, list[Array]]
 _LEASED = -1
 
 
-class SingleAnswer(NamedTuple):
-    """The plan of an answer: all but its bytes."""
-
-    numbered: Numbered[PreparedAnswer]
-    #: Bytes of the lease that large outputs lie in; 0: there are none.
-    byte_size: int
-    #: Large output -> its offset in the lease, and its bytes.
-    leased: Mapping[str, tuple[int, int]]
-    #: Large output -> where it goes in a region, exactly.
-    placed: Mapping[str, RegionSlice]
-    #: Outputs that travel in the record.
-    inside: Sequence[str]
-    #: For each output, in the answer's order: its number among those in the record or -1, its offset, and its bytes.
-    outputs: tuple[tuple[int, int, int], ...]
-
-
-def plan_single(execution: Execution, preparation: Preparation) -> SingleAnswer | None:
-    """Returns the plan by which a single prepared request was answered, or None where there is none."""
+def plan_single(execution: Execution, preparation: Preparation) -> tuple[AnswerPlan, Mapping[int, str]] | None:
+    """Returns the plan by which a single prepared request was answered, and the contents' names; None: there is no plan."""
     (request,), made, places = execution.requests, execution.outputs, execution.places
     plan = None if made is None else preparation.plans.get(made.layout)
     if made is not None and plan is not None and plan.numbered is not None:
-        names = {content: name for name, _, content, *_ in made.layout.outputs}
-        inside = [names[part.content] for part in plan.parts]
-        cut = [(number, part.start, part.byte_size * request.rows) for number, part in enumerate(plan.parts)]
-        return SingleAnswer(plan.numbered, 0, {}, {}, inside, tuple(cut)) if plan.inside else None
-    if preparation.large is None or places is None or not places.written:
+        return (plan, {content: name for name, _, content, *_ in made.layout.outputs}) if plan.inside else None
+    large = preparation.large
+    if large is None or places is None or not places.written:
         return None
-    byte_size, leased, placed = 0, dict[str, tuple[int, int]](), dict[str, RegionSlice]()
-    inside, outputs = list[str](), list[tuple[int, int, int]]()
-    for name, size in places.sizes.items():
-        at = places.offsets.get(name)
+    parts: list[PlannedOutput] = []
+    for content, (name, size) in enumerate(places.sizes.items()):
+        row_byte_size, odd = divmod(size, request.rows)
+        at, region = places.offsets.get(name), None
         if name in places.in_regions:
-            if name not in places.written:
-                return None
             place, _ = places.in_regions[name]
-            placed[name] = RegionSlice(place.region, place.offset, size)
-        elif at is None:
-            outputs.append((len(inside), 0, size))
-            inside.append(name)
-        elif name in places.written:
-            outputs.append((_LEASED, at, size))
-            leased[name] = at, size
-            byte_size = at + size
-        else:
+            region = RegionSlice(place.region, place.offset, size)
+        if odd or ((region is not None or at is not None) and name not in places.written):
             return None
-    return SingleAnswer(preparation.large, byte_size, leased, placed, inside, tuple(outputs))
+        parts.append(PlannedOutput(content, at or 0, row_byte_size, row_byte_size, region, at is not None))
+    plan = AnswerPlan(large.number, large, parts, sum([part.byte_size for part in parts]), False, {})
+    return plan, dict(enumerate(places.sizes))
 
 
 class SingleRun:
@@ -95,7 +70,9 @@ class SingleRun:
         lane: WorkerLane,
         inputs: Sequence[PreparedTensor],
         sizes: Sequence[int],
-        answer: SingleAnswer,
+        plan: AnswerPlan,
+        names: Mapping[int, str],
+        rows: int,
         regions: Mapping[str, Region],
         name: str | None = None,
     ) -> None:
@@ -103,6 +80,7 @@ class SingleRun:
 
         Args:
           sizes: the bytes of each input.
+          plan, names, rows: how requests of so many rows are answered, by outputs of these names.
           regions: those that the request names.
           name: of their parameter set; None: they name none.
         """
@@ -120,10 +98,27 @@ class SingleRun:
             else:
                 view = regions[place.region].view(place.offset, size)
                 self._fixed[tensor.name] = np.frombuffer(view, dtype).reshape(tensor.shape)
-        self._placed = {
-            name: regions[place.region].view(place.offset, place.byte_size) for name, place in answer.placed.items()
-        }
-        self.answer = answer
+        assert plan.numbered is not None
+        self.numbered = plan.numbered
+        #: Outputs that travel in the record; large ones that lie in regions, and in the lease: offset and bytes.
+        self._inside: list[str] = []
+        self._placed: dict[str, memoryview] = {}
+        self._leased: dict[str, tuple[int, int]] = {}
+        #: Bytes of the lease; 0: there is none.
+        self._leased_byte_size = 0
+        #: For each output that is in no region: its number among those in the record or -1, its offset, and its bytes.
+        self.outputs: list[tuple[int, int, int]] = []
+        for part in plan.parts:
+            output, size = names[part.content], part.byte_size * rows
+            if part.region is not None:
+                self._placed[output] = regions[part.region.region].view(part.region.offset, size)
+                continue
+            self.outputs.append((_LEASED if part.in_lease else len(self._inside), part.start, size))
+            if part.in_lease:
+                self._leased[output] = part.start, size
+                self._leased_byte_size = part.start + size
+            else:
+                self._inside.append(output)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -153,11 +148,11 @@ class SingleRun:
                 content = self._lane.view(Slice(segment, offset, byte_size))
             arguments[name] = np.frombuffer(content, dtype).reshape(shape)
         made: Outcome | None
-        if self.answer.byte_size or self._placed:
+        if self._leased_byte_size or self._placed:
             made = self._run_placed(arguments)
         else:
             outputs = _waited_for(self._executable.computed(self._executable.named(self._set), arguments, {}))
-            made = -1, 0, 0, [outputs[name] for name in self.answer.inside]
+            made = -1, 0, 0, [outputs[name] for name in self._inside]
         if self._regions:
             # After the last byte was read and written: a page that was missing meanwhile makes the answer void.
             check_intact(self._regions)
@@ -168,18 +163,18 @@ class SingleRun:
         memory, lane = self._executable.memory_of_outputs, self._lane
         if memory is None:
             return None  # the ordinary path learns their allocation anew
-        if not memory.offerable >= self.answer.leased.keys() | self._placed.keys():
+        if not memory.offerable >= self._leased.keys() | self._placed.keys():
             raise LookupError("outputs are copied to their places")
-        if not self.answer.byte_size:
+        if not self._leased_byte_size:
             made = self._run_into(arguments, self._placed)
             return None if made is None else (-1, 0, 0, made)
-        lease = lane.loan(self.answer.byte_size)
+        lease = lane.loan(self._leased_byte_size)
         if lease is None:
             return None
         inside: list[Array] | None = None
         try:
             if lane.is_announced(lease):
-                leased = {name: lease.view[at : at + size] for name, (at, size) in self.answer.leased.items()}
+                leased = {name: lease.view[at : at + size] for name, (at, size) in self._leased.items()}
                 inside = self._run_into(arguments, leased | self._placed)
         finally:
             if inside is None:
@@ -192,14 +187,14 @@ class SingleRun:
         addresses = {name: address_of(memory) for name, memory in memories.items()}
         outputs = _waited_for(executable.computed(executable.named(self._set), arguments, addresses))
         written = executable.written(outputs, addresses)
-        inside = [outputs[name] for name in self.answer.inside]
+        inside = [outputs[name] for name in self._inside]
         del outputs
         for name, memory in memories.items():
             executable.give_up(addresses[name], memory)
         return inside if len(written) == len(addresses) else None
 
     def __repr__(self) -> str:
-        return f"<SingleRun of {self._executable.wanted}, {self.answer.byte_size} bytes out>"
+        return f"<SingleRun of {self._executable.wanted}, {self._leased_byte_size} bytes out>"
 
 
 def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:

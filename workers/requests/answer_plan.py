@@ -1,8 +1,10 @@
-"""Plans small answers: how they are cut out of a run's outputs, and where each of their outputs goes.
+"""Plans answers: how they are cut out of a run's outputs, and where each of their outputs goes.
 
     prepared request, layout of a program's outputs ─▶ AnswerPlan, kept by the number of the request
     AnswerPlan ─▶ write: one answer ─▶ the C part: the same, outside of Python (workers/dispatch/fast_path.py)
     its number ─▶ AnswerRows: one for each of many requests ─▶ answer_pieces: many for one request
+
+Outputs that a program writes into a lease of the response arena are planned by ``workers/processor/single_run.py``.
 
 Records of one number are put together from what the encoder made of one, instead of a record and its call for each:
 
@@ -35,15 +37,19 @@ _ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000
 
 
 class PlannedOutput(NamedTuple):
-    """An output's place in a run's contents, and where it goes. Row n begins at ``start + n * step``."""
+    """An output's place in a run's contents, and where it goes. Row n begins at ``start + n * step``.
+
+    One in a lease begins at ``start`` of that, where its program writes all its rows.
+    """
 
     #: Which of the run's contents.
     content: int
     start: int
     step: int
     byte_size: int
-    #: None: into the record.
+    #: None: into the record, or the lease.
     region: RegionSlice | None
+    in_lease: bool = False
 
 
 class AnswerPlan(NamedTuple):
@@ -75,20 +81,20 @@ class AnswerPlan(NamedTuple):
         rows, contents = request.rows, made.contents
         parts = [
             contents[number][(at := start + row * step) : at + rows * size]
-            for number, start, step, size, _ in self.parts
+            for number, start, step, size, _, _ in self.parts
         ]
         if request.regions:
             for used in request.regions:
                 if isinstance(used, CudaRegion):
                     return None
-            for (*_, place), part in zip(self.parts, parts, strict=True):
+            for (*_, place, _), part in zip(self.parts, parts, strict=True):
                 if place is not None and part:
                     target = request.leased(place.region)
                     assert not isinstance(target, CudaRegion)
                     target.write(place.offset, part)
             check_intact(request.regions)
             if not self.inside:
-                parts = [part for (*_, place), part in zip(self.parts, parts, strict=True) if place is None]
+                parts = [part for (*_, place, _), part in zip(self.parts, parts, strict=True) if place is None]
         request.copied_byte_size += rows * self.row_byte_size
         return AnswerRecord(request.request_id, self.said, tuple(parts))
 

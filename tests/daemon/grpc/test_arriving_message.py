@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.config.options import Arenas, Options
-from tensord.daemon.grpc.arriving_message import ArrivingMessage, Refused, inflated
+from tensord.daemon.grpc.arriving_message import ArrivingMessage, CallRefused, inflated
 from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tensord.daemon.grpc.request_fields import RefusedRequest, split
 from tensord.daemon.submit.model_states import ModelStates
@@ -83,7 +83,7 @@ def test_there_and_back(encoding: str, content: bytes, view: bool) -> None:
 def test_anything_is_inflated_or_refused(encoding: str, content: bytes) -> None:
     try:
         assert isinstance(inflated(content, encoding, 500), bytes)
-    except Refused as refused:
+    except CallRefused as refused:
         assert refused.code in (INTERNAL, RESOURCE_EXHAUSTED)
 
 
@@ -111,7 +111,7 @@ def test_anything_is_inflated_or_refused(encoding: str, content: bytes) -> None:
     ],
 )
 def test_refused(encoding: str, content: bytes, code: int, text: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(CallRefused) as caught:
         inflated(content, encoding, 500)
     assert (caught.value.code, text in caught.value.message) == (code, True)
 

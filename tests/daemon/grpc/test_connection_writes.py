@@ -8,11 +8,11 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 from tensord.config.options import Grpc
-from tensord.daemon.grpc.connection import Connection
+from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.http2 import WRITE_BUFFER, ConnectionPhase
 
 
-def connection(test: Callable[[Connection, Mock], Any]) -> None:
+def connection(test: Callable[[Http2Connection, Mock], Any]) -> None:
     """Runs a test with an open connection whose transport notes what it is told."""
 
     async def run() -> None:
@@ -21,7 +21,7 @@ def connection(test: Callable[[Connection, Mock], Any]) -> None:
         serving = Mock(options=Grpc(), compression=0)
         serving.counters.total.return_value = 0
         serving.stopping = False
-        outgoing = Connection(serving, "tcp 127.0.0.1")
+        outgoing = Http2Connection(serving, "tcp 127.0.0.1")
         outgoing._transport = cast(asyncio.Transport, transport)
         outgoing.http2.phase = ConnectionPhase.OPEN
         await test(outgoing, transport)
@@ -30,7 +30,7 @@ def connection(test: Callable[[Connection, Mock], Any]) -> None:
 
 
 def test_one_turn_is_one_write() -> None:
-    async def test(outgoing: Connection, transport: Mock) -> None:
+    async def test(outgoing: Http2Connection, transport: Mock) -> None:
         for piece in (b"ab", memoryview(b"cd"), b"ef"):
             outgoing.http2.write(piece)
         assert not transport.mock_calls
@@ -45,7 +45,7 @@ def test_one_turn_is_one_write() -> None:
 
 
 def test_large_pieces_are_not_joined() -> None:
-    async def test(outgoing: Connection, transport: Mock) -> None:
+    async def test(outgoing: Http2Connection, transport: Mock) -> None:
         large = memoryview(bytes(100_000))
         outgoing.http2.write(b"head")
         outgoing.http2.write(large)
@@ -60,7 +60,7 @@ def test_large_pieces_are_not_joined() -> None:
 def test_who_waits_for_it_to_leave() -> None:
     """At once if nothing is unsent; when it was handed over; when the kernel has taken it; when the client is gone."""
 
-    async def test(outgoing: Connection, transport: Mock) -> None:
+    async def test(outgoing: Http2Connection, transport: Mock) -> None:
         heard: list[str] = []
         outgoing.when_written(lambda: heard.append("nothing"))
         assert heard == ["nothing"]
@@ -86,7 +86,7 @@ def test_who_waits_for_it_to_leave() -> None:
 def test_what_is_lent_is_given_back_when_it_has_left() -> None:
     """At once where the kernel takes it; when it has, where it does not."""
 
-    async def test(outgoing: Connection, transport: Mock) -> None:
+    async def test(outgoing: Http2Connection, transport: Mock) -> None:
         heard: list[str] = []
         large = memoryview(bytes(100_000))
         outgoing.http2.write_pieces([b"head", large, b"end"])
@@ -109,7 +109,7 @@ def test_what_is_lent_is_given_back_when_it_has_left() -> None:
 
 
 def test_blocked_streams_take_turns() -> None:
-    async def test(outgoing: Connection, transport: Mock) -> None:
+    async def test(outgoing: Http2Connection, transport: Mock) -> None:
         pumped: list[int] = []
 
         def pump(number: int) -> None:
@@ -131,7 +131,7 @@ def test_blocked_streams_take_turns() -> None:
 
 
 def test_the_last_stream_of_an_ending_connection() -> None:
-    async def test(outgoing: Connection, transport: Mock) -> None:
+    async def test(outgoing: Http2Connection, transport: Mock) -> None:
         outgoing.http2.phase = ConnectionPhase.ENDING
         outgoing.http2.write(b"bye")
         await asyncio.sleep(0)
@@ -143,7 +143,7 @@ def test_the_last_stream_of_an_ending_connection() -> None:
 
 
 def test_the_last_bytes_leave_before_the_connection_ends() -> None:
-    async def test(outgoing: Connection, transport: Mock) -> None:
+    async def test(outgoing: Http2Connection, transport: Mock) -> None:
         transport.write.side_effect = lambda _: outgoing.pause_writing()
         outgoing.http2.phase = ConnectionPhase.ENDING
         outgoing.http2.write(b"bye")

@@ -20,7 +20,7 @@ from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.floods import FRAMES_A_TURN
 from tensord.daemon.grpc.frames import END_HEADERS, END_STREAM, Violation, frame
 from tensord.daemon.grpc.http2 import STREAM_WINDOW, ConnectionPhase, Http2
-from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.serving import GrpcServing
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.submit.accounts import Accounts
 from tensord.shm.messages import Buffer
@@ -76,7 +76,7 @@ def made(owner: Owner | None = None, **options: Any) -> Http2:
     words = memoryview(bytearray(4096)).cast("Q")
     counters = FrontCounters(words, words[:1], words[1:2], 0)
     answered = Answered(counters, Refusals(Mock()), "grpc")
-    serving = Serving(Grpc(**options), {STREAM: Echo}, counters, Accounts(Arenas(), 0, 0), answered)
+    serving = GrpcServing(Grpc(**options), {STREAM: Echo}, counters, Accounts(Arenas(), 0, 0), answered)
     return Http2(serving, owner or Owner())  # type: ignore[arg-type]
 
 

@@ -9,20 +9,20 @@ from unittest.mock import Mock
 
 from tensord.config.options import Grpc
 from tensord.daemon.grpc import frames
-from tensord.daemon.grpc.connection import Connection
+from tensord.daemon.grpc.connection import Http2Connection
 from tensord.daemon.grpc.http2 import ConnectionPhase
 
 OPTIONS = Grpc(keepalive_time=100.0, keepalive_timeout=5.0, max_connection_idle=0, max_connection_age=0)
 
 
-def connection(options: Grpc, busy: bool, test: Callable[[Connection, Mock], None]) -> None:
+def connection(options: Grpc, busy: bool, test: Callable[[Http2Connection, Mock], None]) -> None:
     """Runs a test with an open connection, of which something was heard at 1000; ``busy``: it has a stream."""
 
     async def run() -> None:
         serving = Mock(options=options)
         transport = Mock()
         transport.get_write_buffer_size.return_value = 0
-        made = Connection(serving, "tcp 127.0.0.1")
+        made = Http2Connection(serving, "tcp 127.0.0.1")
         made._transport = cast(asyncio.Transport, transport)
         made.http2.phase = ConnectionPhase.OPEN
         made.http2.heard_at = made._opened_at = made._checked_at = 1000.0
@@ -34,13 +34,13 @@ def connection(options: Grpc, busy: bool, test: Callable[[Connection, Mock], Non
     asyncio.run(run())
 
 
-def pings(made: Connection) -> int:
+def pings(made: Http2Connection) -> int:
     """How many it has sent."""
     return sum(piece[3] == frames.PING for piece in made.http2.out)
 
 
 def test_a_silent_client_is_asked_and_given_up() -> None:
-    def test(made: Connection, transport: Mock) -> None:
+    def test(made: Http2Connection, transport: Mock) -> None:
         made.check(1100)
         assert not pings(made)
         made.check(1101)
@@ -55,7 +55,7 @@ def test_a_silent_client_is_asked_and_given_up() -> None:
 def test_any_sign_of_life_is_one() -> None:
     """An answer in the same tick of the clock is one, too."""
 
-    def test(made: Connection, transport: Mock) -> None:
+    def test(made: Http2Connection, transport: Mock) -> None:
         for asked in (1101, 1301):
             made.check(asked)
             made.http2.heard_at = asked if asked == 1101 else asked + 1
@@ -67,11 +67,11 @@ def test_any_sign_of_life_is_one() -> None:
 
 
 def test_without_calls() -> None:
-    def permitted(made: Connection, transport: Mock) -> None:
+    def permitted(made: Http2Connection, transport: Mock) -> None:
         made.check(1101)
         assert pings(made) == 1
 
-    def ordinary(made: Connection, transport: Mock) -> None:
+    def ordinary(made: Http2Connection, transport: Mock) -> None:
         made.check(1101)
         assert not pings(made)
 

@@ -24,7 +24,7 @@ from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.codes import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tensord.daemon.grpc.header_blocks import CallHead
-from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.serving import GrpcServing
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.submit.accounts import Accounts
 from tensord.shm.messages import Buffer
@@ -41,7 +41,7 @@ class Wire:
         words = memoryview(bytearray(4096)).cast("Q")
         counters = FrontCounters(words, words[:1], words[1:2], 0)
         answered = Answered(counters, Refusals(Mock()), "grpc")
-        self.serving = Serving(options, {}, counters, Accounts(Arenas(), 0, 0), answered)
+        self.serving = GrpcServing(options, {}, counters, Accounts(Arenas(), 0, 0), answered)
         self.account = None
         self.connection = self
         self.loop = asyncio.new_event_loop()

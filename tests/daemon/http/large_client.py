@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tensord.daemon.http.connection import Connection
+from tensord.daemon.http.connection import Http1Connection
 from tensord.shm.messages import Cancel, RegionSlice, RequestRecord
 from tests.fakes import WholeRequests, complete_numbered
 from tests.records import Tensor, WholeAnswer, WholeRequest
@@ -152,10 +152,10 @@ class EchoingWorker:
         return self._bench.worker.arena.statistics()["leases"]
 
 
-def connection_of(transport: KeptTransport) -> Connection:
+def connection_of(transport: KeptTransport) -> Http1Connection:
     """Also where another reads for it."""
     protocol = transport._protocol
-    connection: Connection = getattr(protocol, "_connection", protocol)
+    connection: Http1Connection = getattr(protocol, "_connection", protocol)
     return connection
 
 

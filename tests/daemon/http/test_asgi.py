@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from tensord.daemon.front.socket_watch import SocketWatch
-from tensord.daemon.http.connection import Connection
+from tensord.daemon.http.connection import Http1Connection
 from tests.fakes import until
 from tests.work.connection import Bench
 
@@ -149,7 +149,7 @@ class Ours:
 
     def connect(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        connection = Connection(self._bench.serving, self._bench.connections, "tcp 127.0.0.1")
+        connection = Http1Connection(self._bench.serving, self._bench.connections, "tcp 127.0.0.1")
         self._loop.call_soon_threadsafe(self._watch.open, ours, connection)
         theirs.settimeout(PATIENCE)
         return theirs
