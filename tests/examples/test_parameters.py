@@ -1,4 +1,4 @@
-"""The examples of parameters that are pushed: a learner whose actors get better, and customers with weights of their own."""
+"""The examples of parameters that are pushed: actors of a learner get better, customers have weights or adapters of their own."""
 
 from __future__ import annotations
 
@@ -50,3 +50,8 @@ def test_every_customer_is_answered_by_their_own_weights(daemon: DaemonProcess) 
     output = run(daemon, "customers.py", "--customers", "30")
     assert "30 customers were answered, 0 of them wrongly" in output
     assert "sets: main, customer-0" in output
+
+
+def test_customers_with_adapters_share_calls(daemon: DaemonProcess) -> None:
+    output = run(daemon, "adapters.py", "--customers", "32")
+    assert "32 customers were answered, 0 of them wrongly" in output

@@ -57,7 +57,8 @@ class LoadTarget:
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:
         """Makes the target of a process that is not the daemon's."""
-        return cls(options, device, gpu, cache, Processor.opened(device, options.workers.single_thread_flops))
+        execution = Processor.opened(device, options.workers.single_thread_flops)
+        return cls(options, device, gpu, cache, execution, room=DeviceRoom(options.workers.parameter_byte_size))
 
     @property
     def devices(self) -> list[jax.Device]:

@@ -136,15 +136,18 @@ class Executable(ABC):
     def parameters(self, chosen: ParameterSet | BatchSets | None = None) -> Any:
         """Returns the parameters of a set, as ``call`` takes them; None: those of requests that name no set."""
         sets = self._sets
-        chosen = chosen or sets.main
-        if sets.stack is not None:
+        if chosen is None:
+            chosen = sets.main
+        if sets.stack is not None or isinstance(chosen, BatchSets):
+            assert sets.stack is not None
             return sets.stack.arguments(sets, chosen, self.rows)
-        assert not isinstance(chosen, BatchSets)
         return chosen.on(self._at)
 
     def named(self, name: str | None) -> Any:
         """Returns the parameters of a set by its name, as ``parameters``. Raises NotFound: there is none of that name."""
-        return self.parameters(None if name is None else self._sets.find(name))
+        sets = self._sets
+        chosen = sets.main if name is None else sets.find(name)
+        return chosen.on(self._at) if sets.stack is None else sets.stack.arguments(sets, chosen, self.rows)
 
     def run(self, name: str | None = None) -> list[Content]:
         """Computes the inputs in ``memory``. Returns the contents of its layout, once ``memory`` may be written again.

@@ -111,7 +111,7 @@ class StepExecutables:
     def check_size(self, limit: int) -> None:
         """Traces ``init``. Raises InvalidArgument: the carry would take more bytes than ``limit``; or whatever it raises."""
         with precision(self._signature):
-            made = jax.eval_shape(self._init, self._place.parameter_specs)
+            made = jax.eval_shape(self._init, self._place.parameter_specs(1))
         byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
         if byte_size > limit:
             raise InvalidArgument(
@@ -183,7 +183,7 @@ class StepExecutables:
             return place.spec(array.shape, array.dtype)
 
         with precision(self._signature):
-            parameters = place.parameter_specs
+            parameters = place.parameter_specs(1)
             if what.name == "init":
                 return self._lowered(what, self._init.trace(parameters))
             carry = jax.tree.map(spec, jax.eval_shape(self._init, parameters))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tensord.testing
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tests.repositories import write_model
@@ -267,6 +268,12 @@ def test_config_says_the_same(loop: PushingLoop, tmp_path: Path) -> None:
     assert (found.evictions, {each.on_device for each in found.sets}) == (0, {True})
 
 
+def test_tried_without_a_server(tmp_path: Path) -> None:
+    with tensord.testing.load(write(tmp_path, SOME)) as model:
+        ones = np.ones((3, 8), np.float32)
+        assert np.array_equal(model({"x": ones})["y"], ones)
+
+
 def test_a_function_that_takes_no_index(loop: PushingLoop, tmp_path: Path) -> None:
     source = MODEL.replace(", index{arguments}):", "):")
     write_model(tmp_path, "m", source.format(more=ALL, arguments="", added=""))
@@ -302,9 +309,9 @@ def test_a_slot_that_cannot_be_written(loop: PushingLoop, tmp_path: Path) -> Non
     put = stack._put
 
     def refuses(*_: object) -> None:
-        raise MemoryError
+        raise Unavailable("no memory")
 
     stack._put = refuses  # type: ignore[assignment]
-    assert loop.ask_value("m", set="b").message == "model 'm' version 1 failed with MemoryError"
+    assert loop.ask_value("m", set="b").message == "no memory"
     stack._put = put
     assert [value(loop.ask_value("m", set=name)) for name in ("a", "b", None)] == [1, 2, 0]
