@@ -11,6 +11,8 @@ Source: safetensors' format, https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import math
 import mmap
@@ -31,6 +33,8 @@ from tensord.shm.errors import InvalidArgument, Unavailable
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _ALL = _FIXED | fcntl.F_SEAL_SEAL
 _LENGTH = 8
+#: Bytes that are written in one piece.
+_PIECE = 4 << 20
 _MAX_HEADER = 32 << 20
 #: Dimensions of a leaf at most.
 MAX_RANK = 32
@@ -141,6 +145,23 @@ def _header(content: memoryview, what: str) -> tuple[int, dict[str, _Entry]]:
     return _LENGTH + length, entries
 
 
+class _Unreadable(Exception):
+    """Raised where bytes are not there any more: the memory of a region has shrunk."""
+
+
+def _written(fd: int, content: memoryview, at: int) -> int:
+    """Writes bytes to a file, and returns how many. Raises _Unreadable, OSError."""
+    try:
+        count = os.pwrite(fd, content, at)
+    except OSError as error:
+        if error.errno != errno.EFAULT:
+            raise
+        count = 0
+    if not count:
+        raise _Unreadable
+    return count
+
+
 class SealedMemory:
     """Memory that nobody can change any more, mapped for reading. Arrays in it keep the mapping."""
 
@@ -179,19 +200,38 @@ def is_sealed(fd: int) -> bool:
 class NewMemory:
     """Memory of ours that parameters are written to, and that is sealed then. Closes its descriptor where it is not taken."""
 
-    def __init__(self, byte_size: int) -> None:
-        """Allocates so many bytes. Raises Unavailable: the host has no memory left for them, or this process no descriptor."""
+    def __init__(self, byte_size: int, given: memoryview | None = None) -> None:
+        """Allocates so many bytes. Raises Unavailable: the host has no memory left for them, or this process no descriptor.
+
+        ``given``: as many bytes, with which it is filled.
+        """
         self.byte_size = byte_size
         with descriptors.needed("pushed parameters"):
             self._fd = os.memfd_create("tensord-parameters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self._fd, 0, byte_size)
+            written = 0 if given is None else self._write(given)
+            if written < byte_size:
+                os.posix_fallocate(self._fd, 0, byte_size)
             self._mapping: mmap.mmap | None = mmap.mmap(self._fd, byte_size)
             #: The bytes, while it is not sealed.
             self.content: Array = np.frombuffer(self._mapping, np.uint8)
         except OSError as error:
             os.close(self._fd)
             raise Unavailable(f"the host has no {byte_size} bytes of memory for parameters") from error
+        if given is not None and written < byte_size:
+            np.copyto(self.content[written:], np.frombuffer(given[written:], np.uint8))
+
+    def _write(self, given: memoryview) -> int:
+        """Writes bytes from the beginning, and returns how many: fewer where the others cannot be read. Raises OSError.
+
+        The kernel copies them into new pages in one pass; memory that is allocated before it is copied to is cleared first.
+        """
+        os.truncate(self._fd, self.byte_size)
+        done = 0
+        with contextlib.suppress(_Unreadable):
+            while done < len(given):
+                done += _written(self._fd, given[done : done + _PIECE], done)
+        return done
 
     @classmethod
     def laid_out(cls, leaves: list[LaidLeaf], limit: int, what: str) -> tuple[NewMemory, dict[str, Array]]:

@@ -138,14 +138,18 @@ class Making:
         finally:
             memory.close()
 
-    def copied(self, byte_size: int, copy: Copy) -> int:
-        """Copies a whole source of so many bytes. Returns the descriptor of the sealed memory. Raises ServingError."""
+    def copied(self, byte_size: int, source: Copy | memoryview) -> int:
+        """Copies a whole source of so many bytes. Returns the descriptor of the sealed memory. Raises ServingError.
+
+        ``source``: memory that has them, or a function that copies them.
+        """
         layout.check_size(byte_size, self._limit, self.what)
         if not byte_size:
             raise InvalidArgument(f"{self.what} have no bytes")
-        memory = NewMemory(byte_size)
+        memory = NewMemory(byte_size, source if isinstance(source, memoryview) else None)
         try:
-            copy(memory.content)
+            if not isinstance(source, memoryview):
+                source(memory.content)
             check_intact(self._regions)
             self.check_sum([memory.content])
             return memory.sealed()
@@ -223,7 +227,8 @@ def plan(
             region = regions.find(source.region)
             size = source.byte_size or max(0, region.byte_size - source.offset)
             copy = _copy_of(making, region, source.offset, size)
-            making.reads(lambda making: making.copied(size, copy))
+            given = region.view(source.offset, size) if isinstance(region, Region) else None
+            making.reads(lambda making: making.copied(size, copy if given is None else given))
         elif isinstance(source, LeavesSource):
             if not source.leaves:
                 raise InvalidArgument(f"{making.what} have no leaves")
