@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, from_code
-from tensord.shm.messages import SET_PARAMETER, PreparedRequest, RequestRecord
+from tensord.shm.messages import SET_PARAMETER, Parameter, PreparedRequest, RequestRecord
 from tensord.shm.status_page import LOOP_SLOT, StatusPage
 from tensord.workers.dispatch.answer_controls import controls_said
 from tensord.workers.dispatch.outbox import Outbox
 from tensord.workers.dispatch.responses import Responses
-from tensord.workers.models.ensemble_pipeline import EnsemblePipeline, EnsemblePipelines
+from tensord.workers.models.ensemble_pipeline import EnsemblePipeline, EnsemblePipelines, needs_steps
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
@@ -113,11 +113,9 @@ class EnsembleRuns:
         Returns whether they have run.
         """
         # A trace has each step; of what was being executed when a worker died each step is blamed for itself; and each step finds
-        # the parameter set that its request names.
+        # the parameter set that its request names, and says which it was.
         steps = [
-            request
-            for request in batch
-            if request.timeline is not None or request.own.strikes or SET_PARAMETER in request.prepared.parameters
+            request for request in batch if request.timeline is not None or request.own.strikes or needs_steps(request)
         ]
         together = [request for request in batch if request not in steps] if steps else batch
         found = self.pipelines.find(version, graph, together) if together else None
@@ -288,6 +286,8 @@ class EnsembleRuns:
         elif result is not None and run.error is None:
             # An error as well comes after what was answered before.
             run.untaken.append((start, inner, result))
+        if inner.told and not isinstance(result, ServingError):
+            run.request.told = _told(run.request.told, inner)
         if final:
             timeline = run.request.timeline
             if timeline is not None and inner.timeline is not None:
@@ -397,6 +397,20 @@ class EnsembleRuns:
 
     def __repr__(self) -> str:
         return f"<EnsembleRuns {len(self._runs)} under way>"
+
+
+def _told(before: Mapping[str, Parameter], inner: InnerRequest) -> dict[str, Parameter]:
+    """Returns what an ensemble's answer says of the parameters of its steps, with one step more.
+
+    It is said by the model's name; of a model that is asked several times, while others are pushed into it, the lowest number.
+    """
+    said = dict(before)
+    ensemble, name = inner.version.loaded.ensemble is not None, inner.version.name
+    for key, value in inner.told.items():
+        key = key if ensemble else f"{key}.{name}"
+        known = said.get(key)
+        said[key] = min(known, value) if type(known) is int and type(value) is int else value
+    return said
 
 
 def _has_set(member: ModelVersion, name: object) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tensord.shm.arrays import Array
 from tensord.shm.errors import NotFound
-from tensord.shm.messages import SET_PARAMETER
+from tensord.shm.messages import SET_PARAMETER, TELLING_PARAMETER
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_table import ModelTable
 from tensord.workers.models.model_version import ModelVersion
@@ -177,7 +177,7 @@ class EnsemblePipelines:
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:
             self._known.clear()
             self._changes = self._models.changes
-        if any(SET_PARAMETER in request.prepared.parameters for request in requests):
+        if any(needs_steps(request) for request in requests):
             return None
         first = requests[0].outputs
         alike = all(request.outputs.keys() == first.keys() for request in requests)
@@ -194,6 +194,12 @@ class EnsemblePipelines:
 
     def __repr__(self) -> str:
         return f"<EnsemblePipelines {len(self._known)}>"
+
+
+def needs_steps(request: Request) -> bool:
+    """Returns whether a request says which parameters its steps have, or asks which they were."""
+    parameters = request.prepared.parameters
+    return SET_PARAMETER in parameters or bool(parameters.get(TELLING_PARAMETER))
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
