@@ -6,6 +6,8 @@ while     the p99 of a small HTTP request on four connections while the same mod
           the p99 when nothing is pushed (at most 1.5 times).
 sets      1000 sets of 1 MiB with room for 100 on the device: the rate of requests whose set lies there beside that of ``main``
           (at least 0.97), and what a request takes longer whose set does not, beside a copy of 1 MiB to the device (at most 2).
+mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: requests of 16 sets at once, which share a call,
+          beside as many one after the other (at least 6 times their time).
 
 Every answer is compared with what its set holds. Exit status 1: an answer was wrong. Times are medians of the rounds.
 """
@@ -57,6 +59,28 @@ def create(path, config, device):
 """
 
 
+#: Rows of the base, and sets that are asked at once.
+_WIDTH, _RANK, _TOGETHER = 4096, 4, 16
+_MIXED = f"""
+import jax.numpy as jnp
+import numpy as np
+
+inputs = {{"x": "FP32[{_WIDTH}]"}}
+outputs = {{"y": "FP32[{_WIDTH}]"}}
+max_batch_size, batch_buckets = {_TOGETHER}, (1, {_TOGETHER})
+batch_sets = ("adapter",)
+
+def create(path, config, device):
+    def apply(stacked, inputs, index):
+        x, adapter = inputs["x"], stacked["adapter"]
+        changed = jnp.einsum("bi,bir,bro->bo", x, adapter["down"][index], adapter["up"][index])
+        return {{"y": x @ stacked["base"] + changed}}
+
+    zeros = {{"down": np.zeros(({_WIDTH}, {_RANK}), np.float32), "up": np.zeros(({_RANK}, {_WIDTH}), np.float32)}}
+    return apply, {{"base": np.full(({_WIDTH}, {_WIDTH}), 0.5, np.float32), "adapter": zeros}}
+"""
+
+
 def tree(mib: int, value: float) -> dict[str, np.ndarray]:
     """Parameters of so many MiB, whose answers are twice the value."""
     return {"w": np.full((mib, _MIB // 4), value, np.float32)}
@@ -69,6 +93,8 @@ def write_models(folder: Path) -> None:
         version.mkdir(parents=True)
         (version / "model.py").write_text(_MODEL)
         np.savez(version / "params.npz", **tree(mib, 0))
+    (folder / "mixed" / "1").mkdir(parents=True)
+    (folder / "mixed" / "1" / "model.py").write_text(_MIXED)
 
 
 class Asker:
@@ -245,7 +271,48 @@ def sets_row(rounds: int, client: tensord_client.Client) -> int:
     return wrong
 
 
-ROWS: dict[str, Callable[[int, tensord_client.Client], int]] = {"push": push_row, "while": while_row, "sets": sets_row}
+def mixed_row(rounds: int, client: tensord_client.Client) -> int:
+    """Asks sets at once, and one after the other."""
+    x = np.zeros((1, _WIDTH), np.float32)
+    x[0, 0] = 1
+    models = [client.model("mixed", parameter_set=f"m{number}") for number in range(_TOGETHER)]
+    for number in range(_TOGETHER):
+        down = np.full((_WIDTH, _RANK), number, np.float32)
+        adapter = {"down": down, "up": np.ones((_RANK, _WIDTH), np.float32)}
+        client.model("mixed").parameters.update({"adapter": adapter}, set=f"m{number}")
+    wrong = 0
+
+    def check(number: int, answer: Any) -> None:
+        nonlocal wrong
+        wrong += not np.all(answer["y"] == 0.5 + number * _RANK)
+
+    def at_once() -> None:
+        for number, answer in enumerate([model.submit({"x": x}) for model in models]):
+            check(number, answer.result())
+
+    def in_turn() -> None:
+        for number, model in enumerate(models):
+            check(number, model({"x": x}))
+
+    found: dict[str, list[float]] = {"at once": [], "in turn": []}
+    at_once()
+    for _ in range(rounds):
+        found["at once"].append(seconds(at_once))
+        found["in turn"].append(seconds(in_turn))
+    once, turn = (statistics.median(values) * 1e3 for values in found.values())
+    print(
+        f"mixed  {_TOGETHER} sets at once {once:.1f} ms, one after the other {turn:.1f} ms: {turn / once:.1f} x",
+        flush=True,
+    )
+    return wrong
+
+
+ROWS: dict[str, Callable[[int, tensord_client.Client], int]] = {
+    "push": push_row,
+    "while": while_row,
+    "sets": sets_row,
+    "mixed": mixed_row,
+}
 
 
 def main() -> int:
@@ -254,7 +321,7 @@ def main() -> int:
         prog="bench.parameters", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", default=",".join(ROWS), help="of push, while and sets")
+    parser.add_argument("--rows", default=",".join(ROWS), help="of push, while, sets and mixed")
     arguments = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as temporary:

@@ -208,7 +208,7 @@ class Workers(Section, frozen=True):
     isolated_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
     #: Host memory (arenas, system regions) that a GPU worker page-locks; 0: none.
     pinned_byte_size: ByteSize = 4 << 30
-    #: Bytes of one pushed parameter set, and of all of them on a worker's device, which those leave that nobody asks.
+    #: Bytes of one pushed parameter set, and of all of them, and models on demand, on a worker's device.
     max_parameter_byte_size: ByteSize = 4 << 30
     parameter_byte_size: ByteSize = 4 << 30
     #: Parameter sets of one model version, ``main`` among them.

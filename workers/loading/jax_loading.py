@@ -66,13 +66,14 @@ def jitted_model(
     several: SeveralDevices | None,
     target: LoadTarget,
     mixed: SetDeclaration | None = None,
+    on_demand: bool = False,
 ) -> JaxModel:
     """Makes a jitted model, whose programs are not compiled yet.
 
     Args:
       described: its tensors and state; ``buckets`` are those of its programs.
       created: function, parameters, and initial state.
-      instances, alone: as of ``JaxModel``; ``several``, ``mixed``: as of ``Executables``.
+      instances, alone: as of ``JaxModel``; ``several``, ``mixed``, ``on_demand``: as of ``Executables``.
     Raises: InvalidArgument, Unsupported: it cannot be served.
     """
     apply, parameters, first = created
@@ -101,6 +102,7 @@ def jitted_model(
         names,
         target.room,
         mixed,
+        on_demand,
     )
     return JaxModel(
         record.version, buckets.signature, buckets, executables, instances, alone or several is not None, free

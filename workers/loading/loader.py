@@ -39,6 +39,7 @@ from tensord.workers.declarations.declaration import (
 )
 from tensord.workers.declarations.device_choice import given_devices, gpus
 from tensord.workers.declarations.made_inputs import MadeInputs
+from tensord.workers.declarations.memory_policy import is_on_demand
 from tensord.workers.declarations.request_inputs import request_inputs
 from tensord.workers.declarations.sequence_declaration import sequence_plan
 from tensord.workers.declarations.set_declaration import SetDeclaration, declare_sets
@@ -198,7 +199,7 @@ class Loader:
         model_checks.check(message, whole=True, scalars=scalars)
         model_checks.check_device(message, self._gpu)
         described = signature(message, axes, read_labels(message, Path(record.model_path)))
-        mixed = declare_sets(message, module)
+        mixed, on_demand = declare_sets(message, module), is_on_demand(message, module)
         sequences = sequence_plan(message, self._max_queue_size)
         asked = request_inputs(message, module) if message.backend == "jax" else None
         made_inputs = MadeInputs(None if sequences is None else sequences.controls, asked)
@@ -238,7 +239,7 @@ class Loader:
             instances = self._starting.start(message, maker, None, progress.cancellation)
         else:
             jitted, instances, maker, sets = self._create(
-                record, message, module, taken, progress, made_inputs, imports, flags, run_on, mixed
+                record, message, module, taken, progress, made_inputs, imports, flags, run_on, mixed, on_demand
             )
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
         return LoadedModel(
@@ -284,6 +285,7 @@ class Loader:
         flags: OwnFlags,
         run_on: Sequence[int],
         mixed: SetDeclaration | None,
+        on_demand: bool,
     ) -> tuple[JaxModel | None, tuple[Instance, ...], InstanceMaker, ParameterSets]:
         def started(
             host: Instantiated, sets: ParameterSets
@@ -304,6 +306,11 @@ class Loader:
         given, spread = given_devices(message, module, self._devices, self._gpu, bool(described.states))
         if mixed is not None and spread is not None:
             raise Unsupported(f"model '{message.name}': batch_sets is for models that run on one device")
+        if on_demand and (spread is not None or mixed is not None):
+            which = (
+                "that run on one device" if mixed is None else "whose batches do not mix parameter sets (batch_sets)"
+            )
+            raise Unsupported(f"model '{message.name}': memory_policy 'on_demand' is for models {which}")
         turns = spread is not None or mixed is not None
         if turns and threads and not host:
             groups.take_turns(
@@ -319,8 +326,9 @@ class Loader:
             returned = create(message.name, module, Path(record.version_path), model_config.to_dict(message), given)
         apply, parameters, first = created(module, described, returned, made_inputs.asked, mixed is not None)
         if is_generator(returned):
-            if mixed is not None:
-                raise Unsupported(f"model '{message.name}': batch_sets is for jitted functions, a generator is none")
+            if mixed is not None or on_demand:
+                what = "batch_sets" if mixed is not None else "memory_policy 'on_demand'"
+                raise Unsupported(f"model '{message.name}': {what} is for jitted functions, a generator is none")
             declare_streams(message)
             sets = host_sets(message.name, parameters, self._target.room)
             streaming = GeneratorModel(record.version, described, apply, sets, imports.port)
@@ -351,6 +359,7 @@ class Loader:
                 spread,
                 self._target,
                 mixed,
+                on_demand,
             )
             jitted.executables.warm(progress)
             jitted.prepare_grouped(progress.cancellation)

@@ -16,6 +16,7 @@ from tensord.shm.errors import Unsupported
 from tensord.workers.declarations.created import create
 from tensord.workers.declarations.declaration import choose_buckets
 from tensord.workers.declarations.device_choice import device_count
+from tensord.workers.declarations.memory_policy import is_on_demand
 from tensord.workers.declarations.request_inputs import RequestInputs
 from tensord.workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
 from tensord.workers.imports.model_imports import python_source
@@ -77,6 +78,7 @@ def load_stepped(
         target.execution,
         array_names(parameters),
         target.room,
+        is_on_demand(message, module),
     )
     executables.check_size(target.options.executables.max_state_byte_size)
     executables.warm(progress)

@@ -31,6 +31,8 @@ from tensord.workers.parameters.set_stack import BatchSets, SetStack
 _ABSENT: Any = object()
 #: Places leaves, in the order of the model's tree, on the device; None for those that every set has of the model.
 Place = Callable[[Sequence[Array | None]], Any]
+#: Returns the bytes of leaves that are used where they lie, so that they take no room on the device.
+Lying = Callable[[Sequence[Array | None]], int]
 
 
 class ParameterSet:
@@ -56,12 +58,15 @@ class ParameterSet:
         self.sets = sets
         self.name = name
         self.number = number
+        self._host: Sequence[Array | None] | None = None
         named = name != MAIN_SET
-        #: Bytes of its leaves, and of those of them that are placed for it alone: what lies in a stack is in nobody's way.
+        #: Bytes of its leaves, and of those that take room on the device for it alone: others lie in a stack, or where the host
+        #: has them in any case.
         self.byte_size = self.placed_byte_size = sets.leaves.byte_size_of(named)
         if sets.stack is not None:
             self.placed_byte_size -= sets.leaves.byte_size_of(named=True)
-        self._host = host
+        if host is not None:
+            self.fill(host)
         #: On the worker's device, and on the one for small programs.
         self._trees = [tree, _ABSENT]
         #: Grows with each use, over all sets of a worker.
@@ -74,6 +79,8 @@ class ParameterSet:
 
         Raises: Unavailable: they had left the device, and there is no room for them.
         """
+        if self.sets.on_demand:
+            self.used = self.sets.room.use()
         tree = self._trees[placement]
         return tree if tree is not _ABSENT else self._come(placement)
 
@@ -109,7 +116,7 @@ class ParameterSet:
     def may_leave(self) -> bool:
         """True where it may leave the device for others."""
         moves = self._host is not None and self.placed_byte_size > 0
-        return moves and self.sets.main is not self and self not in self.sets.staged
+        return moves and (self.sets.main is not self or self.sets.on_demand) and self not in self.sets.staged
 
     def hosted(self) -> Sequence[Array | None]:
         """Returns its leaves in the host's memory; those that it was loaded with are fetched once."""
@@ -132,6 +139,7 @@ class ParameterSet:
     def fill(self, host: Sequence[Array | None]) -> None:
         """Sets its leaves, before it is in use."""
         self._host = host
+        self.placed_byte_size -= self.sets.lying(host)
 
     def prepare(self) -> None:
         """Has it on the device, for all programs. Raises as ``on``; or whatever placing it raises.
@@ -187,6 +195,8 @@ class ParameterSets:
         room: DeviceRoom | None = None,
         host: Sequence[Array | None] | None = None,
         stack: SetStack | None = None,
+        lying: Lying = lambda _: 0,
+        on_demand: bool = False,
     ) -> None:
         """
         Args:
@@ -195,14 +205,18 @@ class ParameterSets:
           room: on the device, for parameters that are pushed; None: there is none.
           host: the leaves of ``tree`` in the host's memory, if they are there.
           stack: of a model that computes several sets in one batch.
+          lying: says what of a set is used where it lies.
+          on_demand: whether main leaves the device as the others do; then ``tree`` is placed by ``prepare``.
         """
         self.leaves = leaves
+        self.lying = lying
+        self.on_demand = on_demand
         self.stack = stack
         self.place = place
         #: Returns parameters in the same memory for small programs, once there are any.
         self.share: Callable[[Any], Any] | None = None
         self.room = room or DeviceRoom(0)
-        self.main = ParameterSet(self, MAIN_SET, 0, host, tree)
+        self.main = ParameterSet(self, MAIN_SET, 0, host, _ABSENT if on_demand else tree)
         self._named: dict[str, ParameterSet] = {}
         #: Name -> the one that was in use before.
         self._before: dict[str, ParameterSet] = {}

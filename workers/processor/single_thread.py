@@ -88,10 +88,9 @@ def share(parameters: Any, device: jax.Device) -> Any:
     Raises ValueError: a parameter would be copied; or whatever numpy says to elements that it does not know.
     """
 
-    def shared(array: jax.Array) -> jax.Array:
-        made: jax.Array = jax.device_put(np.asarray(array), device)
-        if made.unsafe_buffer_pointer() != array.unsafe_buffer_pointer():
+    arrays, structure = jax.tree.flatten(parameters)
+    made = jax.device_put([np.asarray(array) for array in arrays], device)
+    for here, array in zip(made, arrays, strict=True):
+        if here.unsafe_buffer_pointer() != array.unsafe_buffer_pointer():
             raise ValueError(f"a parameter of {array.dtype}{list(array.shape)} would be copied")
-        return made
-
-    return jax.tree.map(shared, parameters)
+    return jax.tree.unflatten(structure, made)

@@ -66,6 +66,7 @@ class Executables:
         names: Sequence[str] | None = None,
         room: DeviceRoom | None = None,
         mixed: SetDeclaration | None = None,
+        on_demand: bool = False,
     ) -> None:
         """
         Args:
@@ -75,6 +76,7 @@ class Executables:
           names: names of the parameters' leaves; None: those that they have in ``parameters``.
           room: for parameters that are pushed; None: there is none.
           mixed: of a model whose batches mix parameter sets.
+          on_demand: whether the parameters leave the device for others while nobody asks.
         Raises: Internal: there is no memory for the parameters.
         """
         self._initial = initial
@@ -90,7 +92,7 @@ class Executables:
         if several is None:
             fresh = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters) if not isinstance(leaf, jax.Array))
             device_memory.check(signature.model, "its parameters need", fresh, jax.local_devices()[:1])
-        self.sets = placed_sets(signature, parameters, names, several, room, mixed)
+        self.sets = placed_sets(signature, parameters, names, several, room, mixed, device.remote, on_demand)
         self._usual = Placement(self.sets, None, several)
         self._small = device.small_programs(signature, self.sets)
         #: Parts of the cache's keys that all programs of the version share.

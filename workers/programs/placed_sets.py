@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tensord.shm.arrays import Array
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.arrays import Array, address_of
+from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.workers.declarations.set_declaration import SetDeclaration
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
@@ -27,21 +29,25 @@ def placed_sets(
     several: SeveralDevices | None = None,
     room: DeviceRoom | None = None,
     mixed: SetDeclaration | None = None,
+    remote: bool = False,
+    on_demand: bool = False,
 ) -> ParameterSets:
     """Places parameters on the worker's device; on several ones they stay where they are until the first program is there.
 
     Args:
       names: of the leaves; None: those that they have in ``parameters``.
       room: for parameters that are pushed.
+      remote: the device has memory of its own.
+      on_demand: main leaves the device for others while nobody asks for it.
       mixed: says which leaves lie in a stack, of a model whose batches mix sets.
-    Raises: InvalidArgument: ``mixed`` names a leaf that is not there.
+    Raises: InvalidArgument: ``mixed`` names a leaf that is not there; what is on demand has more bytes than there is room for.
     """
     names = names_of(parameters) if names is None else names
     if mixed is not None:
         return _stacked(signature, parameters, names, mixed, room)
     with precision(signature):
         described = Leaves(signature.model, names, jax.tree.leaves(parameters))
-        if several is None:
+        if several is None and not on_demand:
             parameters = jax.device_put(parameters)
     leaves, structure = jax.tree.flatten(parameters)
     #: Leaves that every set has of the model: they cannot be pushed.
@@ -64,7 +70,30 @@ def placed_sets(
                 placed = jax.device_put(arrays, shardings)
             return jax.tree.unflatten(structure, jax.block_until_ready(placed))
 
-    sets = ParameterSets(described, parameters, place, room)
+    def lying(host: Sequence[Array | None]) -> int:
+        """Returns the bytes that XLA uses where they lie: on a processor, where they are aligned and of its datatype."""
+        if several is not None or remote:
+            return 0
+        return sum(
+            [
+                given.nbytes
+                for given, leaf in zip(host, described, strict=True)
+                if given is not None and given.dtype == leaf.placed and not address_of(given) % ALIGNMENT
+            ]
+        )
+
+    if not on_demand:
+        sets = ParameterSets(described, parameters, place, room, lying=lying)
+        return sets
+    with precision(signature):
+        fixed = [None if array is None else jax.device_put(array) for array in fixed]
+        host = [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
+    del parameters, leaves
+    sets = ParameterSets(described, None, place, room, host, lying=lying, on_demand=True)
+    try:
+        sets.main.prepare()
+    except Unavailable as error:
+        raise InvalidArgument(error.message) from None
     return sets
 
 

@@ -69,10 +69,11 @@ class StepExecutables:
         device: ExecutionDevice,
         names: Sequence[str] | None = None,
         room: DeviceRoom | None = None,
+        on_demand: bool = False,
     ) -> None:
         """``step_slots``: ascending, the last one is ``slots``. ``insert_rows``: as in ``StepPrograms``.
 
-        ``names``, ``room``: as in ``Executables``.
+        ``names``, ``room``, ``on_demand``: as in ``Executables``.
         """
         self._step_slots = step_slots
         self._signature = signature
@@ -88,7 +89,7 @@ class StepExecutables:
         self._init = jax.jit(programs.init)
         self._insert = jax.jit(programs.insert, donate_argnums=INSERT_CARRY)
         self._step = jax.jit(programs.step, donate_argnums=STEP_CARRY)
-        self.sets = placed_sets(signature, parameters, names, None, room)
+        self.sets = placed_sets(signature, parameters, names, room=room, remote=device.remote, on_demand=on_demand)
         self._place = Placement(self.sets)
         self._at = self._place.at
         self._small = device.small_programs(signature, self.sets)

@@ -41,6 +41,13 @@ def sealed_bytes(content: bytes, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL
     return fd
 
 
+def unaligned(leaves: Mapping[str, Array]) -> int:
+    """A descriptor of sealed memory whose leaves are where XLA has to copy them from; the caller's."""
+    content = layout_bytes(leaves)
+    length = int.from_bytes(content[:8], "little")
+    return sealed_bytes((length + 8).to_bytes(8, "little") + content[8 : 8 + length] + b" " * 8 + content[8 + length :])
+
+
 def layout_bytes(leaves: Mapping[str, Array]) -> bytes:
     """The bytes of memory with leaves."""
     fd = sealed(leaves)

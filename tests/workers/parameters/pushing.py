@@ -135,7 +135,7 @@ class PushingLoop(WorkerLoop):
     def abort(self, push: int) -> None:
         assert self.call(AbortParameters(push)) == {}
 
-    def push(self, model: str, leaves: Mapping[str, Array], number: int, set: str = "main", **more: Any) -> None:
+    def push(self, model: str, leaves: Mapping[str, Array] | int, number: int, set: str = "main", **more: Any) -> None:
         """Stages and commits."""
         moves = more.pop("move_sequences", False)
         self.commit(self.stage(model, leaves, number, set, **more), moves)
@@ -186,7 +186,7 @@ def let_go(sets: ParameterSets) -> None:
     """Lets go of the memory of sets: a worker's objects stay in a process that goes on."""
     for each in (sets.main, *sets._named.values(), *sets._before.values(), *sets.staged):
         each.leave()
-        each.fill([])
+        each._host = []
 
 
 def values(answer: WholeAnswer) -> list[float]:

@@ -148,3 +148,53 @@ def test_a_batch_of_several_sets_is_one_run(cuda_stub: CudaStub) -> None:
         device.close()
         pieces.close()
         driver.close()
+
+
+def test_models_on_demand_share_the_room(cuda_stub: CudaStub) -> None:
+    """Their parameters leave the GPU and come back, one copy each time; inputs are copied as ever."""
+    driver = Driver()
+    pieces = StagingPool(driver.context(0), PinnedBudget(1 << 20))
+    device = CudaDevice(driver.context(0), jax.devices()[0], pieces)
+    room, placed = DeviceRoom(2 * 32), dict.fromkeys(range(3), 0)
+
+    def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"y": inputs["x"] + jnp.concatenate([parameters["w"], parameters["deep"][0]["v"]])}
+
+    models = []
+    try:
+        for number in range(3):
+            signature = of({"x": "FP32[8]"}, {"y": "FP32[8]"}, 8)
+            leaf = np.full(4, number, np.float32)
+            executables = Executables(
+                signature,
+                Buckets(signature, (1, 8), {}),
+                apply,
+                {"w": leaf, "deep": [{"v": leaf}]},
+                ExecutableCache(None),
+                b"",
+                4,
+                Gpu(device),
+                room=room,
+                on_demand=True,
+            )
+            models.append(JaxModel(1, signature, Buckets(signature, (1, 8), {}), executables))
+            executables.warm(LoadProgress("m", 1))
+            sets, place = executables.sets, executables.sets.place
+
+            def counted(host: Any, place: Any = place, number: int = number) -> Any:
+                placed[number] += 1
+                return place(host)
+
+            sets.place = counted
+        assert [model.sets.main.on_device for model in models] == [False, True, True]
+        for number in (0, 1, 2) * 4:
+            assert run(models[number], 8) == (number, 8 * 32)
+        assert placed == dict.fromkeys(range(3), 4)
+        for number in (1, 2) * 10:
+            assert run(models[number], 8) == (number, 8 * 32)
+        assert placed == {0: 4, 1: 4, 2: 4}
+        assert (room.byte_size, [model.sets.misses for model in models]) == (64, [4, 4, 4])
+    finally:
+        device.close()
+        pieces.close()
+        driver.close()

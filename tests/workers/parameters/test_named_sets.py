@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 import pytest
 
 from tensord.config.options import Options
+from tensord.shm.arrays import address_of
 from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.figures import Figures, ParameterFigures
 from tensord.shm.operations import WorkerFigures
 from tests.records import Tensor
+from tests.workers.parameters.made_sets import unaligned
 from tests.workers.parameters.pushing import PushingLoop, numbered, said, value, write_numbered
 from tests.workers.worker_loop import OPTIONS
 
@@ -114,7 +117,7 @@ def test_sets_leave_the_device_and_come_back(tmp_path: Path) -> None:
     try:
         loop.load(write_numbered(tmp_path, "m", BATCHES, width=width))
         for number in range(1, 11):
-            loop.push("m", numbered(number, width), number, f"c{number}")
+            loop.push("m", unaligned(numbered(number, width)), number, f"c{number}")
         found = figures(loop)
         assert [each.name for each in found.sets if each.on_device] == ["main", "c8", "c9", "c10"]
         assert (found.pushes, found.evictions, found.misses) == (10, 7, 0)
@@ -129,7 +132,7 @@ def test_sets_leave_the_device_and_come_back(tmp_path: Path) -> None:
         assert {each.name for each in found.sets if each.on_device} == {"main", "c2", "c5", "c9"}
         assert found.misses == found.evictions - 7 > 100
         # Main takes its part of the room once it was pushed, and never leaves.
-        loop.push("m", numbered(50, width), 50)
+        loop.push("m", unaligned(numbered(50, width)), 50)
         for number in range(1, 11):
             assert value(loop.ask_value("m", set=f"c{number}")) == number
             assert value(loop.ask_value("m")) == 50
@@ -139,26 +142,56 @@ def test_sets_leave_the_device_and_come_back(tmp_path: Path) -> None:
         loop.close()
 
 
+def test_sets_that_are_used_where_they_lie_take_no_room(tmp_path: Path) -> None:
+    """On a processor, what lies aligned in the memory that was pushed is not copied: nothing would be gained if it left."""
+    width = 1 << 10
+    loop = PushingLoop(of_workers(parameter_byte_size=3 * 4 * width))
+    try:
+        loop.load(write_numbered(tmp_path, "m", BATCHES, width=width))
+        for number in range(1, 11):
+            loop.push("m", numbered(number, width), number, f"c{number}")
+        for _ in range(3):
+            for number in range(1, 11):
+                assert value(loop.ask_value("m", set=f"c{number}")) == number
+        (version,) = loop.worker._models
+        assert version.sets is not None
+        for number in range(1, 11):
+            parameters = version.sets.find(f"c{number}")
+            pairs = zip(jax.tree.leaves(parameters.on(0)), parameters.hosted(), strict=True)
+            assert all(leaf.unsafe_buffer_pointer() == address_of(array) for leaf, array in pairs if array is not None)
+            del parameters, pairs
+        found = figures(loop)
+        assert ({each.on_device for each in found.sets}, found.misses, found.evictions) == ({True}, 0, 0)
+        # Three that have to be copied fill the room, and only those leave it.
+        for number in range(20, 25):
+            loop.push("m", unaligned(numbered(number, width)), number, f"c{number}")
+        found = figures(loop)
+        assert [each.name for each in found.sets if not each.on_device] == ["c20", "c21"]
+        assert (found.misses, found.evictions) == (0, 2)
+    finally:
+        loop.close()
+
+
 def test_room_and_count_are_bounded(tmp_path: Path) -> None:
     loop = PushingLoop(of_workers(parameter_byte_size=100, max_parameter_sets=3))
     try:
         loop.load(write_numbered(tmp_path, "m", BATCHES))
-        loop.push("m", numbered(1), 1)
+        loop.push("m", unaligned(numbered(1)), 1)
         message = (
             "number 2 of parameter set 'main' of model 'm' has 32 bytes beside 96 of other sets that stay on the device, "
             "workers.parameter_byte_size allows 100"
         )
-        loop.stage("m", numbered(9), 9, "a")
-        loop.stage("m", numbered(9), 9, "b")
+        loop.stage("m", unaligned(numbered(9)), 9, "a")
+        loop.stage("m", unaligned(numbered(9)), 9, "b")
         with pytest.raises(Unavailable, match=message):
-            loop.stage("m", numbered(2), 2)
+            loop.stage("m", unaligned(numbered(2)), 2)
         for push in (2, 3):
             loop.abort(push)
-        loop.push("m", numbered(2), 2)
-        loop.push("m", numbered(3), 3, "a")
-        loop.push("m", numbered(3), 3, "b")
+        loop.push("m", unaligned(numbered(2)), 2)
+        loop.push("m", unaligned(numbered(3)), 3, "a")
+        loop.push("m", unaligned(numbered(3)), 3, "b")
         with pytest.raises(InvalidArgument, match=r"has 3 parameter sets, workers.max_parameter_sets allows 3"):
-            loop.stage("m", numbered(3), 3, "c")
+            loop.stage("m", unaligned(numbered(3)), 3, "c")
         assert [value(loop.ask_value("m", set=name)) for name in ("main", "a", "b")] == [2, 3, 3]
     finally:
         loop.close()
@@ -225,3 +258,44 @@ def test_steps_of_an_ensemble_take_the_set_that_they_have(loop: PushingLoop, tmp
     assert [value(loop.ask_value("both", set=name)) for name in (None, "a", "a", None)] == [11, 501, 501, 11]
     loop.push("first", numbered(7), 3, "a")
     assert value(loop.ask_value("both", set="a")) == 507
+
+
+def test_an_ensemble_says_the_parameters_of_its_steps(loop: PushingLoop, tmp_path: Path) -> None:
+    """By the model's name, also of an ensemble in it; what is said is what the values show, whatever is pushed."""
+    for name in ("first", "second"):
+        loop.load(write_numbered(tmp_path, name, BATCHES))
+    tensors = (
+        'input { name: "x" data_type: TYPE_FP32 dims: [ 8 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 8 ] } '
+    )
+    for name, inner in (("both", ("first", "second")), ("outer", ("both", "first"))):
+        steps = " ".join(
+            f'step {{ model_name: "{model}" model_version: -1 input_map {{ key: "x" value: "{given}" }} '
+            f'output_map {{ key: "y" value: "{made}" }} }}'
+            for model, given, made in ((inner[0], "x", "between"), (inner[1], "between", "y"))
+        )
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(
+            f'name: "{name}" platform: "ensemble" max_batch_size: 8 {tensors} ensemble_scheduling {{ {steps} }}'
+        )
+        loop.load(tmp_path / name)
+    loop.push("second", numbered(5000), 5000, "a")
+    for number in range(1, 40):
+        loop.push("first", numbered(number), number)
+        loop.push("second", numbered(100 * number), number)
+        assert value(loop.ask_value("both")) == 101 * number
+        answer = loop.ask_value("both", tells=True)
+        assert value(answer) == 101 * number
+        assert answer.parameters == {
+            "parameter_set.first": "main",
+            "parameter_version.first": number,
+            "parameter_set.second": "main",
+            "parameter_version.second": number,
+        }
+        answer = loop.ask_value("outer", set="a", tells=True)
+        assert value(answer) == 5000 + 2 * number
+        assert answer.parameters == {
+            "parameter_set.first": "main",
+            "parameter_version.first": number,
+            "parameter_set.second": "a",
+            "parameter_version.second": 5000,
+        }
