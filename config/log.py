@@ -2,10 +2,11 @@
 
     default    I1121 10:20:30.123456 4711 worker-0] text      the form of a Triton server, times in UTC
     ISO8601    2026-11-21T10:20:30.123Z INFO worker-0: text
-    json       {"time": ..., "level": ..., "process": ..., "logger": ..., "message": ..., "traceback"?: ...}
+    json       {"time": ..., "level": ..., "process": ..., "logger": ..., "message": ..., "traceback"?: ..., "trace_id"?: ...}
 
 Under the journal, which has the time, both text formats are ``<6>worker-0: text``, and an object has its priority before it too.
-Lines of the access log (``tensord.daemon.front.answered``) have ``"request": {...}``. Whatever a message contains, it is one
+Lines of the access log (``tensord.daemon.front.answered``) have ``"request": {...}``. A line about a traced request ends with its
+trace, `` trace_id=...``. Whatever a message contains, it is one
 line: control characters are escaped, so no client can write a line of its own.
 """
 
@@ -34,6 +35,14 @@ _OURS = ("tensord", "model")
 _TALKATIVE = ("asyncio", "jax")
 #: Seconds between two lines about the same failure (``Seldom``).
 _SELDOM_SECONDS = 60.0
+#: Returns the id of the trace that the code works for which writes a line; "": of none. A worker has one.
+_find_trace: Callable[[], str] = str
+
+
+def name_traces(find: Callable[[], str]) -> None:
+    """Has every line carry the id of the trace that ``find()`` returns where it is written; "": it has none."""
+    global _find_trace
+    _find_trace = find
 
 
 def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
@@ -44,6 +53,7 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
         JsonFormatter(name, journal) if options.format == "json" else TextFormatter(name, options, journal)
     )
     handler.addFilter(_LevelFilter(options))
+    handler.addFilter(_note_trace)
     root = logging.getLogger()
     for former in root.handlers:
         if isinstance(former, LogFile):
@@ -135,6 +145,13 @@ class _LevelFilter(logging.Filter):
         return self._on.get(record.levelno, True)
 
 
+def _note_trace(record: logging.LogRecord) -> bool:
+    """Notes the trace of the code that writes a line, where the line does not say (``extra={"trace_id": ...}``)."""
+    if not hasattr(record, "trace_id"):
+        record.trace_id = _find_trace()
+    return True
+
+
 class TextFormatter(logging.Formatter):
     """Formats lines for people."""
 
@@ -175,6 +192,8 @@ class JsonFormatter(logging.Formatter):
         }
         if request := getattr(record, "request", None):
             line |= {"message": "request", "request": request}
+        if trace_id := getattr(record, "trace_id", ""):
+            line["trace_id"] = trace_id
         if record.exc_info and record.exc_info[0] is not None:
             line["traceback"] = self.formatException(record.exc_info)
         priority = f"<{_PRIORITIES.get(record.levelno, 6)}>" if self._journal else ""
@@ -183,6 +202,9 @@ class JsonFormatter(logging.Formatter):
 
 def _message(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     text = _escaped(record.getMessage(), keep_lines=False)
+    # Those of the access log say it themselves.
+    if (trace_id := getattr(record, "trace_id", "")) and not hasattr(record, "request"):
+        text += f" trace_id={trace_id}"
     if record.exc_info and record.exc_info[0] is not None:
         text += "\n" + formatter.formatException(record.exc_info)
     return text

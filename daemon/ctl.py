@@ -32,6 +32,7 @@ _REGION_COLUMNS = (
 _MODEL_COLUMNS = ("name", "version", "state", "parameters", "programs", "program_bytes", "largest_batch", "reason")
 _CONFIG_COLUMNS = ("key", "value", "source", "next", "waits")
 _CONNECTION_COLUMNS = ("front", "owner", "pid", "requests", "idle_s", "request_bytes", "answer_bytes", "lanes")
+_ERROR_COLUMNS = ("time", "front", "code", "model", "id", "client", "trace_id", "error")
 _SEQUENCE_COLUMNS = ("worker", "model", "version", "id", "slot", "begun", "running", "waiting", "idle_s")
 _PARAMETER_COLUMNS = (
     *("model", "version", "set", "number", "number_before", "byte_size", "kept", "pushed_at", "pushed_by"),
@@ -394,6 +395,14 @@ def regions_unregister(daemon: _Daemon, name: str) -> None:
 def connections(daemon: _Daemon, watch: float | None) -> None:
     """Clients, by the front that serves them: whose, requests and bytes they hold, lanes; 1,000 of each front."""
     daemon.show(watch, lambda rows: tables.show(_CONNECTION_COLUMNS, rows), "connections")
+
+
+@main.command()
+@_watched
+@click.pass_obj
+def errors(daemon: _Daemon, watch: float | None) -> None:
+    """The last errors that clients got, the latest first: when, from which front, for which model, the sentence; 100 at most."""
+    daemon.show(watch, lambda rows: tables.show(_ERROR_COLUMNS, rows), "errors")
 
 
 @main.command()

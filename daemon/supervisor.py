@@ -36,6 +36,7 @@ from tensord.daemon.metrics.endpoint import Endpoint
 from tensord.daemon.models.changes import Models
 from tensord.daemon.models.polling import Polling
 from tensord.daemon.operator import model_list, process_list
+from tensord.daemon.operator.child_records import recent_errors
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.operator.control_socket import ControlSocket
 from tensord.daemon.operator.drain import Drain, DrainPhase
@@ -154,6 +155,7 @@ class Supervisor:
             self._lanes,
             self.configuration,
             self.parameters,
+            self._trace_settings,
         )
         self._metrics = Endpoint(options.metrics, collection.snapshot, self._describe_page)
         self._agent = Agent(options.metrics, self._availability, collection.look)
@@ -505,13 +507,14 @@ class Supervisor:
             "parameters": self.parameters.describe(),
         }
 
-    def _describe_page(self) -> dict[str, Any]:
+    async def _describe_page(self) -> dict[str, Any]:
         """Describes what the page for browsers shows."""
+        errors = await recent_errors(self.fronts)
         standings = [
             {"name": model.name, "served": list(model.served), "reason": model.reason}
             for model in self._models.standings()
         ]
-        return {**self.describe(), "standings": standings}
+        return {**self.describe(), "standings": standings, "errors": errors}
 
     def client_records(self) -> list[dict[str, Any]]:
         """Describes the clients that are connected to the clients' socket."""

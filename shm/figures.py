@@ -153,3 +153,5 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     lane_requests: int = 0
     lane_byte_size: int = 0
     compiles: Compiles = Compiles()
+    #: Code -> final answers on clients' lanes, ever.
+    lane_answers: dict[str, int] = {}

@@ -52,6 +52,7 @@ from tensord.shm.messages import (
     Taken,
     ToSubmitter,
     ToWorker,
+    TraceContext,
     WireVersion,
 )
 from tensord.shm.prepared import Numbered, Numbers, PublishedNumbers, ReceivedNumbers
@@ -64,9 +65,9 @@ _MAX_RELEASES = 1024
 #: Bytes of the largest record on a client's lane, and of the first segment of its response arena.
 MAX_CLIENT_RECORD = 1 << 20
 CLIENT_BYTE_SIZE = 256 << 10
-_REQUESTS = (RequestRecord, Prepare, Cancel, Taken)
+_REQUESTS = (RequestRecord, Prepare, Cancel, Taken, TraceContext)
 #: The records that a submitter sends to a worker's dispatcher; SegmentClosed on a client's lane only.
-Instruction = RequestRecord | Prepare | Cancel | Taken | SegmentClosed
+Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | SegmentClosed
 
 
 def _own_count(tensors: tuple[PreparedTensor, ...]) -> int:
@@ -108,6 +109,10 @@ class SubmitterLane:
         for lease in leases:
             if lease.place.segment not in announced:
                 self._announcer.announce(lease.place.segment)
+
+    def trace(self, context: TraceContext) -> None:
+        """Queues which trace a request belongs to; the request comes next."""
+        self._channel.put(context)
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
         """Queues a request whose inputs are in place and announced. ``numbered``: what its number stands for."""

@@ -6,7 +6,7 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 submitter --> worker                     worker --> submitter
     lane        WireVersion                              WireVersion
                 SegmentOpened, -Closed, -Refused         SegmentOpened, -Closed, -Refused
-                Prepare RequestRecord                    PrepareAnswer AnswerRecord
+                Prepare TraceContext RequestRecord       PrepareAnswer AnswerRecord
                 Release Taken Cancel
 
 A request is what is said once (``PreparedRequest``: model, names, datatypes, shapes, regions, outputs, parameters) and what is
@@ -126,6 +126,20 @@ class TracedTensor(Record, frozen=True, tag="tt"):
     truncated: bool
 
 
+class OwnSpan(Record, frozen=True, tag="os"):
+    """A part of a traced request's run that its model's code has named (``tensord.models.span``)."""
+
+    name: str
+    #: CLOCK_MONOTONIC ns.
+    began_ns: int
+    ended_ns: int
+    attributes: dict[str, Parameter] = msgspec.field(default_factory=dict)
+    #: Its place among the spans of the request that it is a part of, counted from 1; 0: of the run itself.
+    parent: int = 0
+    #: The kind of exception that left it; "": none did.
+    error: str = ""
+
+
 class Timeline(Record, frozen=True, tag="tl"):
     """What a traced request met in the worker: names and CLOCK_MONOTONIC ns, and its tensors."""
 
@@ -138,6 +152,8 @@ class Timeline(Record, frozen=True, tag="tl"):
     children: tuple[Timeline, ...] = ()
     #: Name and number of the pushed parameter set that it was computed with; None: of none.
     parameters: tuple[str, int] | None = None
+    #: What the model's code has named, each behind what it is a part of.
+    spans: tuple[OwnSpan, ...] = ()
 
 
 class PreparedRequest(Record, frozen=True, tag="P"):
@@ -158,6 +174,16 @@ class Prepare(Record, frozen=True, tag="Q+"):
 
     number: int
     prepared: PreparedRequest
+
+
+class TraceContext(Record, frozen=True, tag="tc"):
+    """Says which trace the request belongs to that follows, if it has this id. From fronts, of traced requests alone."""
+
+    request_id: int
+    #: In hexadecimal digits as W3C Trace Context has it, or the number of the trace in its file.
+    trace_id: Annotated[str, msgspec.Meta(max_length=32)]
+    #: Of the request's own span; "": it has none, because the trace goes to a file alone.
+    span_id: Annotated[str, msgspec.Meta(max_length=16)] = ""
 
 
 class RequestRecord(Record, frozen=True, tag="q"):
@@ -259,7 +285,16 @@ def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
 
 
 ToWorker = (
-    WireVersion | SegmentOpened | SegmentClosed | SegmentRefused | Prepare | RequestRecord | Release | Taken | Cancel
+    WireVersion
+    | SegmentOpened
+    | SegmentClosed
+    | SegmentRefused
+    | Prepare
+    | TraceContext
+    | RequestRecord
+    | Release
+    | Taken
+    | Cancel
 )
 ToSubmitter = WireVersion | SegmentOpened | SegmentClosed | SegmentRefused | PrepareAnswer | AnswerRecord
 

@@ -310,6 +310,14 @@ class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
     """Asks a front for its connections. Reply: JSON array, 1,000 at most."""
 
 
+class RecentErrors(Record, frozen=True, tag="c.errors"):
+    """Asks a front for the last errors that it has answered. Reply: JSON array, 100 at most, the latest last."""
+
+
+class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
+    """Asks a front for the traced requests that stand for buckets of the histograms. Reply: JSON, ``Exemplars.told``."""
+
+
 class ChangeLog(Record, frozen=True, tag="c.log"):
     """Changes the log settings that are not None. Reply: JSON, all settings then in force."""
 
@@ -355,6 +363,8 @@ Operation = (
     | TakeProfile
     | SequenceRecords
     | ConnectionRecords
+    | TraceExemplars
+    | RecentErrors
     | MakeParameters
     | StageParameters
     | CommitParameters

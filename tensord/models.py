@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -29,6 +30,7 @@ __all__ = [
     "is_ready",
     "load",
     "load_model",
+    "span",
     "stream",
     "unload_model",
 ]
@@ -129,6 +131,21 @@ def is_ready(name: str, version: int = 0) -> bool:
     from tensord.workers.calls.other_models import is_ready
 
     return is_ready(name, version)
+
+
+def span(name: str, **attributes: bool | int | float | str) -> AbstractContextManager[None]:
+    """Names what a block of a host model or generator does, in the traces of the requests that it works on.
+
+        with tensord.models.span("tokenize", words=len(words)):
+            ...
+
+    Blocks within it are parts of it, and an exception that leaves it is its error. Of a request that is not traced nothing is
+    kept; so it is in threads that the model has started itself. A request has at most 128 spans, of at most 16 attributes each,
+    and the first 256 characters of a text are told.
+    """
+    from tensord.workers.calls.own_spans import span
+
+    return span(name, attributes)
 
 
 def counter(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Counter:

@@ -40,6 +40,7 @@ OURS = {
             "workers.calls.asking",
             "workers.calls.other_models",
             "workers.calls.own_metrics",
+            "workers.calls.own_spans",
         ),
     },
     "workers": {"workers", "config", "shm", "tensord.parameter_files", "tensord.protocol"},
@@ -58,7 +59,7 @@ INSIDE = {
     "daemon.regions": ("control", "front"),
     "daemon.clients": ("control", "submit", "front", "parameters", "processes", "regions"),
     "daemon.operator": ("control", "tracing", "models", "parameters", "processes", "regions"),
-    "daemon.metrics": ("models", "front", "parameters", "processes", "regions", "clients", "operator"),
+    "daemon.metrics": ("tracing", "models", "front", "parameters", "processes", "regions", "clients", "operator"),
     # The commands and the supervisor. Fronts are other processes: it starts them and imports nothing of theirs.
     "daemon": ("control", "tracing", "models", "parameters", "processes", "regions", "clients", "operator", "metrics"),
     "workers.scheduling": (),

@@ -46,7 +46,7 @@ def main() -> None:
     # Off until ``Worker.run``: imported objects stay, and collecting among them takes 80 of the 750 ms of imports (measured).
     gc.disable()
     # Imported after the environment is set, and before waiting: the supervisor scans its repositories meanwhile.
-    from tensord.workers.calls import own_processes
+    from tensord.workers.calls import own_processes, own_spans
     from tensord.workers.devices import device_cuda
     from tensord.workers.imports import import_system
     from tensord.workers.worker import Worker
@@ -57,6 +57,7 @@ def main() -> None:
         return
     options = msgspec.msgpack.decode(start.options, type=Options)
     log.configure(options.log, start.name)
+    log.name_traces(own_spans.trace_id)
     if device_name.platform == "cpu":
         if options.workers.pin:
             device_cpu.pin(device_name.index, options.workers.cpu, options.workers.cores)

@@ -339,9 +339,12 @@ class Control:
     def _figures(self) -> bytes:
         now_ns = time.monotonic_ns()
         versions = tuple(version.figures(now_ns) for version in self._models)
-        lanes = self._worker.lane_requests, self._regions.private_byte_size
+        worker = self._worker
+        lanes = worker.lane_requests, self._regions.private_byte_size
         own, compiles = self._loader.metrics.figures(), self._loader.compiles.figures()
-        return msgspec.json.encode(Figures(versions, self._regions.leases(), own, *lanes, compiles))
+        return msgspec.json.encode(
+            Figures(versions, self._regions.leases(), own, *lanes, compiles, worker.lane_answers)
+        )
 
 
 def _sentence(error: Exception) -> str:

@@ -32,7 +32,7 @@ from tensord.shm.control_records import ChildReady, LaneClosed, LaneOpened
 from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import CLIENT_BYTE_SIZE, Instruction, WorkerLane
-from tensord.shm.messages import Cancel, Prepare, SegmentClosed, Taken
+from tensord.shm.messages import Cancel, Prepare, SegmentClosed, Taken, TraceContext
 from tensord.shm.status_page import LOOP_SLOT, SLOTS, Outputs, WorkerState, model_key
 from tensord.workers.control import Control
 from tensord.workers.daemon_operations import DaemonOperations
@@ -352,6 +352,8 @@ class Worker:
             elif type(record) is Prepare:
                 submitter.learn(record, Preparation(record.prepared, record.number))
                 self._poller.forget(submitter, record.number)
+            elif type(record) is TraceContext:
+                submitter.context = record
             elif type(record) is SegmentClosed:
                 # What was learned may lie there.
                 self._poller.forget_all(submitter)
@@ -496,6 +498,12 @@ class Worker:
     def lane_requests(self) -> int:
         """Counts requests that came on clients' lanes, ever."""
         return self._dispatcher.lane_requests + self._poller.lane_requests
+
+    @property
+    def lane_answers(self) -> dict[str, int]:
+        """Counts final answers on clients' lanes, ever, by code; "OK" are the good ones, which alone the C part gives."""
+        answers = self._dispatcher.lane_answers
+        return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
 
     # ------------------------------------------------------------------------------------------------- models, the end
 

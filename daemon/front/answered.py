@@ -2,7 +2,8 @@
 
     good answer ─▶ counted ─▶ every ``log.access``-th: a line
     error       ─▶ counted ─▶ with ``log.access``: a line, ten a second at most
-                          ╰─▶ the client's mistake: one line a minute for all
+                          ├─▶ the client's mistake: one line a minute for all
+                          ╰─▶ among the recent ones, for the page and for tensorctl
 
 A line is a JSON object: as a message in the text formats of the log, as its ``request`` in ``json``. Belongs to the front's loop.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -29,6 +31,8 @@ _MAX_REFUSALS = 10
 _SECOND_NS = 10**9
 #: Characters of an error's text, and of names that a client has chosen, in a line.
 _MAX_TEXT = 300
+#: The last errors that are kept.
+_MAX_RECENT = 100
 #: Codes that say that the client was wrong, and that nobody counts or logs elsewhere.
 _CLIENTS = frozenset(
     [
@@ -54,6 +58,8 @@ class Answered:
         self._next = _NEVER
         #: Since when refusals are counted for their rate, how many were logged, and how many were not.
         self._window_ns = self._logged = self._left_out = 0
+        #: The last errors: when, in seconds since 1970, code, sentence, model, client's id, client and trace.
+        self._recent: deque[tuple[float, str, str, str, str, str, str]] = deque(maxlen=_MAX_RECENT)
         self.log_every(access)
 
     def log_every(self, access: int) -> None:
@@ -83,18 +89,29 @@ class Answered:
           account: of its client, where the request does not tell.
         """
         self._words[self._places.get(code, self._other)] += 1
+        model, client_id = ("", "") if request is None else request.names
+        model, message = model[:_MAX_TEXT], message[:_MAX_TEXT]
+        by = (None if request is None else request.account) or account
+        trace_id = "" if request is None or request.context is None else request.context[0]
+        self._recent.append(
+            (time.time(), code, message, model, client_id[:_MAX_TEXT], "" if by is None else by.client.owner, trace_id)
+        )
         if code in _CLIENTS:
-            model = "" if request is None else request.names[0]
-            self._refusals.mistaken(model[:_MAX_TEXT], code, message[:_MAX_TEXT])
+            self._refusals.mistaken(model, code, message)
         if self._every:
             now_ns = time.monotonic_ns()
             if now_ns - self._window_ns >= _SECOND_NS:
                 self._window_ns, self._logged = now_ns, 0
             if self._logged < _MAX_REFUSALS:
                 self._logged += 1
-                self._write(code, request, error=message[:_MAX_TEXT], account=account)
+                self._write(code, request, error=message, account=account)
             else:
                 self._left_out += 1
+
+    def recent(self) -> list[dict[str, object]]:
+        """Describes the last errors, the latest last."""
+        names = ("time", "code", "error", "model", "id", "client", "trace_id")
+        return [{"protocol": self._protocol, **dict(zip(names, row, strict=True))} for row in self._recent]
 
     def _write(
         self,
@@ -106,6 +123,8 @@ class Answered:
         account: Account | None = None,
     ) -> None:
         line: dict[str, object] = {"protocol": self._protocol, "code": code}
+        if request is not None and request.context is not None:
+            line["trace_id"] = request.context[0]
         if request is not None:
             model, client_id = request.names
             account = account or request.account

@@ -56,7 +56,7 @@ from tensord.shm.control_records import (
 )
 from tensord.shm.errors import Unsupported
 from tensord.shm.extensions import missing
-from tensord.shm.operations import AwaitIdle, ConnectionRecords
+from tensord.shm.operations import AwaitIdle, ConnectionRecords, RecentErrors, TraceExemplars
 from tensord.shm.progress import Readiness
 from tensord.shm.record import decoder
 
@@ -151,7 +151,7 @@ class Front(ABC):
                 stack_report.enable(*fds)
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
-                self.tracer = Tracer(record.incarnation, options.trace, options.server_name)
+                self.tracer = Tracer(record.incarnation, options.trace, options.server_name, options.metrics.buckets)
                 row = self.place.row
                 counters = self.place.counters.front(row)
                 self._submitter = Submitter(
@@ -196,6 +196,13 @@ class Front(ABC):
         if isinstance(call.operation, ConnectionRecords):
             records = list(itertools.islice(self.connections(), _MAX_CONNECTIONS))
             self._connection.send(Reply(call.call_id, result=msgspec.json.encode(records)))
+            return
+        if isinstance(call.operation, RecentErrors):
+            recent = [] if self.answered is None else self.answered.recent()
+            self._connection.send(Reply(call.call_id, result=msgspec.json.encode(recent)))
+            return
+        if isinstance(call.operation, TraceExemplars):
+            self._connection.send(Reply(call.call_id, result=msgspec.json.encode(self.tracer.exemplars.told())))
             return
         if not isinstance(call.operation, AwaitIdle):
             message = f"a front does not answer {type(call.operation).__name__}"

@@ -275,6 +275,7 @@ class Infer:
                 loading=streamed and not state.metadata,
                 scheduling=request.scheduling,
                 trace=request.trace,
+                context=None if request.trace is None else request.trace.context,
             )
             begin(self.submitter, asked, request)
             return asked
@@ -291,7 +292,7 @@ class Infer:
     def _sample(self, request: UnsentRequest, head: CallHead, waited_ns: int, read_ns: int) -> None:
         """Traces the request if it is one of those. ``read_ns``: when its message was whole."""
         parent = dict(head.metadata).get("traceparent", "") if self.tracer.joins else ""
-        trace = request.trace = self.tracer.sample(request.model, parent)
+        trace = request.trace = self.tracer.sample(request.model, parent, waited_ns)
         if trace is not None:
             trace.client_id = request.id
             trace.stamp(trace_stamps.GRPC_WAITREAD_START, waited_ns)

@@ -142,6 +142,7 @@ class Exchange(InFlight):
         if tracer is not None and tracer.on:
             self._trace = tracer.sample(self._head.model, self._head.trace_parent)
             if self._trace is not None:
+                self.context = self._trace.context
                 self._trace.stamp(trace_stamps.HTTP_RECV_START)
 
     def receive(self, chunk: bytes) -> None:

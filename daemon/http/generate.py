@@ -183,6 +183,7 @@ class Generation(InFlight):
         if tracer is not None and tracer.on:
             self._trace = tracer.sample(head.model, head.trace_parent)
             if self._trace is not None:
+                self.context = self._trace.context
                 self._trace.stamp(trace_stamps.HTTP_RECV_START)
         if head.coding:
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")

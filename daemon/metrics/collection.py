@@ -7,10 +7,12 @@ shown with what it said last.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import operator
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -24,17 +26,18 @@ from tensord.daemon.metrics.snapshot import FrontSlot, MetricsSnapshot, Paramete
 from tensord.daemon.models.changes import Models
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.parameters.pushes import Parameters
-from tensord.daemon.processes.child import WorkerProcess
+from tensord.daemon.processes.child import FrontProcess, WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
 from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.control_records import Footprint
 from tensord.shm.errors import ServingError
 from tensord.shm.figures import Compiles, Figures
-from tensord.shm.operations import WorkerFigures
+from tensord.shm.operations import TraceExemplars, WorkerFigures
 
 _log = logging.getLogger(__name__)
 #: Seconds to wait for a worker; a scrape of Prometheus gives up after ten.
@@ -51,14 +54,19 @@ class _OfSlot:
         self.byte_size = 0
         #: Requests on clients' lanes, and the fields of ``Compiles``.
         self._before = self._reported = (0, 0, 0, 0)
+        #: Final answers on clients' lanes by code: of those before, and of the last.
+        self._answers_before: Counter[str] = Counter()
+        self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
         """Notes a worker's report."""
         if incarnation != self.incarnation:
             self._before = self._sum
+            self._answers_before += self._answers
         self.incarnation, self.byte_size = incarnation, figures.lane_byte_size
         compiles = figures.compiles
         self._reported = figures.lane_requests, compiles.count, compiles.ns, compiles.cache_hits
+        self._answers = Counter(figures.lane_answers)
 
     @property
     def _sum(self) -> tuple[int, int, int, int]:
@@ -70,9 +78,26 @@ class _OfSlot:
         return self._sum[0]
 
     @property
+    def answers(self) -> Counter[str]:
+        """Counts final answers on clients' lanes by code, ever."""
+        return self._answers_before + self._answers
+
+    @property
     def compiles(self) -> Compiles:
         """Counts what was compiled, ever."""
         return Compiles(*self._sum[1:])
+
+
+_Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
+
+
+def _latest(told: Iterable[_Exemplar]) -> dict[tuple[str, int, str, int, int], tuple[str, float, float]]:
+    """Returns the latest exemplar of each bucket, of all fronts."""
+    found: dict[tuple[str, int, str, int, int], tuple[str, float, float]] = {}
+    for bucket, exemplar in told:
+        if bucket not in found or found[bucket][2] < exemplar[2]:
+            found[bucket] = exemplar
+    return found
 
 
 class Collection:
@@ -90,6 +115,7 @@ class Collection:
         lanes: ClientLanes,
         configuration: Configuration,
         parameters: Parameters,
+        traces: TraceSettings,
     ) -> None:
         self._workers = workers
         self._fronts = fronts
@@ -101,6 +127,7 @@ class Collection:
         self._lanes = lanes
         self._configuration = configuration
         self._parameters = parameters
+        self._traces = traces
         self._ledger = Ledger()
         self._own = OwnMetricsLedger()
         #: Incarnation -> its last report of the leases on regions.
@@ -108,10 +135,17 @@ class Collection:
         #: Name of a slot -> what its workers have counted.
         self._of_slots: dict[str, _OfSlot] = {}
 
-    async def snapshot(self) -> MetricsSnapshot:
-        """Returns a snapshot of the daemon now. Never fails because of a worker."""
+    async def snapshot(self, exemplars: bool = False) -> MetricsSnapshot:
+        """Returns a snapshot of the daemon now. Never fails because of a worker or a front.
+
+        ``exemplars``: whether traced requests are wanted that stand for buckets. Nobody is asked for any where nothing is traced.
+        """
         asked = self._workers.ready()
-        answers = await asyncio.gather(*(self._ask(worker) for worker in asked))
+        fronts = list(self._fronts) if exemplars and self._traces.on else []
+        answers, told = await asyncio.gather(
+            asyncio.gather(*(self._ask(worker) for worker in asked)),
+            asyncio.gather(*(self._exemplars(front) for front in fronts)),
+        )
         answered = {worker.incarnation for worker, answer in zip(asked, answers, strict=True) if answer}
         living = self._workers.by_incarnation.keys()
         served = [
@@ -150,6 +184,7 @@ class Collection:
                 self._parameters.sets.byte_size,
                 dict(self._parameters.outcomes),
             ),
+            _latest(itertools.chain(*told)),
         )
 
     async def look(self, busy: BusyPart) -> None:
@@ -188,6 +223,21 @@ class Collection:
         self._of_slots.setdefault(worker.name, _OfSlot()).update(worker.incarnation, figures)
         return True
 
+    async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
+        """Asks a front for exemplars. Returns none if it did not answer in time."""
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                answer, fds = await front.call(TraceExemplars())
+            descriptors.close(fds)
+            told = msgspec.json.decode(answer, type=list[tuple[str, int, list[tuple[int, int, str, float, float]]]])
+        except (ServingError, TimeoutError, msgspec.MsgspecError):
+            return []
+        return [
+            ((model, version, front.protocol, kind, bucket), (trace_id, seconds, at))
+            for model, version, found in told
+            for kind, bucket, trace_id, seconds, at in found
+        ]
+
     def _worker_slots(self, answered: set[int]) -> list[WorkerSlot]:
         filled = {worker.name: worker for worker in self._workers}
         slots, lanes = self._workers.slots, self._lanes.open_by_worker()
@@ -201,7 +251,7 @@ class Collection:
             loading = worker.loading if worker is not None else None
             of_slot = self._of_slots.get(name, _OfSlot())
             byte_size = of_slot.byte_size if worker is not None and worker.incarnation == of_slot.incarnation else 0
-            counts = lanes[name], of_slot.requests, byte_size, of_slot.compiles
+            counts = lanes[name], of_slot.requests, byte_size, of_slot.compiles, of_slot.answers
             found.append(WorkerSlot(name, device, up, answered_now, self._slots.restarts(name), lost, loading, *counts))
         return found
 

@@ -33,13 +33,13 @@ _TIMEOUT = 20.0
 
 
 class Endpoint:
-    """Owns the listening socket. ``snapshot()`` gathers what metrics show, ``describe()`` what the page does."""
+    """Owns the listening socket. ``snapshot(exemplars)`` gathers what metrics show, ``describe()`` what the page does."""
 
     def __init__(
         self,
         options: Metrics,
-        snapshot: Callable[[], Awaitable[MetricsSnapshot]],
-        describe: Callable[[], Mapping[str, Any]],
+        snapshot: Callable[[bool], Awaitable[MetricsSnapshot]],
+        describe: Callable[[], Awaitable[Mapping[str, Any]]],
     ) -> None:
         self._options = options
         self._describe = describe if options.page else None

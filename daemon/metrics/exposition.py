@@ -26,7 +26,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
 from tensord.daemon.metrics.own_metrics import OwnFamily
-from tensord.daemon.metrics.snapshot import MetricsSnapshot
+from tensord.daemon.metrics.snapshot import Exemplars, MetricsSnapshot
 from tensord.daemon.models.versions import IndexState
 from tensord.daemon.processes.gpu_watch import GpuState
 from tensord.shm.control_records import Footprint
@@ -125,10 +125,14 @@ def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
       accept: the request's header; names OpenMetrics where that is wanted.
     """
     collector = _Snapshots(snapshot)
-    wanted = {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
-    if "application/openmetrics-text" in wanted:
-        return _text(collector.collect(), True) + _durations(snapshot) + _EOF, openmetrics.CONTENT_TYPE_LATEST
-    return _text(collector.collect(), False) + _durations(snapshot), exposition.CONTENT_TYPE_PLAIN_0_0_4
+    if wants_openmetrics(accept):
+        return _text(collector.collect(), True) + _durations(snapshot, True) + _EOF, openmetrics.CONTENT_TYPE_LATEST
+    return _text(collector.collect(), False) + _durations(snapshot, False), exposition.CONTENT_TYPE_PLAIN_0_0_4
+
+
+def wants_openmetrics(accept: str) -> bool:
+    """Returns whether a request asks for OpenMetrics by its header ``Accept``."""
+    return "application/openmetrics-text" in {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
 
 
 def _text(families: Iterable[Metric], is_openmetrics: bool) -> bytes:
@@ -155,14 +159,15 @@ def _text(families: Iterable[Metric], is_openmetrics: bool) -> bytes:
     return "".join(lines).encode()
 
 
-def _durations(snapshot: MetricsSnapshot) -> bytes:
-    """Returns the histograms of durations, whose text both formats share.
+def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
+    """Returns the histograms of durations, whose text both formats share but for the exemplars.
 
     They are most of what there is, with many models: the library would take five times as long for them.
     """
     lines: list[str] = []
     buckets = [*map(str, snapshot.buckets), "+Inf"]
     row = len(buckets) + 1
+    known = _of_version(snapshot.exemplars) if exemplars else {}
     for kind, (name, text) in enumerate(_DURATIONS):
         described = [f"# HELP {name} {text}", f"# TYPE {name} histogram"]
         for total in snapshot.models:
@@ -174,12 +179,23 @@ def _durations(snapshot: MetricsSnapshot) -> bytes:
                 labels = f'model="{_escaped(total.name)}",protocol="{protocol}",version="{total.version}"'
                 lines += described
                 described = []
+                of = known.get((total.name, total.version, protocol), {})
                 lines += [
                     f'{name}_bucket{{{labels},le="{bound}"}} {count}'
-                    for bound, count in zip(buckets, within, strict=True)
+                    + (of.get((kind, number), "") if of and counted[number] else "")
+                    for number, (bound, count) in enumerate(zip(buckets, within, strict=True))
                 ]
                 lines += [f"{name}_count{{{labels}}} {within[-1]}", f"{name}_sum{{{labels}}} {sum_ns / 1e9}"]
     return "".join([line + "\n" for line in lines]).encode()
+
+
+def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[int, int], str]]:
+    """Returns how exemplars are written, by model version and protocol, and there by kind of duration and bucket."""
+    found: dict[tuple[str, int, str], dict[tuple[int, int], str]] = {}
+    for (model, version, protocol, kind, bucket), (trace_id, seconds, at) in exemplars.items():
+        text = f' # {{trace_id="{trace_id}"}} {seconds} {at:.3f}'
+        found.setdefault((model, version, protocol), {})[kind, bucket] = text
+    return found
 
 
 def _escaped(label: str) -> str:
@@ -456,6 +472,13 @@ def _clients(snapshot: MetricsSnapshot) -> Iterator[Metric]:
         "tensord_client_lane_requests_total", "Inference requests that came on clients' lanes", labels=labels
     )
     yield _filled(requests, [(of, slot.lane_requests) for of, slot in workers])
+    answers = CounterMetricFamily(
+        "tensord_client_lane_answers_total",
+        "Final answers to requests on clients' lanes, by code; OK: good ones",
+        labels=(*labels, "code"),
+    )
+    rows = [((*of, code), count) for of, slot in workers for code, count in slot.lane_answers.items()]
+    yield _filled(answers, rows)
     size = GaugeMetricFamily(
         "tensord_client_segment_bytes", "Bytes of clients' segments that lanes have open now", labels=labels
     )

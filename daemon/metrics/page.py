@@ -1,4 +1,4 @@
-"""A page about the daemon for a browser: processes, models with their reasons, regions, clients, and latencies that move.
+"""A page about the daemon for a browser: models with their reasons, processes, recent errors, clients, and latencies that move.
 
 It is complete without JavaScript, and then asks again every few seconds. With it the tables are exchanged in place, and the
 histograms of ``/metrics`` are drawn. Everything comes from this port: nothing is loaded from elsewhere, and the policy of the
@@ -20,6 +20,7 @@ _PROCESSES = (
     *("name", "pid", "ready", "device", "state", "connections", "lanes", "memory_mib", "threads", "uptime_s", "deaths"),
     *("oldest_execution", "oldest_load"),
 )
+_ERRORS = ("time", "front", "code", "model", "id", "client", "error", "trace_id")
 _STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 1.5em auto; max-width: 80em; padding: 0 1em }
 body { color: #222; background: #fff }
@@ -119,7 +120,8 @@ HEADERS = (
 def render(status: Mapping[str, Any]) -> bytes:
     """Returns the page as HTML.
 
-    ``status`` is what ``tensorctl status`` shows, and ``standings``: each model, with the reason if it is not served.
+    ``status`` is what ``tensorctl status`` shows; ``standings``: each model, with the reason if it is not served; ``errors``: the
+    last ones that clients got, the latest first.
     """
     name, ready = str(status["server_name"]), bool(status["ready"])
     models, urls = status["models"], [*status["http"], *status["grpc"]]
@@ -144,6 +146,11 @@ def render(status: Mapping[str, Any]) -> bytes:
             "Processes",
             [column.replace("mib", "MiB").replace("_", " ") for column in _PROCESSES],
             [[row.get(key) for key in _PROCESSES] for row in [*status["fronts"], *status["workers"]]],
+        ),
+        _table(
+            "Recent errors",
+            [column.replace("_", " ") for column in _ERRORS],
+            [[row.get(key) or "" for key in _ERRORS] for row in status["errors"]],
         ),
         _table("Regions", ("owner", "what it has"), _owners(status["regions"])),
         _table("Clients on lanes", ("user", "what it has"), _owners(status["clients"]["owners"])),

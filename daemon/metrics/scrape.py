@@ -19,8 +19,9 @@ _PATH, _PAGE = b"/metrics", b"/"
 #: The level of gzip: the text is so repetitive that a higher one only takes longer.
 _LEVEL = 1
 
-TakeSnapshot = Callable[[], Awaitable[MetricsSnapshot]]
-Describe = Callable[[], Mapping[str, Any]]
+#: Takes whether traced requests are wanted as exemplars.
+TakeSnapshot = Callable[[bool], Awaitable[MetricsSnapshot]]
+Describe = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 async def serve(
@@ -61,8 +62,9 @@ async def _answer(
     loop = asyncio.get_running_loop()
     try:
         if request.path == _PAGE and describe is not None:
-            return ScrapeAnswer(200, await loop.run_in_executor(thread, page.render, describe()), page.HEADERS)
-        taken = await snapshot()
+            text = await loop.run_in_executor(thread, page.render, await describe())
+            return ScrapeAnswer(200, text, page.HEADERS)
+        taken = await snapshot(exposition.wants_openmetrics(request.accept))
         body, content_type = await loop.run_in_executor(thread, _rendered, taken, request)
     except Exception:
         _log.exception("a scrape of the metrics failed")

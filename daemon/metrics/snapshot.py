@@ -39,6 +39,8 @@ class WorkerSlot:
     lane_byte_size: int = 0
     #: What its processes have compiled, ever.
     compiles: Compiles = field(default_factory=Compiles)
+    #: Code -> final answers on clients' lanes, ever.
+    lane_answers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,10 @@ class ParameterTotals:
     outcomes: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
+#: Model, version, protocol, kind of duration and number of the bucket -> trace id, duration and time, both in seconds.
+Exemplars = Mapping[tuple[str, int, str, int, int], tuple[str, float, float]]
+
+
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
     """The snapshot of all that metrics show."""
@@ -121,3 +127,5 @@ class MetricsSnapshot:
     #: Upper bounds of the histograms of durations, in seconds.
     buckets: Sequence[float] = ()
     parameters: ParameterTotals = ParameterTotals()
+    #: Traced requests that stand for buckets.
+    exemplars: Exemplars = field(default_factory=dict)

@@ -12,11 +12,11 @@ import msgspec
 
 from tensord.daemon.control.log_settings import MAX_VERBOSE
 from tensord.daemon.control.push_fields import PushFields
+from tensord.daemon.operator.child_records import recent_errors, records
 from tensord.daemon.operator.operations import Operations
-from tensord.daemon.processes.child import Child
 from tensord.daemon.tracing import trace_settings
 from tensord.shm import descriptors
-from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
+from tensord.shm.errors import InvalidArgument, Unavailable
 from tensord.shm.operations import (
     MAIN_SET,
     ChangeLog,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from tensord.daemon.supervisor import Supervisor
 
 _OPERATOR = Peer("operator")
-#: How long a child may take to list what it has.
-_RECORDS_SECONDS = 5.0
 
 
 class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,6 +103,8 @@ class OperatorCommands:
                 return await self._profile(question.name, question.seconds, question.folder)
             case "connections":
                 return await self._connections()
+            case "errors":
+                return msgspec.json.encode(await recent_errors(self._supervisor.fronts))
             case "sequences":
                 return await self._sequences()
             case "model":
@@ -125,14 +125,14 @@ class OperatorCommands:
         """Lists clients: those of each front, and those on the clients' socket."""
         rows: list[dict[str, Any]] = []
         for front in list(self._supervisor.fronts):
-            rows += [{"front": front.name, **row} for row in await _records(front, ConnectionRecords())]
+            rows += [{"front": front.name, **row} for row in await records(front, ConnectionRecords())]
         return msgspec.json.encode([*rows, *self._supervisor.client_records()])
 
     async def _sequences(self) -> bytes:
         """Lists sequences, by their workers."""
         rows: list[dict[str, Any]] = []
         for worker in self._supervisor.workers.ready():
-            rows += [{"worker": worker.name, **row} for row in await _records(worker, SequenceRecords())]
+            rows += [{"worker": worker.name, **row} for row in await records(worker, SequenceRecords())]
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
@@ -146,17 +146,6 @@ class OperatorCommands:
                     + "; ".join(failures)
                 )
         return b"null"
-
-
-async def _records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Returns what a child lists; nothing where it does not answer in time, as a worker whose loop executes a long batch."""
-    try:
-        async with asyncio.timeout(_RECORDS_SECONDS):
-            result, fds = await child.call(operation)
-    except (ServingError, TimeoutError):
-        return []
-    descriptors.close(fds)
-    return msgspec.json.decode(result, type=list[dict[str, Any]])
 
 
 def _operation(question: OperatorQuestion) -> Operation:

@@ -92,6 +92,8 @@ class InFlight(msgspec.Struct, eq=False, kw_only=True):
     recalled: bool = False
     #: Its sequence, where its model keeps such; once it was sent, or waits to be.
     sequence: Key | None = None
+    #: Ids of the trace that it belongs to and of its own span there ("": it has none); None: it is not traced.
+    context: tuple[str, str] | None = None
 
     def is_misplaced(self, answer: AnswerRecord) -> bool:
         """Returns whether an answer says that the worker does not have its model, so that it may be run by another one."""

@@ -41,7 +41,14 @@ from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, Regio
 from tensord.shm.device_names import number_of
 from tensord.shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable, from_code
 from tensord.shm.lane import SubmitterLane
-from tensord.shm.messages import AnswerRecord, PreparedAnswer, PreparedRequest, Slice, response_byte_size
+from tensord.shm.messages import (
+    AnswerRecord,
+    PreparedAnswer,
+    PreparedRequest,
+    Slice,
+    TraceContext,
+    response_byte_size,
+)
 from tensord.shm.prepared import Numbers, OnNumber
 from tensord.shm.refusals import Refusal
 from tensord.shm.sequence_page import SequencePage
@@ -254,6 +261,8 @@ class Submitter:
         try:
             if request.leases:
                 worker.lane.announce(request.leases)
+            if request.context is not None:
+                worker.lane.trace(TraceContext(record.request_id, *request.context))
             if len(in_flight) > 1 or worker.writing:
                 worker.lane.submit(record, numbered)
                 if not worker.dirty:

@@ -146,6 +146,11 @@ class TraceSettings:
         self._defaults = Values(level, options.rate, options.count, options.log_frequency)
         self._scopes = {"": _Scope(self._defaults, frozenset())}
 
+    @property
+    def on(self) -> bool:
+        """Returns whether anything can be traced: there is a file or a collector for it."""
+        return bool(self._target)
+
     def change(self, wanted: ChangeTrace) -> bytes:
         """Applies all changes or none. Returns the settings then in force for that model, as JSON. Raises InvalidArgument."""
         if wanted.model and not self._known(wanted.model):

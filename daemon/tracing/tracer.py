@@ -9,13 +9,14 @@ share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tensord.config.options import TraceOptions
+from tensord.daemon.tracing.exemplars import Exemplars
 from tensord.daemon.tracing.spans import Spans
 from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 from tensord.daemon.tracing.trace_file import TraceFiles
@@ -26,17 +27,27 @@ from tensord.shm.messages import Timeline
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
+    from opentelemetry.trace import Span
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
 #: Trace ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
 _ID_BITS = 32
+_UNTOLD = Timeline(())
 
 
 class Tracer:
     """Samples the requests of a front."""
 
-    def __init__(self, incarnation: int, options: TraceOptions, service: str = "tensord") -> None:
-        """``service``: the server's name in a collector of spans."""
+    def __init__(
+        self, incarnation: int, options: TraceOptions, service: str = "tensord", buckets: Sequence[float] = ()
+    ) -> None:
+        """
+        Args:
+          service: the server's name in a collector of spans.
+          buckets: upper bounds of the histograms that traced requests are exemplars of, in seconds.
+        """
+        #: Traced requests that stand for buckets.
+        self.exemplars = Exemplars(buckets)
         self._spans = Spans(options.otlp, service) if options.otlp else None
         #: Whether a request is traced whose ``traceparent`` says that its sender traces it.
         self.joins = self._spans is not None
@@ -65,10 +76,12 @@ class Tracer:
     def _look(self) -> None:
         self.on = self.joins or any(sampler.level for sampler in self._samplers.values())
 
-    def sample(self, model: str, traceparent: str = "") -> Trace | None:
+    def sample(self, model: str, traceparent: str = "", began_ns: int = 0) -> Trace | None:
         """Returns a trace if this request, which is for ``model``, is sampled; None if not.
 
-        ``traceparent``: W3C's, of whoever asks. If that is sampled this is, too.
+        Args:
+          traceparent: W3C's, of whoever asks. If that is sampled this is, too.
+          began_ns: when the request began to arrive, CLOCK_MONOTONIC; 0: now.
         """
         sampler = self._samplers.get(model) or self._samplers.get("")
         if sampler is None:
@@ -76,7 +89,10 @@ class Tracer:
         parent = self._spans.parent(traceparent) if traceparent and self._spans is not None else None
         if parent is None and not sampler.hit():
             return None
-        return Trace(self._next_id, sampler, model, self._spans, parent)
+        trace = Trace(self._next_id, sampler, model, self.exemplars)
+        if self._spans is not None:
+            trace.join(self._spans, parent, began_ns or time.monotonic_ns())
+        return trace
 
     def _next_id(self) -> int:
         self._last_id += 1
@@ -142,31 +158,26 @@ class Trace:
     """The trace of one sampled request."""
 
     __slots__ = (
-        "_children",
-        "_entries",
-        "_id",
-        "_model",
-        "_next_id",
-        "_parameters",
-        "_parent",
-        "_sampler",
-        "_spans",
-        "_stamps",
-        "_version",
-        "client_id",
-        "error",
+        *(
+            "_entries",
+            "_exemplars",
+            "_id",
+            "_model",
+            "_next_id",
+            "_sampler",
+            "_span",
+            "_spans",
+            "_stamps",
+            "_timeline",
+            "_version",
+        ),
+        *("client_id", "context", "error"),
     )
 
-    def __init__(
-        self,
-        next_id: Callable[[], int],
-        sampler: Sampler,
-        model: str,
-        spans: Spans | None = None,
-        parent: Context | None = None,
-    ) -> None:
-        self._spans = spans
-        self._parent = parent
+    def __init__(self, next_id: Callable[[], int], sampler: Sampler, model: str, exemplars: Exemplars) -> None:
+        self._exemplars = exemplars
+        self._spans: Spans | None = None
+        self._span: Span | None = None
         self._next_id = next_id
         self._id = next_id()
         self._sampler = sampler
@@ -174,14 +185,21 @@ class Trace:
         self._version = -1
         self._stamps: list[tuple[int, str]] = []
         self._entries: list[dict[str, Any]] = []
-        #: The timelines of the requests that were made for this one.
-        self._children: tuple[Timeline, ...] = ()
-        #: As in Timeline.
-        self._parameters: tuple[str, int] | None = None
+        #: What the worker has said.
+        self._timeline: Timeline | None = None
+        #: Ids of the trace and of the request's span there, in hexadecimal digits; else its number in its file, and "".
+        self.context = str(self._id), ""
         #: The request's ``id``, once it is known.
         self.client_id = ""
         #: What it was answered instead of outputs.
         self.error = ""
+
+    def join(self, spans: Spans, parent: Context | None, began_ns: int) -> None:
+        """Makes the request a span. ``parent``: the client's; None: a trace begins with it."""
+        self._spans = spans
+        self._span = spans.begin(self._model, parent, began_ns)
+        known = self._span.get_span_context()
+        self.context = f"{known.trace_id:032x}", f"{known.span_id:016x}"
 
     @property
     def level(self) -> int:
@@ -198,32 +216,34 @@ class Trace:
         if timeline is not None:
             self._stamps += [(ns, name) for name, ns in timeline.moments]
             self._entries += _tensors(self._id, timeline)
-            self._children = timeline.children
-            self._parameters = timeline.parameters
+            self._timeline = timeline
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
         """Writes the trace, and those of the requests made for it, each of which names its parent."""
-        entries = self._head(self._id, self._model, self._version, self._parameters)
-        entries += self._stamped(self._id, self._stamps)
+        timeline = self._timeline or _UNTOLD
+        entries = self._head(self._id, self._model, self._version, timeline.parameters)
+        entries += self._stamped(self._id, [*self._stamps, *_ends(timeline)])
         entries += self._entries
-        for child in self._children:
+        for child in timeline.children:
             entries += self._of_child(child, self._id)
         self._sampler.write(b",".join(map(msgspec.json.encode, entries)))
-        if self._spans is not None:
-            moments = [(name, ns) for ns, name in self._stamps]
+        moments = [(name, ns) for ns, name in self._stamps]
+        if not self.error and self._version > 0:
+            self._exemplars.note(self._model, self._version, self.context[0], dict(moments))
+        if self._spans is not None and self._span is not None:
             said: dict[str, str | int] = {"model": self._model}
             if self._version > 0:
                 said["version"] = self._version
             if self.client_id:
                 said["request_id"] = self.client_id
-            self._spans.export(self._parent, moments, said, self._children, self.error)
+            self._spans.export(self._span, moments, said, self._timeline, self.error)
 
     def _of_child(self, child: Timeline, parent_id: int) -> list[dict[str, Any]]:
         number = self._next_id()
         entries = self._head(number, child.model, child.version, child.parameters)
         entries[0]["parent_id"] = parent_id
-        entries += self._stamped(number, [(ns, name) for name, ns in child.moments])
+        entries += self._stamped(number, [*((ns, name) for name, ns in child.moments), *_ends(child)])
         entries += _tensors(number, child)
         for own in child.children:
             entries += self._of_child(own, number)
@@ -241,6 +261,15 @@ class Trace:
         return [
             {"id": number, "timestamps": [{"name": name, "ns": ns}]} for ns, name in sorted(stamps, key=itemgetter(0))
         ]
+
+
+def _ends(timeline: Timeline) -> list[tuple[int, str]]:
+    """Returns the ends of what the model's code has named, as a trace in a file has them."""
+    return [
+        end
+        for span in timeline.spans
+        for end in ((span.began_ns, f"{span.name}_START"), (span.ended_ns, f"{span.name}_END"))
+    ]
 
 
 def _tensors(number: int, timeline: Timeline) -> list[dict[str, Any]]:

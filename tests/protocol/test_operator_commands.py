@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tritonclient.grpc as grpcclient
 
 from tests import repositories
 from tests.daemon.clients.lane_client import LaneClient
@@ -136,3 +137,26 @@ def test_connections_and_sequences_are_listed(daemon: Operated) -> None:
         assert "sums" in daemon.tensorctl("sequences").stdout
     finally:
         connection.close()
+
+
+def test_recent_errors_are_listed(daemon: Operated) -> None:
+    """The latest first, of both protocols, with what was asked and by whom; good answers are not among them."""
+    bad = [{"name": "x", "datatype": "FP32", "shape": [1, 5], "data": [1.0] * 5}]
+    assert daemon.infer("scale", bad)[0] == 400
+    assert daemon.infer("scale", BODY)[0] == 200
+    assert daemon.infer("nobody", BODY)[0] == 404
+    with (
+        grpcclient.InferenceServerClient(daemon.grpc_url) as client,
+        pytest.raises(grpcclient.InferenceServerException),
+    ):
+        client.get_model_metadata("nowhere")
+    latest = daemon.rows("errors")[:3]
+    assert [(row["front"], row["code"], row["model"]) for row in latest] == [
+        ("grpc-0", "NOT_FOUND", ""),
+        ("http-0", "404", "nobody"),
+        ("http-0", "400", "scale"),
+    ]
+    assert latest[2]["client"] == "tcp 127.0.0.1"
+    assert "shape" in latest[2]["error"]
+    assert [row["time"] for row in latest] == sorted((row["time"] for row in latest), reverse=True)
+    assert "nowhere" in daemon.tensorctl("errors").stdout

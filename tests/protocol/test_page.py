@@ -52,6 +52,8 @@ def test_it_says_what_is_served_and_why_not(daemon: DaemonProcess) -> None:
     assert re.search(r"<td>broken</td><td></td><td>[^<]*outputs = {&quot;y&quot;", text)
     for process in (*daemon.workers, *daemon.fronts):
         assert f"<td>{process.pid}</td>" in text
+    assert daemon.infer("nobody", BODY)[0] == 404
+    assert re.search(r"<h2>Recent errors</h2>.*<td>http-0</td><td>404</td><td>nobody</td>", get(daemon)[2])
     assert get(daemon, method="HEAD")[2] == ""
     assert get(daemon, "/other")[0] == 404
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -155,6 +156,22 @@ def test_a_small_request_is_answered(loop: WorkerLoop, lane: RawLane, prepared: 
         assert sums(lane, answer) == (value + 1, value - 1)
         assert answer.timing is None
     assert loop.worker.lane_requests >= 40
+
+
+def test_answers_are_counted_by_code(loop: WorkerLoop, lane: RawLane) -> None:
+    """Good ones wherever they were given, and errors of every kind; only final ones, and only those that were given."""
+    before = loop.worker.lane_answers
+    lane.prepare(3, addsub())
+    for value in range(40):
+        lane.ask(3 if value % 2 else addsub(), vector(value), vector(1))
+        loop.client_answers(lane, 1)
+    unknown = msgspec.structs.replace(addsub(), model="nobody")
+    for asked, last in ((unknown, vector(1)), (addsub(), b"short"), (addsub(), b"")):
+        lane.ask(asked, vector(1), last)
+        (answer,) = loop.client_answers(lane, 1)
+        assert answer.code
+    counted = {code: count - before.get(code, 0) for code, count in loop.worker.lane_answers.items()}
+    assert counted == {"OK": 40, "NOT_FOUND": 1, "INVALID_ARGUMENT": 2}
 
 
 def test_inputs_and_outputs_in_segments_are_not_copied(loop: WorkerLoop, lane: RawLane) -> None:

@@ -44,6 +44,7 @@ class Bench:
             open_lane=lambda *opened: self.lanes.append(opened),
             end_lane=self.ended.append,
             lane_requests=7,
+            lane_answers={"OK": 5, "NOT_FOUND": 2},
             adopt=ModelVersion,
             stop=self.stopped.append,
         )
@@ -160,7 +161,7 @@ def test_every_call_has_one_reply() -> None:
         (2, "", b"0"),
         (3, "", b""),
         (4, "UNSUPPORTED", b""),
-        (5, "", b'[[],{"system":0,"cuda":0},[],7,0,[0,0,0]]'),
+        (5, "", b'[[],{"system":0,"cuda":0},[],7,0,[0,0,0],{"OK":5,"NOT_FOUND":2}]'),
     ]
 
 
@@ -172,6 +173,7 @@ def test_figures_are_those_of_the_versions_that_serve() -> None:
     bench.control.handle(ControlCall(1, WorkerFigures()), [])
     figures = msgspec.json.decode(bench.sent[-1].result, type=Figures)
     assert figures.versions == (version.figures(0),)
+    assert (figures.lane_requests, figures.lane_answers) == (7, {"OK": 5, "NOT_FOUND": 2})
     assert figures.versions[0].counts.copied_byte_size == 12
 
 

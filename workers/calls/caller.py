@@ -190,6 +190,11 @@ def calling(caller: Caller) -> Iterator[Caller]:
             caller.port.ran()
 
 
+def current() -> Caller | None:
+    """Returns the caller in whose context this code is run; None: in none, as in a thread that a model has started."""
+    return _current.get(None)
+
+
 def caller() -> Caller | None:
     """Returns the caller that this code is run by, or None where it is no model's code."""
     found = _current.get(None)

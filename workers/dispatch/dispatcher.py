@@ -16,6 +16,7 @@ first whose request has waited longest. Every request in ``SubmitterLink.in_flig
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -26,7 +27,6 @@ from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingErro
 from tensord.shm.messages import TIMING, RequestRecord, Taken
 from tensord.shm.refusals import Refusal
 from tensord.shm.status_page import StatusPage
-from tensord.workers.dispatch.answers import failure
 from tensord.workers.dispatch.cached_answers import CachedAnswers
 from tensord.workers.dispatch.calls import Calls
 from tensord.workers.dispatch.ensembles import EnsembleRuns
@@ -134,6 +134,11 @@ class Dispatcher:
         #: What the table of models had changed when all of them were asked.
         self._asked_of = 0
 
+    @property
+    def lane_answers(self) -> Counter[str]:
+        """Final answers on clients' lanes by code, as ``Outbox`` has them."""
+        return self._outbox.lane_answers
+
     # ---------------------------------------------------------------------------------------------------------- arrival
 
     def submit(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
@@ -155,13 +160,17 @@ class Dispatcher:
             if version.joins:
                 version.loaded.join(request)
         except ServingError as error:
-            submitter.answer(failure(record.request_id, error))
+            self._outbox.reject(submitter, record.request_id, error)
             return
         except Exception as error:  # a defect of ours must not cost the other requests
             _log.exception("%svalidating a request for model '%s' failed", named(record.client_id), prepared.model)
-            submitter.answer(failure(record.request_id, Internal(f"the request failed with {type(error).__name__}")))
+            self._outbox.reject(
+                submitter, record.request_id, Internal(f"the request failed with {type(error).__name__}")
+            )
             return
         submitter.in_flight[record.request_id] = request
+        if request.timeline is not None:
+            request.timeline.joins(submitter.context, record.request_id)
         self._queue(version, request, now_ns)
 
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:
@@ -171,13 +180,13 @@ class Dispatcher:
         count, most = len(submitter.in_flight), submitter.segments.limits.in_flight
         if count >= most and record.request_id not in submitter.in_flight:
             error = Unavailable(f"{count} requests are in flight on this lane, at most {most} may be")
-            submitter.answer(failure(record.request_id, error))
+            self._outbox.reject(submitter, record.request_id, error)
             return
         if submitter.owner is not None:
             try:
                 submitter.owner.check()
             except Unavailable as refused:
-                submitter.answer(failure(record.request_id, refused))
+                self._outbox.reject(submitter, record.request_id, refused)
                 return
         if record.received_ns or record.strikes or record.trace & ~TIMING:
             record = replace(record, received_ns=0, strikes=0, trace=record.trace & TIMING)

@@ -15,7 +15,7 @@ import contextlib
 import enum
 import logging
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import cast
 
@@ -35,7 +35,7 @@ from tensord.workers.programs.executable import Executable
 from tensord.workers.requests.answer_plan import AnswerPlan, plan_answer
 from tensord.workers.requests.inner_request import hand_over, kept
 from tensord.workers.requests.places import Places
-from tensord.workers.requests.request import Moments, Request, named
+from tensord.workers.requests.request import Moments, Request, named, traced
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import NEVER_LOOKED, BlockedAnswer, SubmitterLink
 from tensord.workers.scheduling.agenda import NEVER, Agenda
@@ -61,6 +61,8 @@ class Outbox:
         self._wait_ns = int(options.wait * 1e9)
         #: Submitters that do not take their answers.
         self.blocked: dict[SubmitterLink[Request], None] = {}
+        #: Answers on clients' lanes by code, "OK" of the good ones; those that the C part gives are not in it.
+        self.lane_answers: Counter[str] = Counter()
         self._refusals = RefusalLog()
         self._agenda: Agenda[AgendaPart] = agenda or Agenda()
 
@@ -84,7 +86,7 @@ class Outbox:
     def _fail(self, request: Request, error: ServingError) -> None:
         answer = failure(request.request_id, error, request.version.version)
         request.submitter.answer(answer if request.timeline is None else request.timeline.attach(answer))
-        self.end(request)
+        self.end(request, error.code)
 
     def fail_all(
         self, answers: list[tuple[Request, ServingError]], now_ns: int, why: Failure = Failure.CANCELED
@@ -109,11 +111,20 @@ class Outbox:
         self._refusals.settle(now_ns)
         self._agenda.put(self._log_refusals, self._refusals.due_ns or NEVER)
 
-    def end(self, request: Request) -> None:
-        """Ends a request: its regions are free, its id may be forgotten."""
+    def reject(self, submitter: SubmitterLink[Request], request_id: int, error: ServingError) -> None:
+        """Answers what came, and became no request, with what is wrong with it."""
+        submitter.answer(failure(request_id, error))
+        if submitter.segments is not None:
+            self.lane_answers[error.code] += 1
+
+    def end(self, request: Request, code: str = "OK") -> None:
+        """Ends a request: its regions are free, its id may be forgotten. ``code``: of its final answer."""
         if request.regions:
             request.release()
-        request.submitter.in_flight.pop(request.request_id, None)
+        submitter = request.submitter
+        submitter.in_flight.pop(request.request_id, None)
+        if submitter.segments is not None and not submitter.closed:
+            self.lane_answers[code] += 1
 
     def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
         """Finds places for the large outputs of a single request, so that its program may write them there by itself.
@@ -255,7 +266,8 @@ class Outbox:
             # Its frames would be a cycle with the result they become, and keep a client's mapping until the collector comes by.
             return error.with_traceback(None)
         except Exception as error:  # an array no one expected: this request's answer, nobody else's
-            _log.exception("%splacing the outputs of model '%s' failed", named(request.client_id), version.name)
+            name = named(request.client_id)
+            _log.exception("%splacing the outputs of model '%s' failed", name, version.name, extra=traced([request]))
             return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
         if answer is None:
             return _Placing.FULL

@@ -22,7 +22,7 @@ from tensord.workers.models.execution import Execution
 from tensord.workers.models.model_version import AgendaPart
 from tensord.workers.models.statistics import Failure
 from tensord.workers.requests.inner_request import InnerRequest, hand_over, kept
-from tensord.workers.requests.request import Request, named
+from tensord.workers.requests.request import Request, named, traced
 from tensord.workers.requests.response_kind import Described, EncodedResponses, ResponsesAlike, describe
 from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender, Sent
 from tensord.workers.requests.result import STREAMED, Response, Result
@@ -274,7 +274,8 @@ class Responses:
         placed_ns = self._clock()
         request.version.statistics.responded(sender, result, now_ns, placed_ns)
         if final:
-            self._end(sender, placed_ns, Failure.BACKEND if sender.failed else None)
+            code = result.code if isinstance(result, ServingError) else "OK"
+            self._end(sender, placed_ns, Failure.BACKEND if sender.failed else None, code)
         if request.sink is not None:
             if final and request.timeline is not None:
                 self._note_end(sender, result)
@@ -316,7 +317,8 @@ class Responses:
             except ServingError as error:
                 return error.with_traceback(None)
             except Exception as error:  # an array no one expected: this response's error, nobody else's
-                _log.exception("%splacing a response of model '%s' failed", named(request.client_id), version.name)
+                name = named(request.client_id)
+                _log.exception("%splacing a response of model '%s' failed", name, version.name, extra=traced([request]))
                 return Internal(f"a response of model '{version.name}' could not be placed: {type(error).__name__}")
         if final and request.own.trace:
             if request.own.trace & TIMING:
@@ -353,18 +355,18 @@ class Responses:
         sender.catch_up()
         if request.sink is None and not request.submitter.closed:
             request.submitter.answer(failure(request.request_id, error))
-        self._end(sender, self._clock(), Failure.CANCELED)
+        self._end(sender, self._clock(), Failure.CANCELED, error.code)
         if request.sink is not None:
             hand_over(request, error)
 
-    def _end(self, sender: ResponseSender, now_ns: int, failure: Failure | None) -> None:
+    def _end(self, sender: ResponseSender, now_ns: int, failure: Failure | None, code: str) -> None:
         request = sender.request
         sender.end()
         self.kept.pop(sender, None)
         request.version.senders.pop(request, None)
         request.version.statistics.streamed(sender, now_ns, failure)
         if request.sink is None:
-            self._outbox.end(request)
+            self._outbox.end(request, code)
 
     def __repr__(self) -> str:
         return f"<Responses {len(self._arrived)} to be placed, {len(self.kept)} requests wait for room>"

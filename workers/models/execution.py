@@ -22,7 +22,7 @@ from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.grouped_program import GroupedProgram
 from tensord.workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
 from tensord.workers.requests.places import Places
-from tensord.workers.requests.request import Request, named
+from tensord.workers.requests.request import Request, named, traced
 from tensord.workers.requests.response_sender import Nobody, ResponseSender
 from tensord.workers.requests.result import Result
 from tensord.workers.scheduling.sequence import state_lost
@@ -209,7 +209,9 @@ def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) 
 def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: CheckDevice) -> list[Result]:
     requests = execution.requests
     cause = error.__cause__ or error
-    _log.error("%s, and with it the state of all sequences", model.describe(cause), exc_info=cause)
+    _log.error(
+        "%s, and with it the state of all sequences", model.describe(cause), exc_info=cause, extra=traced(requests)
+    )
     try:
         check()
     except ServingError as lost:
@@ -227,10 +229,10 @@ def own_failure(
     if is_out_of_memory(error):
         program = execution.executable
         failed = out_of_memory(error, execution.requests, None if program is None else program.memory_needed)
-        _log.error("%s%s", named(execution.requests[0].client_id), failed.message)
+        _log.error("%s%s", named(execution.requests[0].client_id), failed.message, extra=traced(execution.requests))
         return failed
     name = named(execution.requests[0].client_id)
-    _log.error("%s%s", name, model.describe(error), exc_info=error)
+    _log.error("%s%s", name, model.describe(error), exc_info=error, extra=traced(execution.requests))
     try:
         check()
     except ServingError as lost:

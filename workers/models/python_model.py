@@ -33,7 +33,7 @@ from tensord.workers.models.is_ready_calls import IsReadyCalls
 from tensord.workers.models.response_writer import ResponseWriter
 from tensord.workers.python_backend import interface
 from tensord.workers.python_backend.response import parameters_of
-from tensord.workers.requests.request import Request, controls_of, named
+from tensord.workers.requests.request import Request, controls_of, named, traced
 from tensord.workers.requests.response_sender import NOT_COMPLETED
 from tensord.workers.requests.result import STREAMED, Response, Result
 from tensord.workers.tensors.signature import Signature
@@ -270,7 +270,7 @@ class PythonModel:
             return Response(outputs, parameters) if parameters else outputs
         except Internal as error:
             # One response is wrong, not the batch.
-            _log.error("%s%s", named(request.client_id), error.message)
+            _log.error("%s%s", named(request.client_id), error.message, extra=traced([request]))
             return error
 
     def _rescheduled(self, response: Any) -> Result | None:

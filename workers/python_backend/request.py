@@ -50,8 +50,14 @@ class InferenceTrace:
         self.timeline = timeline
 
     def get_context(self) -> str | None:
-        """Returns None: there is no context of OpenTelemetry."""
-        return None
+        """Returns the context for a span of OpenTelemetry in the request's trace, as JSON: ``{"traceparent": ...}``.
+
+        None: the request is not traced, or its trace goes to a file.
+        """
+        context = None if self.timeline is None else self.timeline.context
+        if context is None or not context.span_id:
+            return None
+        return json.dumps({"traceparent": f"00-{context.trace_id}-{context.span_id}-01"})
 
 
 class PreferredMemory:

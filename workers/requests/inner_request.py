@@ -49,6 +49,8 @@ class InnerRequest(Request):
         self.sink: Sink = sink
         #: The request that it is made for, where there is one.
         self.origin: Request | None = origin
+        if self.timeline is not None and origin is not None and origin.timeline is not None:
+            self.timeline.context = origin.timeline.context
         self._answered = False
         #: Its maker would have its model stop, and takes what that still sends.
         self.may_stop = False

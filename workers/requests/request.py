@@ -5,7 +5,7 @@ Made by ``tensord.workers.requests.prepared``, owned by the worker's loop; model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -18,7 +18,7 @@ from tensord.workers.regions.region_tensor import LateTensor
 from tensord.workers.requests.response_cache import Question
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import SubmitterLink
-from tensord.workers.requests.timeline import RequestTimeline
+from tensord.workers.requests.timeline import RequestTimeline, trace_id_of
 from tensord.workers.scheduling.sequence import Controls, Sequenced
 
 if TYPE_CHECKING:
@@ -221,6 +221,11 @@ def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple
 def named(client_id: str) -> str:
     """Returns the beginning of a log line about a request; "": it has no id."""
     return label(client_id) if client_id else ""
+
+
+def traced(requests: Iterable[Request]) -> dict[str, str]:
+    """Returns what a log line about these requests has besides (``extra``): the trace that they belong to."""
+    return {"trace_id": trace_id_of(request.timeline for request in requests)}
 
 
 def label(client_id: str) -> str:

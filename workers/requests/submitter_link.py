@@ -14,7 +14,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.durations import PROTOCOLS
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.lane import WorkerLane
-from tensord.shm.messages import AnswerRecord, Prepare, PreparedAnswer, PreparedTensor
+from tensord.shm.messages import AnswerRecord, Prepare, PreparedAnswer, PreparedTensor, TraceContext
 from tensord.shm.prepared import Numbered, ReceivedNumbers
 from tensord.shm.record import encoder
 from tensord.workers.regions.lane_segments import LaneSegments
@@ -61,6 +61,7 @@ class SubmitterLink(Generic[R]):
         "blocked_byte_size",
         "bulky",
         "closed",
+        "context",
         "held",
         "in_flight",
         "lane",
@@ -129,6 +130,8 @@ class SubmitterLink(Generic[R]):
         self.unflushed = False
         #: How often a number of answers had come to stand for another one when this was last looked at.
         self.renumbered = 0
+        #: Which trace the next request belongs to, if it has that id and is traced.
+        self.context: TraceContext | None = None
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:

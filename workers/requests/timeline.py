@@ -1,4 +1,4 @@
-"""Records when a sampled request was where in the worker, and with level TENSORS its tensors as text.
+"""Records when a sampled request was where in the worker, what its model's code has named, and with level TENSORS its tensors.
 
 Requests that are not sampled have none. Source: Triton docs/user_guide/trace.md.
 """
@@ -6,7 +6,7 @@ Requests that are not sampled have none. Source: Triton docs/user_guide/trace.md
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from tensord.shm import trace_stamps
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import ServingError
-from tensord.shm.messages import AnswerRecord, Timeline, TracedTensor
+from tensord.shm.messages import AnswerRecord, OwnSpan, Parameter, Timeline, TraceContext, TracedTensor
 from tensord.workers.requests.result import Result
 
 #: Bits of ``RequestRecord.trace``.
@@ -25,12 +25,37 @@ _MAX_ELEMENT = 4096
 #: Requests made for one that are told with it, with theirs in turn, and characters of all their tensors: no more are told.
 _MAX_CHILDREN = 1024
 _MAX_CHARACTERS = 1 << 20
+#: Spans of a model's code that are told of one request.
+MAX_SPANS = 128
+
+
+class Span:
+    """A span of a model's code while it is open, and until its request is answered."""
+
+    __slots__ = ("attributes", "began_ns", "ended_ns", "error", "name", "parent")
+
+    def __init__(self, name: str, attributes: Mapping[str, Parameter], parent: Span | None) -> None:
+        self.name = name
+        self.attributes = dict(attributes)
+        self.parent = parent
+        self.began_ns = time.monotonic_ns()
+        #: 0: it is open.
+        self.ended_ns = 0
+        self.error = ""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the span. ``error``: what left it."""
+        self.error = "" if error is None else type(error).__name__
+        self.ended_ns = time.monotonic_ns()
 
 
 class RequestTimeline:
     """Belongs to a request."""
 
-    __slots__ = ("_characters", "_children", "_count", "_moments", "_tensors", "level", "parameters")
+    __slots__ = (
+        *("_characters", "_children", "_count", "_moments", "_spans", "_tensors"),
+        *("context", "level", "parameters"),
+    )
 
     def __init__(self, level: int, queued_ns: int) -> None:
         #: The trace level for ``RequestRecord.trace`` of requests that are made for this one.
@@ -40,8 +65,24 @@ class RequestTimeline:
         self._moments = [(trace_stamps.QUEUE_START, queued_ns)]
         self._tensors: list[TracedTensor] = []
         self._children: list[Timeline] = []
+        #: What the model's code has named, in whatever threads.
+        self._spans: list[Span] = []
+        #: Which trace it belongs to; None: its submitter has not said so.
+        self.context: TraceContext | None = None
         #: Of the children and theirs: how many, and how much their tensors say.
         self._count = self._characters = 0
+
+    def joins(self, context: TraceContext | None, request_id: int) -> None:
+        """Takes over what was said of the request's trace, if it is about that request."""
+        if context is not None and context.request_id == request_id:
+            self.context = context
+
+    def open(self, span: Span) -> bool:
+        """Takes a span of the model's code, for any thread. Returns False if the request has as many as are told."""
+        if len(self._spans) >= MAX_SPANS:
+            return False
+        self._spans.append(span)
+        return True
 
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
         """Notes a run, whose outputs are not placed yet. ``moments``: it began, had its inputs, had computed; in ns."""
@@ -73,7 +114,31 @@ class RequestTimeline:
         ran = any(name == trace_stamps.COMPUTE_START for name, _ in self._moments)
         moments = [*self._moments, (trace_stamps.COMPUTE_END, time.monotonic_ns())] if ran else self._moments
         stamps = tuple(moments) if self.level & TIMESTAMPS else ()
-        return Timeline(stamps, tuple(self._tensors), children=tuple(self._children), parameters=self.parameters)
+        return Timeline(
+            stamps,
+            tuple(self._tensors),
+            children=tuple(self._children),
+            parameters=self.parameters,
+            spans=_closed(self._spans) if self._spans else (),
+        )
+
+
+def _closed(spans: Iterable[Span]) -> tuple[OwnSpan, ...]:
+    """Returns the spans as they are told; one that is open still ends now."""
+    now_ns = time.monotonic_ns()
+    numbers: dict[Span, int] = {}
+    told: list[OwnSpan] = []
+    for number, span in enumerate(list(spans), 1):
+        numbers[span] = number
+        parent = 0 if span.parent is None else numbers.get(span.parent, 0)
+        told.append(OwnSpan(span.name, span.began_ns, span.ended_ns or now_ns, span.attributes, parent, span.error))
+    return tuple(told)
+
+
+def trace_id_of(timelines: Iterable[RequestTimeline | None]) -> str:
+    """Returns the ids of the traces of these requests, for a line of the log; "": none is traced."""
+    found = {each.context.trace_id for each in timelines if each is not None and each.context is not None}
+    return ",".join(sorted(found))
 
 
 def _described(activity: str, name: str, array: Array) -> TracedTensor:

@@ -137,3 +137,34 @@ async def test_mistakes_of_clients_are_one_line(page: SharedCounters, caplog: py
         "refused as mistakes of clients in the last 1 s: 3 for model 'm' (INVALID_ARGUMENT), 1 (UNIMPLEMENTED); "
         "the first: expected 3 inputs"
     ]
+
+
+async def test_recent_errors_are_bounded(page: SharedCounters) -> None:
+    """In number, and each in its texts; and what a request holds is not kept with them."""
+    made = of(page)
+    request = asked(
+        model="m" * 1000, client_id="i" * 1000, context=("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7")
+    )
+    for number in range(answered._MAX_RECENT + 50):
+        made.failed("400", f"{number} " + "e" * 1000, request)
+        made.good(asked(), 1, b"")
+    made.failed("404", "nowhere")
+    found = made.recent()
+    assert len(found) == answered._MAX_RECENT
+    assert [str(row["error"]).split()[0] for row in found[:2]] == ["51", "52"]
+    assert max(len(str(row[name])) for row in found for name in ("error", "model", "id")) == answered._MAX_TEXT
+    assert (found[0]["code"], found[0]["protocol"], found[0]["trace_id"]) == (
+        "400",
+        "http",
+        "4bf92f3577b34da6a3ce929d0e0e4736",
+    )
+    assert {**found[-1], "time": 0.0} == {
+        "protocol": "http",
+        "time": 0.0,
+        "code": "404",
+        "error": "nowhere",
+        "model": "",
+        "id": "",
+        "client": "",
+        "trace_id": "",
+    }

@@ -16,13 +16,16 @@ class Served:
     """An endpoint, and a snapshot that may wait or fail."""
 
     def __init__(self) -> None:
-        self.endpoint = Endpoint(Metrics(port=0, page=False), self.snapshot, dict)
+        self.endpoint = Endpoint(Metrics(port=0, page=False), self.snapshot, self.describe)
         self.asked = 0
         self.waits = asyncio.Event()
         self.waits.set()
         self.fails = False
 
-    async def snapshot(self) -> MetricsSnapshot:
+    async def describe(self) -> dict[str, object]:
+        return {}
+
+    async def snapshot(self, exemplars: bool) -> MetricsSnapshot:
         self.asked += 1
         await self.waits.wait()
         if self.fails:

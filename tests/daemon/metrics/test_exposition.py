@@ -37,7 +37,18 @@ SNAPSHOT = MetricsSnapshot(
     ],
     [
         WorkerSlot(
-            "worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16), 8, 9, 4096, Compiles(3, 2_500_000_000, 11)
+            "worker-0",
+            "cpu:0",
+            True,
+            False,
+            2,
+            6,
+            Loading("m", 4, 3, 16),
+            8,
+            9,
+            4096,
+            Compiles(3, 2_500_000_000, 11),
+            {"OK": 7, "NOT_FOUND": 2},
         )
     ],
     [FrontSlot("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5, {"200": 40, "400": 2, "503": 0})],
@@ -56,6 +67,12 @@ SNAPSHOT = MetricsSnapshot(
     reloaded_at=1_800_000_000.5,
     buckets=[0.0005, 2.5],
     parameters=ParameterTotals({("m", 3): (4, 17)}, 8192, {("m", "pushed"): 17, ("m", "overtaken"): 1}),
+    exemplars={
+        ("m", 3, "lane", 0, 1): ("4bf92f3577b34da6a3ce929d0e0e4736", 0.75, 1_800_000_000.25),
+        # The workers have counted nothing there, or nothing yet.
+        ("m", 3, "lane", 1, 2): ("11111111111111111111111111111111", 3.5, 1_800_000_000.25),
+        ("new", 1, "http", 0, 0): ("22222222222222222222222222222222", 0.0001, 1_800_000_000.25),
+    },
 )
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 
@@ -128,6 +145,8 @@ def test_ours() -> None:
         'tensord_parameter_changes_total{model="m",outcome="overtaken"} 1.0',
         'tensord_client_lanes{device="cpu:0",worker="worker-0"} 8.0',
         'tensord_client_lane_requests_total{device="cpu:0",worker="worker-0"} 9.0',
+        'tensord_client_lane_answers_total{code="OK",device="cpu:0",worker="worker-0"} 7.0',
+        'tensord_client_lane_answers_total{code="NOT_FOUND",device="cpu:0",worker="worker-0"} 2.0',
         'tensord_client_segment_bytes{device="cpu:0",worker="worker-0"} 4096.0',
         "tensord_ready 0.0",
         'tensord_model_refused_total{model="m",reason="queue_full",version="3"} 5.0',
@@ -229,9 +248,9 @@ def test_what_is_written_is_what_the_library_writes(accept: str) -> None:
     registry.register(exposition._Snapshots(SNAPSHOT))  # type: ignore[arg-type]
     if accept:
         whole = openmetrics_text.generate_latest(registry).removesuffix(b"# EOF\n")
-        whole += exposition._durations(SNAPSHOT) + b"# EOF\n"
+        whole += exposition._durations(SNAPSHOT, True) + b"# EOF\n"
     else:
-        whole = generate_latest(registry).replace(b" untyped\n", b" counter\n") + exposition._durations(SNAPSHOT)
+        whole = generate_latest(registry).replace(b" untyped\n", b" counter\n") + exposition._durations(SNAPSHOT, False)
 
     def steady(text: bytes) -> list[bytes]:
         return [line for line in text.splitlines() if b"resident_memory_bytes{" not in line]
@@ -246,3 +265,21 @@ def test_a_name_without_samples_is_not_there() -> None:
         assert name not in shown
     described = set(re.findall(r"^# TYPE (\S+)", shown, re.MULTILINE))
     assert described == {name for name in described if re.search(rf"^{name}[ {{_]", shown, re.MULTILINE)}
+
+
+def test_exemplars() -> None:
+    """In OpenMetrics alone, each in a bucket that has counted something, and as that format's own reader has them."""
+    text, content_type = render(SNAPSHOT, OPENMETRICS)
+    assert content_type.startswith("application/openmetrics-text")
+    families = {family.name: family for family in openmetrics.text_string_to_metric_families(text.decode())}
+    found = {
+        (sample.labels["protocol"], sample.labels["le"]): sample.exemplar
+        for sample in families["tensord_request_duration_seconds"].samples
+        if sample.exemplar is not None
+    }
+    assert list(found) == [("lane", "2.5")]
+    exemplar = found["lane", "2.5"]
+    assert exemplar.labels == {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736"}
+    assert (exemplar.value, float(exemplar.timestamp)) == (0.75, 1_800_000_000.25)
+    assert text.count(b"trace_id") == 1
+    assert b"trace_id" not in render(SNAPSHOT, "text/plain")[0]

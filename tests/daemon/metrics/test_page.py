@@ -23,6 +23,19 @@ def status(**changes: Any) -> dict[str, Any]:
         "http": ["http://127.0.0.1:8000"],
         "grpc": [],
         "models": {"wanted": 2, "served": 1},
+        "errors": [
+            {
+                "time": "2026-11-26T05:00:00.000+00:00",
+                "front": "http-0",
+                "protocol": "http",
+                "code": "400",
+                "model": "good",
+                "id": "7",
+                "client": "uid 1000",
+                "error": "no " + EVIL,
+                "trace_id": "",
+            }
+        ],
         "standings": [
             {"name": "good", "served": [1, 2], "reason": ""},
             {"name": EVIL, "served": [], "reason": "it " + EVIL},
@@ -49,6 +62,7 @@ def test_what_it_says() -> None:
     assert [EVIL, "", "it " + EVIL] in found
     assert ["uid 1000", "2 count, 4096 byte size"] in found
     assert ["good", "1", "17", "3"] in found
+    assert ["2026-11-26T05:00:00.000+00:00", "http-0", "400", "good", "7", "uid 1000", "no " + EVIL, ""] in found
     (front,) = (row for row in found if row[0] == "http-0")
     (worker,) = (row for row in found if row[0] == "worker-0")
     assert front[:3] == ["http-0", "8", "yes"]

@@ -10,7 +10,7 @@ from tensord.config.options import TraceOptions
 from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 from tensord.daemon.tracing.tracer import Tracer
 from tensord.shm.control_records import TraceChanged, TraceCleared
-from tensord.shm.messages import Timeline
+from tensord.shm.messages import OwnSpan, Timeline
 
 
 def test_rate_count_and_inheritance(tmp_path: Path) -> None:
@@ -71,3 +71,24 @@ def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None
         "REQUEST_END",
     ]
     assert files[1] == [{"id": (7 << 32) + 2, "model_name": "m", "model_version": -1}]
+
+
+def test_what_a_model_has_named_is_in_the_file(tmp_path: Path) -> None:
+    """As moments of the request, in their order; and the trace is known by its number there."""
+    tracer = Tracer(7, TraceOptions(max_byte_size=1 << 20))
+    tracer.changed(TraceChanged("", 1, 1, 0, str(tmp_path / "t")), [SampleCounter.create(1).fd])
+    trace = tracer.sample("m")
+    assert trace is not None
+    assert trace.context == (str((7 << 32) + 1), "")
+    spans = (OwnSpan("outer", 5, 20), OwnSpan("inner", 6, 9, parent=1))
+    trace.completed(4, Timeline((("QUEUE_START", 1),), spans=spans))
+    trace.end()
+    tracer.close()
+    stamps = [entry["timestamps"][0] for entry in json.loads((tmp_path / "t").read_text()) if "timestamps" in entry]
+    assert [(stamp["name"], stamp["ns"]) for stamp in stamps[:-1]] == [
+        ("QUEUE_START", 1),
+        ("outer_START", 5),
+        ("inner_START", 6),
+        ("inner_END", 9),
+        ("outer_END", 20),
+    ]

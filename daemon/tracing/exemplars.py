@@ -1,0 +1,61 @@
+"""Keeps an exemplar for each bucket of the histograms of durations: the last traced request that fell there, with its trace.
+
+    Trace.end ─▶ Exemplars ─▶ TraceExemplars, when somebody scrapes OpenMetrics ─▶ the supervisor ─▶ ``# {trace_id="..."} 0.01``
+
+Only traced requests come here. Belongs to the front's loop.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from tensord.shm import trace_stamps
+from tensord.shm.durations import COMPUTE, QUEUE, REQUEST
+
+#: Model versions that have some; the one that was traced longest ago makes room.
+_MAX_VERSIONS = 1024
+#: The kind of a duration -> the stamps at its two ends.
+_ENDS = (
+    (REQUEST, trace_stamps.REQUEST_START, trace_stamps.COMPUTE_END),
+    (QUEUE, trace_stamps.REQUEST_START, trace_stamps.COMPUTE_START),
+    (COMPUTE, trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_END),
+)
+#: The place of a bucket (kind, number) and what is there: the trace's id, the duration in seconds, and seconds since 1970.
+Bucket = tuple[int, int]
+Exemplar = tuple[str, float, float]
+
+
+class Exemplars:
+    """The exemplars of a front.
+
+    Args:
+      buckets: upper bounds of the histograms, in seconds.
+    """
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._buckets = buckets
+        self._versions: dict[tuple[str, int], dict[Bucket, Exemplar]] = {}
+
+    def note(self, model: str, version: int, trace_id: str, moments: Mapping[str, int]) -> None:
+        """Notes a traced request that was answered well. ``moments``: names and CLOCK_MONOTONIC ns."""
+        found = self._versions.pop((model, version), {})
+        while len(self._versions) >= _MAX_VERSIONS:
+            del self._versions[next(iter(self._versions))]
+        self._versions[model, version] = found
+        now = time.time()
+        for kind, begins, ends in _ENDS:
+            if begins in moments and ends in moments:
+                seconds = max(0, moments[ends] - moments[begins]) / 1e9
+                found[kind, bisect_left(self._buckets, seconds)] = trace_id, seconds, now
+
+    def told(self) -> list[tuple[str, int, list[tuple[int, int, str, float, float]]]]:
+        """Returns what there is, as the answer to ``TraceExemplars``: model, version, and kind, bucket and exemplar of each."""
+        return [
+            (model, version, [(*bucket, *exemplar) for bucket, exemplar in found.items()])
+            for (model, version), found in self._versions.items()
+        ]
+
+    def __repr__(self) -> str:
+        return f"<Exemplars of {len(self._versions)} model versions>"

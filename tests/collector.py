@@ -1,0 +1,61 @@
+"""A collector of spans for tests: it takes OTLP over HTTP, and decodes its protobufs."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.daemon_process import wait_until
+
+
+class Collector:
+    """Takes OTLP over HTTP, and keeps what came."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.services: set[str] = set()
+        collector = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                assert self.path == "/v1/traces"
+                message = ExportTraceServiceRequest()
+                message.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
+                for resource in message.resource_spans:
+                    said = {each.key: each.value.string_value for each in resource.resource.attributes}
+                    collector.services.add(said["service.name"])
+                    for scope in resource.scope_spans:
+                        collector.spans += scope.spans
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def of(self, trace_id: str, count: int) -> list[Any]:
+        """Waits until so many spans of a trace have come."""
+        wait_until(lambda: len(self._of(trace_id)) >= count, f"{count} spans of trace {trace_id}")
+        return self._of(trace_id)
+
+    def _of(self, trace_id: str) -> list[Any]:
+        return [span for span in self.spans if span.trace_id.hex() == trace_id]
+
+    def named(self, trace_id: str, count: int) -> dict[str, Any]:
+        """Returns the spans of a trace by name, once so many have come; each name is there once."""
+        found = self.of(trace_id, count)
+        assert len({span.name for span in found}) == len(found) == count, sorted(span.name for span in found)
+        return {span.name: span for span in found}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,72 @@
+"""Spans that a model's code names within a traced request: what ``tensord.models.span`` does.
+
+    with span("tokenize"):  ─▶ the timeline of each traced request that the code works on ─▶ Timeline.spans ─▶ OTLP, trace file
+
+Where no such request is traced a span is nothing but a look at the caller's requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from types import TracebackType
+
+from tensord.shm.messages import Parameter
+from tensord.workers.calls.caller import current
+from tensord.workers.requests.timeline import Span, trace_id_of
+
+#: Characters of a name and of an attribute, and attributes of a span, that are told.
+_MAX_TEXT, _MAX_ATTRIBUTES = 256, 16
+#: The innermost open span of this context; None: there is none.
+_open: ContextVar[Span | None] = ContextVar("span", default=None)
+_NOTHING = nullcontext()
+
+
+def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManager[None]:
+    """Returns a context whose duration is a span of the traced requests that this code works on."""
+    found = current()
+    timelines = (
+        [] if found is None else [request.timeline for request in found.requests if request.timeline is not None]
+    )
+    if not timelines:
+        return _NOTHING
+    made = Span(
+        name[:_MAX_TEXT],
+        {key[:_MAX_TEXT]: _told(attributes[key]) for key in [*attributes][:_MAX_ATTRIBUTES]},
+        _open.get(),
+    )
+    # One object for all: the code has run once.
+    taken = [timeline.open(made) for timeline in timelines]
+    return _OpenSpan(made) if any(taken) else _NOTHING
+
+
+def trace_id() -> str:
+    """Returns the id of the trace that this code works for, several separated by commas; "": of none."""
+    found = current()
+    return "" if found is None else trace_id_of(request.timeline for request in found.requests)
+
+
+class _OpenSpan:
+    """Ends a span with the block that it is for. (A generator may leave the block in another context than it has entered it.)"""
+
+    def __init__(self, made: Span) -> None:
+        self._span = made
+
+    def __enter__(self) -> None:
+        _open.set(self._span)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._span.end(error)
+        _open.set(self._span.parent)
+
+
+def _told(value: object) -> Parameter:
+    return value if isinstance(value, bool | int | float) and not _is_large(value) else str(value)[:_MAX_TEXT]
+
+
+def _is_large(value: float) -> bool:
+    """Returns whether a number has more than the 64 bits that records and protobufs have for one."""
+    return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
