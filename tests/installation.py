@@ -75,7 +75,7 @@ def client_made() -> tuple[Path, Path]:
         if not finished.exists():
             source = folder / "source"
             shutil.rmtree(source, ignore_errors=True)
-            ignored = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
+            ignored = shutil.ignore_patterns("*.egg-info", "*.so", "build", "__pycache__")
             shutil.copytree(ROOT / "client", source, ignore=ignored)
             archive, wheel = built(source, folder)
             shutil.move(wheel, archive.parent)

@@ -86,7 +86,7 @@ class LaneConnection:
         self._held: set[Any] = set()
         self._lanes: dict[int, WorkerLane] = {}
         #: By name and version as they are asked for.
-        self._models: dict[tuple[str, int], OpenedModel] = {}
+        self.models: dict[tuple[str, int], OpenedModel] = {}
         self._sequences: dict[tuple[str, int | str], WorkerLane] = {}
         #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.
         self._astray: dict[tuple[str, int], deque[Pending]] = {}
@@ -114,7 +114,7 @@ class LaneConnection:
 
         Raises: NotFound, Unavailable, Unsupported: as the daemon says.
         """
-        known = self._models.get((model, version))
+        known = self.models.get((model, version))
         if known is not None and known.choose() is not None:
             return known.description
         return self._ask_for(model, version, time.monotonic() + (timeout or 0.0)).description
@@ -133,7 +133,7 @@ class LaneConnection:
             with self._asking:
                 if self.is_closed:
                     raise Cancelled("the connection was closed")
-                known = self._models.get((model, version))
+                known = self.models.get((model, version))
                 if known is not None and known.choose() is not None and (not anew or known.opened_at > begun):
                     return known
                 try:
@@ -181,7 +181,7 @@ class LaneConnection:
         opened = OpenedModel(description, lanes, answer.get("coming", 0), time.monotonic())
         if opened.choose() is None:
             raise Unavailable(f"model '{model}' has no worker now")
-        self._models[model, version] = opened
+        self.models[model, version] = opened
         return opened
 
     # --------------------------------------------------------------------------------------------------- requests
@@ -195,7 +195,7 @@ class LaneConnection:
 
     def model_of(self, call: Call) -> OpenedModel:
         """Returns the model of a call, which is opened with the first. Raises ServingError."""
-        known = self._models.get((call.model, call.version))
+        known = self.models.get((call.model, call.version))
         if known is not None:
             return known
         return self._ask_for(call.model, call.version, time.monotonic())
@@ -315,7 +315,7 @@ class LaneConnection:
                         f"sequence {call.sequence_id!r} of model '{call.model}' was lost: its worker process ended"
                     )
                 return lane
-        known = self._models.get((call.model, call.version))
+        known = self.models.get((call.model, call.version))
         if known is None:
             return None
         if known.lacks and time.monotonic() - known.opened_at > _COMING_AFTER:
@@ -335,7 +335,7 @@ class LaneConnection:
 
     def is_pure(self, call: Call) -> bool:
         """Returns whether running a request twice harms nobody."""
-        known = self._models.get((call.model, call.version))
+        known = self.models.get((call.model, call.version))
         return known is not None and known.description.pure and not call.sequence_id
 
     # ---------------------------------------------------------------------------------- where workers or daemons end
@@ -362,12 +362,12 @@ class LaneConnection:
 
     def may_ask_again(self, pending: Pending) -> bool:
         """Returns whether the daemon is to be asked where a model is whose worker has refused a request."""
-        known = self._models.get((pending.call.model, pending.call.version))
+        known = self.models.get((pending.call.model, pending.call.version))
         return not self.is_closed and known is not None and time.monotonic() - known.opened_at > _REFUSED_AFTER
 
     def find_again(self, call: Call, refusal: ServingError, until: float | None) -> bool:
         """Asks where the model is, after a refusal or the end of a lane. Returns whether the request is to be sent again."""
-        before = self._models.get((call.model, call.version))
+        before = self.models.get((call.model, call.version))
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
             return True
@@ -427,7 +427,7 @@ class LaneConnection:
         self.is_closed = True
         with self._asking:
             lanes, self._lanes = list(self._lanes.values()), {}
-            self._models.clear()
+            self.models.clear()
             if self._socket is not None:
                 self._socket.close()
         for lane in lanes:

@@ -1,17 +1,19 @@
 """A prepared call: a request whose record is made once, and sent again and again with what its arrays hold then.
 
 A call writes the request's id (and deadline) into the record, sends it, receives, and compares the answer with what the last one
-was but for its id and its times. Anything else is read as every answer is.
+was but for its id and its times. Anything else is read as every answer is. Once that was so, the part in C does it, as long as
+nothing has changed and nothing else is under way on the lane.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import struct
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from tensord_client.errors import (
     from_code,
 )
 from tensord_client.memory import Memory
+from tensord_client.native import Exchange
 from tensord_client.opened_model import OpenedModel
 from tensord_client.pending import made_answer
 from tensord_client.placement import INLINE, Tensor, encode, input_datatype, note_segment, own_fields
@@ -43,6 +46,10 @@ _RECEIVE = 0x40000000  # MSG_CMSG_CLOEXEC
 _ANCILLARY = 4 * 8
 #: Times that a request is sent, where its workers end under it or refuse it.
 _SENDINGS = 2
+#: Seconds after which it is looked whether a model has got further lanes.
+_LOOKED_AFTER = 1.0
+#: The datagram that came while the part in C had the request, as ``recvmsg_into`` gives it; None: none came.
+_Came = Optional[tuple[int, list[tuple[int, int, bytes]], int]]
 
 
 class Bound:
@@ -53,12 +60,15 @@ class Bound:
         "datagram",
         "deadline_at",
         "epoch",
+        "exchange",
         "head",
         "id_at",
         "learned",
+        "model",
         "outputs",
         "tail",
         "tail_at",
+        "until",
     )
 
     def __init__(self, number: bytes, epoch: int, sizes: list[int], own: bytes) -> None:
@@ -87,6 +97,10 @@ class Bound:
         self.learned = -1
         #: The outputs that such an answer stands for.
         self.outputs: Mapping[str, Array] = {}
+        #: Asks and knows such answers in C, for that model as it was opened, until then.
+        self.exchange: Exchange | None = None
+        self.model: OpenedModel | None = None
+        self.until = 0.0
 
 
 class PreparedCall:
@@ -109,14 +123,16 @@ class PreparedCall:
         self.waiting = False
         self.waiter: queue.SimpleQueue[None] | None = None
         #: Of what was sent last: its id, and its lane.
-        self._request_id = 0
+        self.request_id = 0
         self._lane: WorkerLane | None = None
         self._bound: dict[WorkerLane, Bound] = {}
         self._answer: tuple[AnswerRecord, Lease | None] | None = None
         self._error: ServingError | None = None
         #: True: it may be sent again.
         self._astray = False
-        self._times: bytes | Timing | None = None
+        #: Of the lane of the last call, which nothing was wrong with.
+        self._exchange: Exchange | None = None
+        self.times: bytes | Timing | None = None
         self._lay_out(model)
 
     def _lay_out(self, model: OpenedModel) -> None:
@@ -192,9 +208,9 @@ class PreparedCall:
     @property
     def timing(self) -> Timing | None:
         """Returns what the last call took in the server; None: it did not say."""
-        if isinstance(self._times, bytes):
-            self._times = Timing(*msgpack.unpack(self._times))
-        return self._times
+        if isinstance(self.times, bytes):
+            self.times = Timing(*msgpack.unpack(self.times))
+        return self.times
 
     def __call__(self, timeout: float | None = None) -> Mapping[str, Array]:
         """Sends what the arrays hold now, waits at most so many seconds, and returns the outputs by name.
@@ -204,29 +220,53 @@ class PreparedCall:
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self._lock:
+            begun: tuple[int, _Came] | None = None
+            if self._exchange is not None:
+                if self._copies or self._inline:
+                    self._fill()
+                outcome = self._exchange.ask(self, until)
+                if isinstance(outcome, tuple):
+                    begun = outcome
+                elif outcome is not None:
+                    return outcome
             if self._is_plain:
                 return self._ask(until)
             try:
-                if self.waiting:
-                    self._wait_for_last(until)
-                for copy, array in self._copies:
-                    np.copyto(copy, array)
+                if begun is None:
+                    self._begin(until)
                 for sending in range(1, _SENDINGS + 1):
-                    outputs = self._exchange(until, sending)
+                    outputs = self._once(until, sending, begun)
                     if outputs is not None:
                         return outputs
+                    begun = None
                 assert self._error is not None
                 raise self._error
             except TimeoutError:
                 lane = self._lane
                 if self.waiting and lane is not None:
-                    lane.cancel(self._request_id)
+                    lane.cancel(self.request_id)
                 raise DeadlineExceeded() from None
 
     def _ask(self, until: float | None) -> Answer:
         answer = self._connection.ask(self._call).result(None if until is None else until - time.monotonic())
-        self._times = answer.timing
+        self.times = answer.timing
         return answer
+
+    def _fill(self) -> None:
+        """Puts what arrays hold now in place, for the lane of the last call."""
+        assert self._lane is not None
+        for copy, array in self._copies:
+            np.copyto(copy, array)
+        for target, source in zip(self._bound[self._lane].contents, self._inline):
+            target[:] = _bytes(source)
+
+    def _begin(self, until: float | None) -> None:
+        """Waits for the end of a call that was given up, and copies what has to be. Raises TimeoutError."""
+        self._exchange = None
+        if self.waiting:
+            self._wait_for_last(until)
+        for copy, array in self._copies:
+            np.copyto(copy, array)
 
     def _wait_for_last(self, until: float | None) -> None:
         lane = self._lane
@@ -234,10 +274,19 @@ class PreparedCall:
             lane.wait(self, until)
         self._answer = None
 
-    def _exchange(self, until: float | None, sending: int) -> Mapping[str, Array] | None:
-        """Sends and waits. Returns None: it is to be sent again. Raises ServingError, TimeoutError."""
-        lane, bound = self._send(until)
-        if not self._matches(lane, bound, until):
+    def _once(self, until: float | None, sending: int, begun: tuple[int, _Came] | None) -> Mapping[str, Array] | None:
+        """Sends and waits. Returns None: it is to be sent again. Raises ServingError, TimeoutError.
+
+        ``begun``: it was sent by the part in C, which has taken ``reading``: its id, and what came.
+        """
+        if begun is None:
+            lane, bound = self._send(until)
+        else:
+            assert self._lane is not None
+            lane, bound = self._lane, self._bound[self._lane]
+            self._exchange, self.request_id = None, begun[0]
+            self._answer, self._error, self._astray, self.waiting = None, None, False, True
+        if not self._matches(lane, bound, until, begun):
             error, self._error = self._error, None
             if error is not None:
                 if self._astray and sending < _SENDINGS and self._connection.find_again(self._call, error, until):
@@ -251,9 +300,48 @@ class PreparedCall:
                 answer = made_answer(record, lease, self._call.places)
             except (LookupError, TypeError, ValueError) as failed:
                 raise Internal(f"the worker's answer is malformed: {failed}") from failed
-            self._times = answer.timing
+            self.times = answer.timing
             bound.outputs = answer
+        self._exchange = self._exchange_on(lane, bound)
         return bound.outputs
+
+    def _exchange_on(self, lane: WorkerLane, bound: Bound) -> Exchange | None:
+        """Returns what asks again in C as long as all is as it is now; None: it cannot, or there is no part in C."""
+        call, known = self._call, self._connection.models.get((self._call.model, self._call.version))
+        if Exchange is None or known is None or call.sequence_id or bound.learned != lane.learned:
+            return None
+        now = time.monotonic()
+        if bound.exchange is None or bound.model is not known or now >= bound.until:
+            lasts = not known.coming and len(known.lanes) == 1
+            bound.model, bound.until = known, math.inf if lasts else now + _LOOKED_AFTER
+            bound.exchange = Exchange(
+                datagram=bound.datagram,
+                id_at=bound.id_at,
+                deadline_at=bound.deadline_at,
+                received=lane.received,
+                head=bound.head,
+                tail=bound.tail,
+                tail_at=bound.tail_at,
+                outputs=bound.outputs,
+                lane=lane,
+                fd=lane.sock.fileno(),
+                in_flight=lane.in_flight,
+                backlog=lane.backlog,
+                releases=lane.releases,
+                followers=lane.followers,
+                ids=lane.ids,
+                acquire=lane.reading.acquire,
+                release=lane.reading.release,
+                locked=lane.lock.locked,
+                memory=lane.memory,
+                models=self._connection.models,
+                model_key=(call.model, call.version),
+                model=known,
+                epoch=bound.epoch,
+                learned=bound.learned,
+                until=bound.until,
+            )
+        return bound.exchange
 
     def _send(self, until: float | None) -> tuple[WorkerLane, Bound]:
         connection = self._connection
@@ -279,7 +367,7 @@ class PreparedCall:
                 self.waiting = False
                 continue
             if request_id:
-                self._request_id = request_id
+                self.request_id = request_id
                 connection.sent(self._call, lane)
                 return lane, bound
 
@@ -295,14 +383,19 @@ class PreparedCall:
         made = self._bound[lane] = Bound(number, epoch, [array.nbytes for array in self._inline], self._own)
         return made
 
-    def _matches(self, lane: WorkerLane, bound: Bound, until: float | None) -> bool:
-        """Waits for the answer. Returns True: it is as the last one; False: there is an answer, or an error, to be looked at."""
-        request_id = self._request_id
-        if not lane.reading.acquire(False):
+    def _matches(self, lane: WorkerLane, bound: Bound, until: float | None, begun: tuple[int, _Came] | None) -> bool:
+        """Waits for the answer. Returns True: it is as the last one; False: there is an answer, or an error, to be looked at.
+
+        ``begun``: as for ``_once``.
+        """
+        request_id = self.request_id
+        if begun is None and not lane.reading.acquire(False):
             while self.waiting:
                 lane.wait(self, until)
             return False
         try:
+            if begun is not None and begun[1] is not None:
+                self._handle(lane, bound, *begun[1])
             while self.waiting:
                 if not lane.may_block(until):
                     continue
@@ -323,22 +416,28 @@ class PreparedCall:
                 ):
                     del lane.in_flight[request_id]
                     self.waiting = False
-                    self._times = bytes(received[bound.tail_at + len(bound.tail) : size])
+                    self.times = bytes(received[bound.tail_at + len(bound.tail) : size])
                     return True
-                lane.handle(size, ancillary, flags)
-                if not self.waiting and self._answer is not None:
-                    self._learn(lane, bound, size, request_id)
+                self._handle(lane, bound, size, ancillary, flags)
             return False
         finally:
             lane.reading.release()
             if lane.followers:
                 lane.promote()
 
+    def _handle(
+        self, lane: WorkerLane, bound: Bound, size: int, ancillary: list[tuple[int, int, bytes]], flags: int
+    ) -> None:
+        """Hands out a datagram; if it held the answer, notes what it looks like."""
+        lane.handle(size, ancillary, flags)
+        if not self.waiting and self._answer is not None:
+            self._learn(lane, bound, size, self.request_id)
+
     def _learn(self, lane: WorkerLane, bound: Bound, size: int, request_id: int) -> None:
         """Notes what the next answer will look like, if this one came alone and holds nothing of its own but times."""
         assert self._answer is not None
         record, lease = self._answer
-        bound.learned = -1
+        bound.learned, bound.exchange = -1, None
         received = lane.received
         if lease is not None or record.contents or record.timing is None:
             return
@@ -355,6 +454,7 @@ class PreparedCall:
     def forget(self) -> None:
         """Forgets what another thread of the process may have been doing that this one was forked from."""
         self._lock = threading.Lock()
+        self._exchange = None
         self.waiter = None
         self.waiting = False
 

@@ -178,13 +178,13 @@ class WorkerLane:
         #: Counts how often all numbers of prepared requests were given up.
         self.epoch = 0
         self._announced: set[int] = set()
-        self._closures = 0
+        self.known_closures = 0
         #: Datagrams that the socket would not take, each with a descriptor or -1, and the requests in it.
-        self._backlog: deque[tuple[bytes, int, tuple[int, ...]]] = deque()
+        self.backlog: deque[tuple[bytes, int, tuple[int, ...]]] = deque()
         #: Requests, with their ids, that leave together when the event loop's turn ends.
         self._outgoing: list[tuple[bytes, int]] = []
         self._outgoing_size = 0
-        self._releases: deque[LeaseKey] = deque()
+        self.releases: deque[LeaseKey] = deque()
         self._released = 0
 
         self.received = bytearray(wire.MAX_DATAGRAM + 1)
@@ -197,7 +197,7 @@ class WorkerLane:
         self._segments: dict[int, ResponseSegment] = {}
         self._refused: set[int] = set()
         #: The receive timeout that the socket has, in milliseconds.
-        self._timeout_ms = 0
+        self.timeout_ms = 0
 
         #: Threads that wait while another one reads.
         self.followers: dict[queue.SimpleQueue[None], None] = {}
@@ -238,7 +238,7 @@ class WorkerLane:
         with self.lock:
             if self.closing:
                 raise LaneEnded
-            if segments or self.memory.closures != self._closures:
+            if segments or self.memory.closures != self.known_closures:
                 self.announce(segments)
             number = self._number(prepared)
             request_id = next(self.ids)
@@ -259,8 +259,8 @@ class WorkerLane:
 
     def announce(self, segments: Sequence[int]) -> None:
         """Tells the worker of segments before their first use, and of closed ones. Call it with ``lock``."""
-        if self.memory.closures != self._closures:
-            self._closures = self.memory.closures
+        if self.memory.closures != self.known_closures:
+            self.known_closures = self.memory.closures
             for gone in [number for number in self._announced if self.memory.segment(number) is None]:
                 self._announced.discard(gone)
                 self._flush_outgoing()
@@ -302,7 +302,7 @@ class WorkerLane:
         return self.publish(prepared)
 
     def _send_now(self, record: bytes, request_id: int) -> None:
-        if not self._releases and not self._outgoing and len(record) <= wire.ROOM:
+        if not self.releases and not self._outgoing and len(record) <= wire.ROOM:
             self._send(b"\x01\x91" + record, -1, (request_id,))
             return
         self._flush_outgoing()
@@ -348,13 +348,13 @@ class WorkerLane:
     def _send(self, datagram: bytes, fd: int, ids: tuple[int, ...]) -> None:
         """Sends a datagram, or keeps it while the socket takes none. Raises LaneEnded: the worker is gone."""
         try:
-            if not self._backlog and self._send_at_once(datagram, fd):
+            if not self.backlog and self._send_at_once(datagram, fd):
                 return
         except LaneEnded:
             # So that the end of the lane finds what has not left.
-            self._backlog.append((datagram, -1, ids))
+            self.backlog.append((datagram, -1, ids))
             raise
-        self._backlog.append((datagram, os.dup(fd) if fd >= 0 else -1, ids))
+        self.backlog.append((datagram, os.dup(fd) if fd >= 0 else -1, ids))
         for loop in self._loops:
             with contextlib.suppress(RuntimeError):  # closed
                 loop.call_soon_threadsafe(self._watch_room, loop)
@@ -375,11 +375,11 @@ class WorkerLane:
 
     def _send_backlog(self) -> None:
         with self.lock, contextlib.suppress(LaneEnded):
-            while self._backlog:
-                datagram, fd, _ = self._backlog[0]
+            while self.backlog:
+                datagram, fd, _ = self.backlog[0]
                 if not self._send_at_once(datagram, fd):
                     return
-                self._backlog.popleft()
+                self.backlog.popleft()
                 if fd >= 0:
                     os.close(fd)
 
@@ -393,7 +393,7 @@ class WorkerLane:
                 raise LaneEnded
             if self.epoch != epoch:
                 return 0
-            if self._releases or self._outgoing or self.memory.closures != self._closures:
+            if self.releases or self._outgoing or self.memory.closures != self.known_closures:
                 self.announce(())
                 self._flush_outgoing()
                 release = self._release_record()
@@ -402,7 +402,7 @@ class WorkerLane:
             request_id = next(self.ids)
             _U64.pack_into(datagram, id_at, request_id)
             self.in_flight[request_id] = request
-            if not self._backlog:
+            if not self.backlog:
                 try:
                     self.sock.send(datagram, _SEND)
                     return request_id
@@ -425,9 +425,9 @@ class WorkerLane:
         """Gives a lease back, with others. May be called in the middle of anything, by the garbage collector."""
         if self.ended:
             return
-        self._releases.append(key)
+        self.releases.append(key)
         self._released += byte_size
-        due = len(self._releases) >= _RELEASES or self._released >= self._release_at
+        due = len(self.releases) >= _RELEASES or self._released >= self._release_at
         if due and self.lock.acquire(False):
             try:
                 release = self._release_record()
@@ -441,11 +441,11 @@ class WorkerLane:
 
     def _release_record(self) -> bytes:
         """Encodes the leases that are given back, as many as fit; empty: none."""
-        if not self._releases:
+        if not self.releases:
             return b""
         leases: list[LeaseKey] = []
-        while self._releases and len(leases) < wire.MAX_RELEASES:
-            leases.append(self._releases.popleft())
+        while self.releases and len(leases) < wire.MAX_RELEASES:
+            leases.append(self.releases.popleft())
         self._released = 0
         return wire.release(leases)
 
@@ -621,7 +621,7 @@ class WorkerLane:
 
         Raises: TimeoutError: it has passed. Call it with ``reading``.
         """
-        if self._backlog:
+        if self.backlog:
             self._wait_for_room(until)
             return False
         milliseconds = 0
@@ -631,10 +631,10 @@ class WorkerLane:
                 raise TimeoutError
             # A power of two, so that the next wait, which is about as long, need not set it again. The rest is waited for after.
             milliseconds = 1 << max(0, int(left * 1000).bit_length() - 1)
-        if milliseconds != self._timeout_ms:
+        if milliseconds != self.timeout_ms:
             timeout = struct.pack("ll", milliseconds // 1000, milliseconds % 1000 * 1000)
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-            self._timeout_ms = milliseconds
+            self.timeout_ms = milliseconds
         return True
 
     def _wait_for_room(self, until: float | None) -> None:
@@ -730,7 +730,7 @@ class WorkerLane:
             return
         self._loops[loop] = None
         loop.add_reader(self.sock.fileno(), self._readable, loop)
-        if self._backlog:
+        if self.backlog:
             self._watch_room(loop)
 
     def _readable(self, loop: Any) -> None:
@@ -746,12 +746,12 @@ class WorkerLane:
             self.promote()
 
     def _watch_room(self, loop: Any) -> None:
-        if loop in self._loops and self._backlog and not self.ended:
+        if loop in self._loops and self.backlog and not self.ended:
             loop.add_writer(self.sock.fileno(), self._writable, loop)
 
     def _writable(self, loop: Any) -> None:
         self._send_backlog()
-        if not self._backlog or self.closing:
+        if not self.backlog or self.closing:
             loop.remove_writer(self.sock.fileno())
 
     # ---------------------------------------------------------------------------------------------------------- end
@@ -763,12 +763,12 @@ class WorkerLane:
                 return
             self.ended = self.closing = True
             error = self._why or error
-            unsent = {request_id for _, _, ids in self._backlog for request_id in ids}
+            unsent = {request_id for _, _, ids in self.backlog for request_id in ids}
             unsent.update([request_id for _, request_id in self._outgoing])
-            for _, fd, _ in self._backlog:
+            for _, fd, _ in self.backlog:
                 if fd >= 0:
                     os.close(fd)
-            self._backlog.clear()
+            self.backlog.clear()
             self._outgoing.clear()
             lost, self.in_flight = self.in_flight, {}
             self.watched.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import email
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon_process import ROOT, DaemonProcess
-from tests.installation import Installation, client_made, ran
+from tests.installation import Installation, client_made, needs_compiler, ran
 from tests.repositories import scale_model
 
 CLIENT = ROOT / "client"
@@ -89,20 +90,24 @@ def distributions() -> tuple[Path, Path]:
     return client_made()
 
 
+@needs_compiler
 def test_what_is_in_it(distributions: tuple[Path, Path]) -> None:
     archive, wheel = distributions
-    expected = {str(path.relative_to(CLIENT)) for path in MODULES} | {"tensord_client/py.typed"}
+    expected = {str(path.relative_to(CLIENT)) for path in MODULES}
+    expected |= {"tensord_client/py.typed", "tensord_client/_exchange.pyi"}
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
-        assert {name for name in names if ".dist-info/" not in name} == expected
+        inside = {name for name in names if ".dist-info/" not in name}
+        assert inside == expected | {"tensord_client/_exchange.abi3.so"}
         (metadata,) = (email.message_from_bytes(opened.read(name)) for name in names if name.endswith("/METADATA"))
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "-cp39-abi3-linux_" in wheel.name
     assert (metadata["Name"], metadata["Requires-Python"]) == ("tensord-client", ">=3.9")
     assert metadata.get_all("Requires-Dist") == ["numpy>=1.22"]
     assert "has the surface of `tensord.testing`" in str(metadata.get_payload())
     with tarfile.open(archive) as packed:
         inside = {name.partition("/")[2] for name in packed.getnames()}
-    assert expected | {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"} <= inside
+    sources = {"setup.py", "setup.cfg", "pyproject.toml", "tensord_client/_exchange.c"}
+    assert expected | sources | {"LICENSE", "README.md"} <= inside
 
 
 def test_importing_it_costs_little(distributions: tuple[Path, Path], tmp_path: Path) -> None:
@@ -207,3 +212,18 @@ def test_other_environments(
                 print(ran(venv / "bin/python", "-I", "-W", "error", "-c", _ASK, address, cwd=tmp_path))
             tried += 1
     assert tried
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    """It installs all the same, and does in Python what the part in C would do."""
+    source = tmp_path / "source"
+    shutil.copytree(CLIENT, source, ignore=shutil.ignore_patterns("*.egg-info", "*.so", "build", "__pycache__"))
+    back_end = "import setuptools.build_meta as made; made.build_wheel('..')"
+    ran(sys.executable, "-c", back_end, cwd=source, environment=os.environ | {"CC": "false", "CXX": "false"})
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        assert not [name for name in opened.namelist() if name.endswith(".so")]
+    installed = Installation(tmp_path / "venv")
+    installed.install(wheel)
+    program = "import tensord_client.lane, tensord_client.native; print(tensord_client.native.Exchange)"
+    assert ran(installed.python, "-I", "-W", "error", "-c", program, cwd=tmp_path).strip() == "None"

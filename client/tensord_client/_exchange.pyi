@@ -1,0 +1,40 @@
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+from tensord_client.results import Array
+
+SOURCE: int
+
+class Exchange:
+    def __init__(
+        self,
+        *,
+        datagram: bytearray,
+        id_at: int,
+        deadline_at: int,
+        received: bytearray,
+        head: bytes,
+        tail: bytes,
+        tail_at: int,
+        outputs: Mapping[str, Array],
+        lane: Any,
+        fd: int,
+        in_flight: dict[int, Any],
+        backlog: Sized,
+        releases: Sized,
+        followers: Sized,
+        ids: Iterator[int],
+        acquire: Callable[[bool], bool],
+        release: Callable[[], None],
+        locked: Callable[[], bool],
+        memory: Any,
+        models: dict[Any, Any],
+        model_key: Any,
+        model: Any,
+        epoch: int,
+        learned: int,
+        until: float,
+    ) -> None: ...
+    def ask(
+        self, call: Any, until: float | None
+    ) -> Mapping[str, Array] | tuple[int, tuple[int, list[tuple[int, int, bytes]], int] | None] | None: ...
