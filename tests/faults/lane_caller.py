@@ -1,17 +1,19 @@
 """Clients that are killed: ``python -m tests.faults.lane_caller CLIENTS_SOCKET``, told what to do by lines of standard input.
 
-    connecting MICROSECONDS SEED   a client begins, and is killed so long after that
-    calling MICROSECONDS SEED      the same, after its first answer
+    COUNT SEED    so many clients begin, a few at a time, and are killed at any moment: a third while they connect, the others
+                  while they call
 
 Each client is forked off, has a connection of its own and asks in every way that leaves something in flight or held: small and
-large tensors, in records and in segments, answers that are held, several at once. Each kill is answered by a line: ``killed``,
-or what was wrong before.
+large tensors, in records and in segments, answers that are held, several at once. Each line is answered by one: ``killed``, or
+what was wrong before.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -26,6 +28,8 @@ import tests.client  # noqa: F401  (finds tensord_client)
 
 #: Answers that a client holds at most.
 _HELD = 16
+#: Clients that there are at the same time, and the most seconds until one is killed.
+_AT_ONCE, _LONGEST = 4, 0.03
 
 
 def live(path: str, seed: int, tell: int) -> None:
@@ -60,36 +64,61 @@ def live(path: str, seed: int, tell: int) -> None:
         os.write(tell, b".")
 
 
-def killed(path: str, after: str, delay: float, seed: int) -> str:
-    """Runs one client and kills it. Returns what to say of it."""
-    reading, tell = os.pipe()
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            os.close(reading)
-            live(path, seed, tell)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(tell)
-    try:
-        # End of file: it has ended by itself, which the exit status says.
-        if after == "calling":
-            os.read(reading, 1)
-        time.sleep(delay)
-        os.kill(child, signal.SIGKILL)
-    finally:
-        os.close(reading)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return "killed" if status == -signal.SIGKILL else f"ended by itself with {status}"
+class Victim:
+    """A client that was forked off, and when it is killed."""
+
+    def __init__(self, path: str, chance: random.Random) -> None:
+        seed, self._calls, self._delay = chance.randrange(1 << 30), chance.random() < 2 / 3, chance.random() * _LONGEST
+        self.reading, tell = os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            status = 1
+            try:
+                os.close(self.reading)
+                live(path, seed, tell)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(tell)
+        #: When that is; infinite: so long after its first answer.
+        self.due = math.inf if self._calls else time.monotonic() + self._delay
+
+    def answered(self) -> None:
+        """Notes its first answer, or that it has ended by itself, which its status says."""
+        self.due = time.monotonic() + self._delay
+
+    def kill(self) -> str:
+        """Kills it. Returns what it ended by itself with; "": it has not."""
+        os.close(self.reading)
+        os.kill(self._pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return "" if status == -signal.SIGKILL else f"ended by itself with {status}"
+
+
+def killed(path: str, count: int, chance: random.Random) -> str:
+    """Runs clients and kills them. Returns what to say of them."""
+    victims: list[Victim] = []
+    wrong: list[str] = []
+    while victims or (count and not wrong):
+        while count and len(victims) < _AT_ONCE and not wrong:
+            victims.append(Victim(path, chance))
+            count -= 1
+        due = min([victim.due for victim in victims])
+        waits = {victim.reading: victim for victim in victims if victim.due == math.inf}
+        timeout = None if due == math.inf else max(0.0, due - time.monotonic())
+        for reading in select.select(list(waits), [], [], timeout)[0]:
+            waits[reading].answered()
+        for victim in [victim for victim in victims if victim.due <= time.monotonic()]:
+            victims.remove(victim)
+            wrong += filter(None, [victim.kill()])
+    return "; ".join(wrong) or "killed"
 
 
 def main(path: str) -> None:
     for line in sys.stdin:
-        after, microseconds, seed = line.split()
-        print(killed(path, after, int(microseconds) / 1e6, int(seed)), flush=True)
+        count, seed = map(int, line.split())
+        print(killed(path, count, random.Random(seed)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """``kill -9`` of either end of clients' lanes, at any point, beside a client that notices when something is wrong.
 
-TENSORD_LANE_KILLS=N kills N clients instead of twenty (1000: the promise; 10000 takes some minutes), and a worker for each five
-of them; TENSORD_LANE_KILLS_SEED another series of moments.
+TENSORD_LANE_KILLS=N kills N clients instead of a thousand, and a worker for each fifty beyond that, each of which has to start;
+TENSORD_LANE_KILLS_SEED another series of moments.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
 from tests.raw_lane import RawLane, tensor
 from tests.repositories import write_model
 
-KILLS = int(os.environ.get("TENSORD_LANE_KILLS", "20"))
+KILLS = int(os.environ.get("TENSORD_LANE_KILLS", "1000"))
 SEED = int(os.environ.get("TENSORD_LANE_KILLS_SEED", "1"))
-WORKER_KILLS = max(3, KILLS // 5)
+WORKER_KILLS = max(4, (KILLS - 1000) // 50)
+#: Clients that are killed between two looks at the neighbour.
+_SERIES = 50
 #: What allocators may keep, whatever the number of rounds.
 _KEPT = 24 << 20
 _ENDS = 1000
@@ -122,8 +124,8 @@ class Neighbour:
 
 
 @contextlib.contextmanager
-def caller(daemon: DaemonProcess) -> Iterator[Callable[..., str]]:
-    """Runs clients that are killed (``lane_caller``)."""
+def caller(daemon: DaemonProcess) -> Iterator[Callable[[int, int], str]]:
+    """Runs clients that are killed (``lane_caller``): so many, in a series of moments."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.faults.lane_caller", clients_socket(daemon.folder)],
         cwd=ROOT,
@@ -135,8 +137,8 @@ def caller(daemon: DaemonProcess) -> Iterator[Callable[..., str]]:
         assert process.stdout is not None
         told, said = process.stdin, process.stdout
 
-        def kill(after: str, microseconds: int, seed: int) -> str:
-            print(after, microseconds, seed, file=told, flush=True)
+        def kill(count: int, seed: int) -> str:
+            print(count, seed, file=told, flush=True)
             return said.readline().strip()
 
         yield kill
@@ -168,13 +170,8 @@ def test_clients_are_killed(start: Callable[..., DaemonProcess]) -> None:
     daemon, chance = start(), random.Random(SEED)
     (worker,) = daemon.workers
 
-    def kill(kill_one: Callable[..., str]) -> None:
-        after = chance.choice(["connecting", "calling", "calling"])
-        assert kill_one(after, chance.randrange(30_000), chance.randrange(1 << 30)) == "killed"
-
-    with Neighbour(daemon) as neighbour, caller(daemon) as kill_one:
-        for _ in range(5):
-            kill(kill_one)
+    with Neighbour(daemon) as neighbour, caller(daemon) as kill:
+        assert kill(5, chance.randrange(1 << 30)) == "killed"
         # The last one of these may still be leaving.
         limit, before = time.monotonic() + 2, {}
         while time.monotonic() < limit:
@@ -182,11 +179,9 @@ def test_clients_are_killed(start: Callable[..., DaemonProcess]) -> None:
             before = {pid: min(then, before.get(pid, then)) for pid, then in now.items()}
             time.sleep(0.05)
         private = {pid: psutil.Process(pid).memory_full_info().uss for pid in before}
-        for number in range(KILLS):
-            kill(kill_one)
-            if number % 10 == 0:
-                neighbour.goes_on()
-        neighbour.goes_on()
+        for begun in range(0, KILLS, _SERIES):
+            assert kill(min(_SERIES, KILLS - begun), chance.randrange(1 << 30)) == "killed"
+            neighbour.goes_on()
         is_back(daemon, before)
     assert [each.pid for each in daemon.workers] == [worker.pid]
     for pid, then in private.items():
