@@ -74,8 +74,8 @@ class Client:
           device: a GPU, "cuda:0", as this process counts them; "": the host.
 
         Returns: a numpy array; on a GPU a ``DeviceArray``, which frameworks view by DLPack and ``copy_from`` fills.
-        Raises: InvalidArgument: strings have no such memory, or there is no more of it.  Unsupported: there is no lane to a GPU's
-          memory.  Unavailable: this process has no CUDA driver.
+        Raises: InvalidArgument: strings have no such memory, there is no more of it, or the server cannot reach that GPU's.
+          Unsupported: this process serves the models itself.  Unavailable: this process has no CUDA driver.
         """
         if isinstance(tensor, Tensor):
             dtype = dtype_of(tensor.datatype)

@@ -57,7 +57,7 @@ class Connection(Protocol):
         """Makes an array in memory that the server reads and writes where it lies, as far as there is any."""
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU, "cuda:0", which workers use where it is. Raises Unsupported: only lanes have that."""
+        """Makes an array on a GPU, "cuda:0", which workers use where it is. Raises Unsupported: without a daemon."""
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Ends a sequence without a further request, as far as that can be said."""

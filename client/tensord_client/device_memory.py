@@ -17,14 +17,17 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensord_client.errors import Cancelled, InvalidArgument, ServingError, Unavailable
 from tensord_client.results import Array
+
+if TYPE_CHECKING:
+    from tensord_client.http import HttpConnection
 
 #: DLPack's number of CUDA devices, and of the legacy default stream, on which copies here are.
 _CUDA, _DEFAULT_STREAM = 2, 1
@@ -148,12 +151,12 @@ class Driver:
 
 
 class DeviceArray:
-    """An array on a GPU, for an input or an output's place of requests over lanes. Frameworks view it by DLPack."""
+    """An array on a GPU, for an input or an output's place. Frameworks view it by DLPack."""
 
     def __init__(
         self, memory: DeviceMemory, name: str, ordinal: int, address: int, shape: tuple[int, ...], dtype: np.dtype
     ) -> None:
-        self._memory = memory
+        self.memory = memory
         self._ordinal = ordinal
         self._address = address
         self.shape = shape
@@ -175,11 +178,11 @@ class DeviceArray:
         Raises: InvalidArgument: it has another shape or dtype, is not contiguous, or lies on another device.
         """
         kind, number = value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (1, 0)
-        with self._memory.driver.on(self._ordinal):
+        with self.memory.driver.on(self._ordinal):
             if int(kind) != _CUDA:
                 made = np.ascontiguousarray(np.asarray(value))
                 self._check(made.shape, made.dtype == self.dtype, made.dtype)
-                self._memory.driver.to_device(self._address, made.ctypes.data, self.nbytes)
+                self.memory.driver.to_device(self._address, made.ctypes.data, self.nbytes)
                 return
             if number != self._ordinal:
                 raise InvalidArgument(f"an array on CUDA device {number} cannot be copied to {self.device} here")
@@ -191,7 +194,7 @@ class DeviceArray:
             self._check(shape, alike, f"kind {tensor.dtype.code} of {tensor.dtype.bits} bits")
             if tensor.strides and not _is_contiguous(shape, [tensor.strides[at] for at in range(tensor.ndim)]):
                 raise InvalidArgument("an array on a device is copied in where its elements lie one behind the other")
-            self._memory.driver.within(self._address, (tensor.data or 0) + tensor.byte_offset, self.nbytes)
+            self.memory.driver.within(self._address, (tensor.data or 0) + tensor.byte_offset, self.nbytes)
 
     def _check(self, shape: tuple[int, ...], alike: bool, dtype: Any) -> None:
         if shape != self.shape or not alike:
@@ -200,8 +203,8 @@ class DeviceArray:
     def numpy(self) -> Array:
         """Copies it to the host."""
         made = np.empty(self.shape, self.dtype)
-        with self._memory.driver.on(self._ordinal):
-            self._memory.driver.to_host(made.ctypes.data, self._address, self.nbytes)
+        with self.memory.driver.on(self._ordinal):
+            self.memory.driver.to_host(made.ctypes.data, self._address, self.nbytes)
         return made
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -222,7 +225,7 @@ class DeviceArray:
         return f"<DeviceArray {self.dtype}{list(self.shape)} on {self.device}>"
 
     def __del__(self) -> None:
-        memory = getattr(self, "_memory", None)
+        memory = getattr(self, "memory", None)
         if memory is not None:
             memory.returned.append((self.place[0], self._ordinal, self._address))
 
@@ -230,8 +233,8 @@ class DeviceArray:
 class DeviceMemory:
     """The arrays of a connection on GPUs. Thread-safe; a process that is forked off has none of them."""
 
-    def __init__(self, http: Callable[[], Any]) -> None:
-        """``http``: connects to the daemon (``HttpConnection``), for registrations."""
+    def __init__(self, http: HttpConnection) -> None:
+        """``http``: the way to the daemon, for registrations."""
         self._http = http
         self._lock = threading.Lock()
         self._driver: Driver | None = None
@@ -276,7 +279,7 @@ class DeviceMemory:
                     "byte_size": byte_size,
                 }
                 try:
-                    self._http().post(f"/v2/cudasharedmemory/region/{name}/register", json.dumps(said).encode())
+                    self._http.post(f"/v2/cudasharedmemory/region/{name}/register", json.dumps(said).encode())
                 except BaseException:
                     driver.free(address)
                     raise
@@ -287,7 +290,7 @@ class DeviceMemory:
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:
-                self._http().post(f"/v2/cudasharedmemory/region/{name}/unregister", b"")
+                self._http.post(f"/v2/cudasharedmemory/region/{name}/unregister", b"")
             except ServingError:
                 pass  # the daemon is gone, and has forgotten it
             with self.driver.on(ordinal):

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -34,8 +34,13 @@ from tensord_client.errors import (
 )
 from tensord_client.http_channel import Address, Buffer, Response
 from tensord_client.http_pending import Exchange, HttpPending, Pool, Unreached, Waiter
+from tensord_client.pending import in_place
 from tensord_client.results import Answer, Array, Description, Parameter, Timing, written
 from tensord_client.tensors import content
+from tensord_client.wire import OutputTensor
+
+if TYPE_CHECKING:
+    from tensord_client.device_memory import DeviceMemory
 
 _PART = struct.Struct("<IQ")
 #: Kinds of requests and of answers of which the JSON is kept.
@@ -100,6 +105,8 @@ class HttpConnection:
         self._limit = limit
         self._patience = patience
         self._heads: dict[Any, tuple[bytes, int]] = {}
+        #: Arrays on GPUs; None: there were none so far.
+        self._on_devices: DeviceMemory | None = None
         self._begin()
         _connections.add(self)
 
@@ -214,14 +221,27 @@ class HttpConnection:
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Raises Unsupported: over HTTP no memory is shared."""
-        raise Unsupported(f"memory on '{device}' is shared over lanes alone")
+        """Makes an array on a GPU that the server reaches, too: requests name it. Raises as ``DeviceMemory.empty``."""
+        with self._lock:
+            if self._on_devices is None:
+                from tensord_client.device_memory import DeviceMemory
+
+                self._on_devices = DeviceMemory(self)
+        return self._on_devices.empty(shape, dtype, device)
+
+    def _region(self, values: Any) -> tuple[str, int, int] | None:
+        """Returns the region that an array of this connection lies in, its offset and size; None: it is not on a GPU."""
+        if isinstance(values, np.ndarray) or self._on_devices is None or values.memory is not self._on_devices:
+            return None
+        return cast("tuple[str, int, int]", values.place)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Does nothing: over HTTP a sequence without an end is ended when it has been idle for long enough."""
 
     def close(self) -> None:
         """Ends what is idle; what is under way ends as it is answered. Idempotent."""
+        if self._on_devices is not None:
+            self._on_devices.close()
         self._pool.close()
         if self._waiting is not None:
             self._waiting.close()
@@ -229,7 +249,8 @@ class HttpConnection:
     # --------------------------------------------------------------------------------------------------------- the codec
 
     def _infer(self, call: Call) -> _Infer:
-        contents = [content(array) for array in call.inputs.values()]
+        # What lies on a GPU is named, and the server uses it there.
+        contents = [b"" if self._region(array) else content(array) for array in call.inputs.values()]
         head, size = self._head(call, contents)
         tail = sum(map(len, contents))
         lengths = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n" % (size, size + tail)
@@ -242,13 +263,16 @@ class HttpConnection:
         """Returns request line, fields and JSON of a call, and the size of the JSON in bytes."""
         key = None
         if call.is_bare:
-            tensors = tuple((name, array.dtype, array.shape) for name, array in call.inputs.items())
+            tensors = tuple(
+                (name, array.dtype, array.shape, self._region(array)) for name, array in call.inputs.items()
+            )
+            outputs = tuple((name, self._wanted(call, name)) for name in call.outputs)
             sizes = tuple(map(len, contents))
-            key = call.model, call.version, call.streams, tuple(call.outputs), tensors, sizes
+            key = call.model, call.version, call.streams, outputs, tensors, sizes
             found = self._heads.get(key)
             if found is not None:
                 return found
-        text = _request_json(call, contents)
+        text = self._request_json(call, contents)
         path = _path(call.model, call.version) + ("/infer_stream" if call.streams else "/infer")
         head = (
             b"POST " + path.encode() + self._fields + b"Content-Type: application/octet-stream\r\nTensord-Timing: 1\r\n"
@@ -262,6 +286,41 @@ class HttpConnection:
                 self._heads.clear()
             self._heads[key] = made
         return made
+
+    def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
+        """Returns the region that an output is to be written to; None: it comes with the answer."""
+        place = call.places.get(name)
+        return None if place is None else self._region(place)
+
+    def _request_json(self, call: Call, contents: list[Buffer]) -> bytes:
+        parameters: dict[str, Any] = {"binary_data_output": True, **call.parameters}
+        for name, value in _own_parameters(call):
+            if value:
+                parameters[name] = value
+        if call.sequence_id:
+            parameters["sequence_start"] = call.sequence_start
+            parameters["sequence_end"] = call.sequence_end
+        said: dict[str, Any] = {"id": call.request_id} if call.request_id else {}
+        said["parameters"] = parameters
+        said["inputs"] = [
+            {
+                "name": name,
+                "datatype": datatype_of(array.dtype),
+                "shape": array.shape,
+                "parameters": _parameters(self._region(array)) or {"binary_data_size": len(part)},
+            }
+            for (name, array), part in zip(call.inputs.items(), contents)
+        ]
+        if call.outputs:
+            said["outputs"] = [
+                {"name": name, "parameters": parameters} if parameters else {"name": name}
+                for name in call.outputs
+                for parameters in [_parameters(self._wanted(call, name))]
+            ]
+        try:
+            return json.dumps(said, separators=(",", ":")).encode()
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"a parameter of the request cannot be sent: {error}") from None
 
     def __repr__(self) -> str:
         return f"<HttpConnection to {self.address}>"
@@ -327,7 +386,9 @@ class _Infer(Exchange):
             for each in said["outputs"]:
                 name, datatype, shape = each["name"], each["datatype"], tuple(each["shape"])
                 size = each.get("parameters", {}).get("binary_data_size")
-                if size is None:
+                if "shared_memory_region" in each.get("parameters", {}):
+                    outputs[name] = in_place(self._places[name], OutputTensor(name, datatype, shape, True))
+                elif size is None:
                     outputs[name] = _from_json(each.get("data", []), datatype, shape)
                 else:
                     made = decode(tail[offset : offset + size], datatype, shape)
@@ -341,6 +402,15 @@ class _Infer(Exchange):
         return answer
 
 
+def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
+    """Returns what says that a tensor lies in a region; nothing where it lies in none."""
+    if region is None:
+        return {}
+    name, offset, byte_size = region
+    said: dict[str, Any] = {"shared_memory_region": name, "shared_memory_byte_size": byte_size}
+    return {**said, "shared_memory_offset": offset} if offset else said
+
+
 def _own_parameters(call: Call) -> tuple[tuple[str, Parameter], ...]:
     """Returns the parameters that say how a request is scheduled; those that say nothing are 0 or ""."""
     return (
@@ -349,33 +419,6 @@ def _own_parameters(call: Call) -> tuple[tuple[str, Parameter], ...]:
         ("sequence_id", call.sequence_id),
         ("tensord_replace", call.replace_key),
     )
-
-
-def _request_json(call: Call, contents: list[Buffer]) -> bytes:
-    parameters: dict[str, Any] = {"binary_data_output": True, **call.parameters}
-    for name, value in _own_parameters(call):
-        if value:
-            parameters[name] = value
-    if call.sequence_id:
-        parameters["sequence_start"] = call.sequence_start
-        parameters["sequence_end"] = call.sequence_end
-    said: dict[str, Any] = {"id": call.request_id} if call.request_id else {}
-    said["parameters"] = parameters
-    said["inputs"] = [
-        {
-            "name": name,
-            "datatype": datatype_of(array.dtype),
-            "shape": array.shape,
-            "parameters": {"binary_data_size": len(part)},
-        }
-        for (name, array), part in zip(call.inputs.items(), contents)
-    ]
-    if call.outputs:
-        said["outputs"] = [{"name": name} for name in call.outputs]
-    try:
-        return json.dumps(said, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"a parameter of the request cannot be sent: {error}") from None
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:

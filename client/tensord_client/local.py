@@ -103,7 +103,7 @@ class LocalConnection:
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Raises Unsupported: in one process there is nobody to share memory with."""
-        raise Unsupported(f"memory on '{device}' is shared over lanes alone")
+        raise Unsupported(f"memory on '{device}' is shared with a daemon, and this process serves the model itself")
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Ends a sequence without a further request."""

@@ -109,7 +109,7 @@ def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str,
 
     for name, place in places.items():
         made = outputs.get(name)
-        if made is None:
+        if made is None or made is place:
             continue
         if place.shape != made.shape or place.dtype != made.dtype:
             given = f"{place.dtype}{list(place.shape)}"

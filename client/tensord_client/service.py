@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensord_client.call import Call
 from tensord_client.connection import Connection, Pending, PreparedCall
@@ -15,9 +15,6 @@ from tensord_client.errors import ServingError, Unsupported
 from tensord_client.http_channel import Buffer
 from tensord_client.lane import LaneConnection
 from tensord_client.results import Array, Description
-
-if TYPE_CHECKING:
-    from tensord_client.device_memory import DeviceMemory
 
 
 class ServiceConnection:
@@ -29,8 +26,6 @@ class ServiceConnection:
         self._over_http = over_http
         self._lock = threading.Lock()
         self._http: Connection | None = None
-        #: Arrays on GPUs; None: there were none so far.
-        self._on_devices: DeviceMemory | None = None
         #: Models that are asked over HTTP, with their versions.
         self._apart: set[tuple[str, int]] = set()
 
@@ -103,15 +98,8 @@ class ServiceConnection:
         return self._lane.revert_parameters(model, version, name)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU. Raises Unsupported: there are no lanes.  And as ``DeviceMemory.empty``."""
-        if not self._lane.lanes:
-            return self.http().empty_on(device, shape, dtype)
-        with self._lock:
-            if self._on_devices is None:
-                from tensord_client.device_memory import DeviceMemory
-
-                self._on_devices = DeviceMemory(self.http)
-        return self._on_devices.empty(shape, dtype, device)
+        """Makes an array on a GPU, which is registered over HTTP whatever way requests take. Raises as ``DeviceMemory.empty``."""
+        return self.http().empty_on(device, shape, dtype)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
         """Ends a sequence as far as that can be said."""
@@ -120,8 +108,6 @@ class ServiceConnection:
     def close(self) -> None:
         """Ends the connection and its lanes. Idempotent."""
         self._lane.close()
-        if self._on_devices is not None:
-            self._on_devices.close()
         with self._lock:
             if self._http is not None:
                 self._http.close()

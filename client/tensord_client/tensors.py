@@ -88,7 +88,7 @@ def _foreign(name: str, value: Any) -> Array:
 def content(values: Array) -> bytes | memoryview:
     """Returns the bytes of an array as the protocol has them: a view, but of BYTES. Raises InvalidArgument: it is on a GPU."""
     if not isinstance(values, np.ndarray):
-        raise InvalidArgument(f"{values!r} is asked with over a lane alone: bring it to the host")
+        raise InvalidArgument(f"{values!r} is of another connection: bring it to the host")
     if values.dtype.kind in "SUO":
         return encode_strings(values)
     return values.reshape(-1).view(np.uint8).data

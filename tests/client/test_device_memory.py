@@ -73,19 +73,37 @@ with tensord_client.connect(sys.argv[1]) as client:
     gc.collect()
     kept = client.empty((2, 4), np.float32, device="cuda:0")
     assert regions() == 1, regions()
+    # Without a lane they are named as well, but only by the connection that has registered them.
     with tensord_client.connect(f"http://{sys.argv[2]}") as over_http:
+        model = over_http.model("scale", timeout=120)
         try:
-            over_http.model("scale")({"x": kept})
+            model({"x": kept})
         except tensord_client.InvalidArgument as error:
-            assert "over a lane alone" in error.message
+            assert "of another connection" in error.message
         else:
             raise AssertionError
+        x = over_http.empty(model.inputs["x"], shape=(2, 4), device="cuda:0")
+        y = over_http.empty((2, 4), np.float32, device="cuda:0")
+        assert regions() == 3
+        call = model.prepare({"x": x}, out={"y": y})
+        for number in range(4):
+            x.copy_from(values + number)
+            assert call()["y"] is y
+            np.testing.assert_array_equal(y.numpy(), 3 * (values + number) + 1)
+            np.testing.assert_array_equal(model({"x": x})["y"], y.numpy())
+        on_the_host = np.zeros((2, 4), np.float32)
+        assert model.prepare({"x": x}, out={"y": on_the_host})()["y"] is on_the_host
+        np.testing.assert_array_equal(on_the_host, y.numpy())
+        np.testing.assert_array_equal(model.prepare({"x": values}, out={"y": y})()["y"].numpy(), 3 * values + 1)
         try:
-            over_http.empty((2, 4), np.float32, device="cuda:0")
-        except tensord_client.Unsupported:
-            pass
+            model.prepare({"x": x}, out={"y": over_http.empty((1, 4), np.float32, device="cuda:0")})()
+        except tensord_client.ServingError as error:
+            assert "'y'" in error.message, error.message
         else:
             raise AssertionError
+        del x, y, call
+        gc.collect()
+    assert regions() == 1, regions()
     del kept
 print("good")
 """
