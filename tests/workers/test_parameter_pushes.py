@@ -38,7 +38,7 @@ from tensord.shm.operations import (
 from tensord.workers.parameters import layout
 from tensord.workers.parameters.layout import SealedMemory
 from tests.repositories import write_model
-from tests.workers.parameters.made_sets import layout_bytes, sealed, sealed_bytes
+from tests.workers.parameters.made_sets import layout_bytes, sealed, sealed_bytes, unaligned
 from tests.workers.parameters.pushing import PushingLoop, numbered, value, write_numbered
 from tests.workers.worker_loop import OPTIONS
 
@@ -449,3 +449,31 @@ def test_no_descriptor_is_left_open(loop: PushingLoop, source: ParameterSource) 
         with pytest.raises(ServingError):
             loop.stage("m", sealed_bytes(b"abc"), 3)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("where", ["file", "region", "memory"])
+def test_tensors_are_aligned_whoever_wrote_them(
+    loop: PushingLoop, tmp_path: Path, registered: Callable[..., Memory], where: str
+) -> None:
+    """Other writers of the layout align nothing: XLA uses what is made of it where it lies all the same, and copies no more."""
+    fd = unaligned(numbered(3, 1 << 12))
+    given = os.pread(fd, os.fstat(fd).st_size, 0)
+    os.close(fd)
+    checksum = f"sha256:{hashlib.sha256(given).hexdigest()}"
+    assert (8 + int.from_bytes(given[:8], "little")) % 64
+    write_numbered(tmp_path, "large", "max_batch_size: 8", width=1 << 12)
+    loop.load(tmp_path / "large")
+    if where == "file":
+        (tmp_path / "large" / "1" / "p.safetensors").write_bytes(given)
+        made = loop.make("large", FileSource("p.safetensors"), checksum=checksum)
+    elif where == "region":
+        registered(b"x" * 20 + given + b"rest")
+        made = loop.make("large", RegionSource("region", 20, len(given)), checksum=checksum)
+    else:
+        made = loop.make("large", MemorySource(len(given)), sealed_bytes(given, 0), checksum=checksum)
+    assert all(np.array_equal(content(os.dup(made))[name], array) for name, array in numbered(3, 1 << 12).items())
+    loop.push("large", made, 1, "a")
+    version = next(each for each in loop.worker._models if each.name == "large")
+    assert version.sets is not None
+    assert version.sets.find("a").placed_byte_size == 0
+    assert value(loop.ask_value("large", set="a")) == 3

@@ -17,7 +17,7 @@ import fcntl
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import ml_dtypes
@@ -32,7 +32,8 @@ from tensord.shm.errors import InvalidArgument, Unavailable
 #: The seals of memory that nobody can change any more, and those that such memory is made with.
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _ALL = _FIXED | fcntl.F_SEAL_SEAL
-_LENGTH = 8
+#: Bytes of the length of the header, which come first.
+LENGTH = 8
 #: Bytes that are written in one piece.
 _PIECE = 4 << 20
 _MAX_HEADER = 32 << 20
@@ -126,23 +127,23 @@ def read(content: memoryview, what: str) -> dict[str, Array]:
 
 def _header(content: memoryview, what: str) -> tuple[int, dict[str, _Entry]]:
     """Returns where the tensors begin, and the entries of the header. Raises InvalidArgument."""
-    if len(content) < _LENGTH:
+    if len(content) < LENGTH:
         raise InvalidArgument(f"{what}: {len(content)} bytes are too few for safetensors' layout")
-    length = int.from_bytes(content[:_LENGTH], "little")
-    if length > min(_MAX_HEADER, len(content) - _LENGTH):
+    length = int.from_bytes(content[:LENGTH], "little")
+    if length > min(_MAX_HEADER, len(content) - LENGTH):
         raise InvalidArgument(
-            f"{what}: its header would have {length} bytes, at most {min(_MAX_HEADER, len(content) - _LENGTH)} are possible"
+            f"{what}: its header would have {length} bytes, at most {min(_MAX_HEADER, len(content) - LENGTH)} are possible"
         )
     entries: dict[str, _Entry] = {}
     try:
-        for name, text in _decoder.decode(content[_LENGTH : _LENGTH + length]).items():
+        for name, text in _decoder.decode(content[LENGTH : LENGTH + length]).items():
             if name == _METADATA:
                 _metadata_decoder.decode(text)
             else:
                 entries[name] = _entry_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{what}: its header is not that of safetensors' layout: {str(error)[:256]}") from None
-    return _LENGTH + length, entries
+    return LENGTH + length, entries
 
 
 class _Unreadable(Exception):
@@ -160,6 +161,17 @@ def _written(fd: int, content: memoryview, at: int) -> int:
     if not count:
         raise _Unreadable
     return count
+
+
+def padding(head: bytes, byte_size: int) -> int:
+    """Returns how many spaces behind their header have the tensors of so many bytes begin at a multiple of ``ALIGNMENT``.
+
+    ``head``: the first bytes. Where they are no such layout, which is found out later, the answer is 0.
+    """
+    length = int.from_bytes(head, "little")
+    if len(head) < LENGTH or length > min(_MAX_HEADER, byte_size - LENGTH):
+        return 0
+    return -(LENGTH + length) % ALIGNMENT
 
 
 class SealedMemory:
@@ -200,16 +212,16 @@ def is_sealed(fd: int) -> bool:
 class NewMemory:
     """Memory of ours that parameters are written to, and that is sealed then. Closes its descriptor where it is not taken."""
 
-    def __init__(self, byte_size: int, given: memoryview | None = None) -> None:
+    def __init__(self, byte_size: int, parts: Sequence[memoryview] = ()) -> None:
         """Allocates so many bytes. Raises Unavailable: the host has no memory left for them, or this process no descriptor.
 
-        ``given``: as many bytes, with which it is filled.
+        ``parts``: as many bytes together, with which it is filled, one part behind the other.
         """
         self.byte_size = byte_size
         with descriptors.needed("pushed parameters"):
             self._fd = os.memfd_create("tensord-parameters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            written = 0 if given is None else self._write(given)
+            written = self._write(parts) if parts else 0
             if written < byte_size:
                 os.posix_fallocate(self._fd, 0, byte_size)
             self._mapping: mmap.mmap | None = mmap.mmap(self._fd, byte_size)
@@ -218,20 +230,25 @@ class NewMemory:
         except OSError as error:
             os.close(self._fd)
             raise Unavailable(f"the host has no {byte_size} bytes of memory for parameters") from error
-        if given is not None and written < byte_size:
-            np.copyto(self.content[written:], np.frombuffer(given[written:], np.uint8))
+        at = 0
+        for part in parts if written < byte_size else ():
+            np.copyto(self.content[at : at + len(part)], np.frombuffer(part, np.uint8))
+            at += len(part)
 
-    def _write(self, given: memoryview) -> int:
+    def _write(self, parts: Sequence[memoryview]) -> int:
         """Writes bytes from the beginning, and returns how many: fewer where the others cannot be read. Raises OSError.
 
         The kernel copies them into new pages in one pass; memory that is allocated before it is copied to is cleared first.
         """
         os.truncate(self._fd, self.byte_size)
-        done = 0
+        at = 0
         with contextlib.suppress(_Unreadable):
-            while done < len(given):
-                done += _written(self._fd, given[done : done + _PIECE], done)
-        return done
+            for part in parts:
+                end = at + len(part)
+                while at < end:
+                    start = len(part) - (end - at)
+                    at += _written(self._fd, part[start : start + _PIECE], at)
+        return at
 
     @classmethod
     def laid_out(cls, leaves: list[LaidLeaf], limit: int, what: str) -> tuple[NewMemory, dict[str, Array]]:
@@ -251,12 +268,12 @@ class NewMemory:
             entries[leaf.name] = _Entry(_NAMES[leaf.dtype], leaf.shape, (at, at + leaf.byte_size))
             at += leaf.byte_size
         header = msgspec.json.encode(entries)
-        header += b" " * (-(_LENGTH + len(header)) % ALIGNMENT)
-        begin = _LENGTH + len(header)
+        header += b" " * (-(LENGTH + len(header)) % ALIGNMENT)
+        begin = LENGTH + len(header)
         check_size(begin + at, limit, what)
         memory = cls(begin + at)
-        memory.content[:_LENGTH] = np.frombuffer(len(header).to_bytes(_LENGTH, "little"), np.uint8)
-        memory.content[_LENGTH:begin] = np.frombuffer(header, np.uint8)
+        memory.content[:LENGTH] = np.frombuffer(len(header).to_bytes(LENGTH, "little"), np.uint8)
+        memory.content[LENGTH:begin] = np.frombuffer(header, np.uint8)
         places: dict[str, Array] = {}
         for leaf in ordered:
             start, end = (begin + offset for offset in entries[leaf.name].data_offsets)

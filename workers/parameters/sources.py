@@ -43,8 +43,8 @@ from tensord.workers.regions.region_tensor import RegionTensor
 #: Bytes that are copied in one piece: other threads may go on between two of them.
 _PIECE = 4 << 20
 _BYTES = np.dtype(np.uint8)
-#: Copies into an array of as many bytes.
-Copy = Callable[[Array], None]
+#: Copies bytes of a source, from one on, into an array of as many.
+Copy = Callable[[int, Array], None]
 
 
 class _Digest(Protocol):
@@ -138,20 +138,37 @@ class Making:
         finally:
             memory.close()
 
-    def copied(self, byte_size: int, source: Copy | memoryview) -> int:
+    def copied(self, byte_size: int, copy: Copy, lies: memoryview | None = None) -> int:
         """Copies a whole source of so many bytes. Returns the descriptor of the sealed memory. Raises ServingError.
 
-        ``source``: memory that has them, or a function that copies them.
+        Its header gets spaces behind it, so that its tensors are aligned: XLA then uses them there on a processor.
+
+        ``lies``: the bytes, where they are in this process' memory.
         """
         layout.check_size(byte_size, self._limit, self.what)
         if not byte_size:
             raise InvalidArgument(f"{self.what} have no bytes")
-        memory = NewMemory(byte_size, source if isinstance(source, memoryview) else None)
+        head = np.zeros(min(byte_size, layout.LENGTH), _BYTES)
+        copy(0, head)
+        spaces = layout.padding(head.tobytes(), byte_size)
+        spaces = spaces if byte_size + spaces <= self._limit else 0
+        length = int.from_bytes(head.tobytes(), "little")
+        # Where no spaces are needed, or the header is none, all of it is behind the head.
+        begin = len(head) + length if spaces else len(head)
+        first = (length + spaces).to_bytes(layout.LENGTH, "little") if spaces else head.tobytes()
+        if lies is not None:
+            parts = [memoryview(first), lies[len(head) : begin], memoryview(b" " * spaces), lies[begin:]]
+            memory = NewMemory(byte_size + spaces, [part for part in parts if part])
+        else:
+            memory = NewMemory(byte_size + spaces)
         try:
-            if not isinstance(source, memoryview):
-                source(memory.content)
+            if lies is None:
+                memory.content[: len(head)] = np.frombuffer(first, _BYTES)
+                copy(len(head), memory.content[len(head) : begin])
+                memory.content[begin : begin + spaces] = ord(" ")
+                copy(begin, memory.content[begin + spaces :])
             check_intact(self._regions)
-            self.check_sum([memory.content])
+            self.check_sum([head, memory.content[len(head) : begin], memory.content[begin + spaces :]])
             return memory.sealed()
         finally:
             memory.close()
@@ -162,7 +179,7 @@ class Making:
         layout.check_size(sum([leaf.byte_size for leaf, _ in places]), self._limit, self.what)
         for leaf, copy in places:
             content = np.empty(leaf.byte_size, _BYTES)
-            copy(content)
+            copy(0, content)
             array = content.view(leaf.dtype) if leaf.byte_size else np.empty(0, leaf.dtype)
             if leaf.dtype == np.bool_ and leaf.byte_size and content.max() > 1:
                 raise InvalidArgument(f"{self.what}: leaf '{leaf.name}' has a truth value that is neither 0 nor 1")
@@ -228,7 +245,7 @@ def plan(
             size = source.byte_size or max(0, region.byte_size - source.offset)
             copy = _copy_of(making, region, source.offset, size)
             given = region.view(source.offset, size) if isinstance(region, Region) else None
-            making.reads(lambda making: making.copied(size, copy if given is None else given))
+            making.reads(lambda making: making.copied(size, copy, given))
         elif isinstance(source, LeavesSource):
             if not source.leaves:
                 raise InvalidArgument(f"{making.what} have no leaves")
@@ -287,14 +304,14 @@ def _from_memory(making: Making, source: MemorySource, fd: int) -> int:
 
 
 def _reading(fd: int, what: str) -> Copy:
-    """Returns a function that copies a file from its beginning. It raises InvalidArgument: the file is too short by now."""
+    """Returns a function that copies a part of a file. It raises InvalidArgument: the file is too short by now."""
 
-    def copy(target: Array) -> None:
+    def copy(at: int, target: Array) -> None:
         content, done = target.data, 0
         while done < len(content):
-            count = os.preadv(fd, [content[done : done + _PIECE]], done)
+            count = os.preadv(fd, [content[done : done + _PIECE]], at + done)
             if not count:
-                raise InvalidArgument(f"{what}: {done} of {len(content)} bytes could be read")
+                raise InvalidArgument(f"{what}: {at + done} bytes could be read, {at + len(content)} are needed")
             done += count
 
     return copy
@@ -317,19 +334,21 @@ def _place(making: Making, name: str, place: LeafPlace, regions: RegionTable) ->
 
 
 def _copy_of(making: Making, region: AnyRegion, offset: int, byte_size: int) -> Copy:
-    """Returns a function that copies a range of a region, which is leased. Raises InvalidArgument: it is not inside."""
+    """Returns a function that copies from a range of a region, which is leased. Raises InvalidArgument: it is not inside."""
     check_range(offset, byte_size, region.byte_size, region.name)
     making.lease(region)
-    if isinstance(region, SnapshotRegion):
-        return RegionTensor(region, offset, _BYTES, (byte_size,)).copy_into
-    if isinstance(region, CudaRegion):
-        return CudaTensor(region, offset, _BYTES, (byte_size,)).copy_into
-    assert isinstance(region, Region)
-    view = region.view(offset, byte_size)
+    if isinstance(region, Region):
+        view = region.view(offset, byte_size)
 
-    def copy(target: Array) -> None:
-        given = np.frombuffer(view, _BYTES) if byte_size else target
-        for start in range(0, byte_size, _PIECE):
-            np.copyto(target[start : start + _PIECE], given[start : start + _PIECE])
+    def copy(at: int, target: Array) -> None:
+        if isinstance(region, Region):
+            for start in range(0, len(target), _PIECE):
+                piece = target[start : start + _PIECE]
+                np.copyto(piece, np.frombuffer(view[at + start : at + start + len(piece)], _BYTES))
+        elif len(target) and isinstance(region, SnapshotRegion):
+            RegionTensor(region, offset + at, _BYTES, (len(target),)).copy_into(target)
+        elif len(target):
+            assert isinstance(region, CudaRegion)
+            CudaTensor(region, offset + at, _BYTES, (len(target),)).copy_into(target)
 
     return copy
