@@ -84,7 +84,7 @@ INSIDE = {
         "parameters",
     ),
     "workers.gpu": ("jax_internals", "tensors", "devices", "requests", "programs", "parameters"),
-    "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "requests", "programs"),
+    "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "parameters", "requests", "programs"),
     "workers.models": (
         *("scheduling", "threads", "native", "tensors", "devices", "requests", "calls", "python_backend", "imports"),
         *("programs", "declarations", "parameters"),

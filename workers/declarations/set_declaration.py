@@ -8,37 +8,13 @@ parameters { key: "batch_sets" value { string_value: "true" } }      in config.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.workers.parameters.set_stack import SetDeclaration
 
 _MOST = 1 << 16
-
-
-class SetDeclaration(NamedTuple):
-    """What a model says of its parameter sets."""
-
-    #: Names of leaves that sets have of their own, and whatever lies below them; empty: all.
-    names: tuple[str, ...]
-    #: How many sets lie side by side on the device.
-    resident: int
-
-    def is_shared(self, name: str) -> bool:
-        """Returns whether all sets have a leaf in common."""
-        return bool(self.names) and not any(_is_in(name, own) for own in self.names)
-
-    def check(self, model: str, names: Sequence[str]) -> None:
-        """Raises InvalidArgument if a declared name is that of no parameter. ``names``: of the model's leaves."""
-        for own in self.names:
-            if not any(_is_in(name, own) for name in names):
-                raise InvalidArgument(
-                    f"model '{model}': batch_sets names '{own}', and none of its parameters is called so or lies below it"
-                )
-        if not names:
-            raise InvalidArgument(f"model '{model}': batch_sets is given, and it has no parameters that are arrays")
 
 
 def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
@@ -66,10 +42,6 @@ def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | N
             f"model '{model}': {where} is {resident}, between {least} (max_batch_size) and {_MOST} are possible"
         )
     return SetDeclaration(names, resident or least)
-
-
-def _is_in(name: str, own: str) -> bool:
-    return name == own or name.startswith(f"{own}.")
 
 
 def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:

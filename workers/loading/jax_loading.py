@@ -10,7 +10,6 @@ from typing import Any
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.workers.declarations import artifact
-from tensord.workers.declarations.set_declaration import SetDeclaration
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.imports.model_imports import python_source
 from tensord.workers.loading.parameters import array_names, parted
@@ -19,6 +18,7 @@ from tensord.workers.models.free_state import FreeState, travelling
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.jitted_instance import JittedInstance
 from tensord.workers.models.warmup import Sample
+from tensord.workers.parameters.set_stack import SetDeclaration
 from tensord.workers.processor.processor import Processor
 from tensord.workers.programs.executables import Apply, Executables
 from tensord.workers.programs.execution_device import ExecutionDevice

@@ -42,7 +42,7 @@ from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.declarations.memory_policy import is_on_demand
 from tensord.workers.declarations.request_inputs import request_inputs
 from tensord.workers.declarations.sequence_declaration import sequence_plan
-from tensord.workers.declarations.set_declaration import SetDeclaration, declare_sets
+from tensord.workers.declarations.set_declaration import declare_sets
 from tensord.workers.declarations.step_declaration import declare_steps
 from tensord.workers.imports import own_flags
 from tensord.workers.imports.model_imports import ModelImports
@@ -68,6 +68,7 @@ from tensord.workers.models.python_model import PythonModel, auto_complete
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.models.warmup import prepared_samples
 from tensord.workers.parameters.parameter_set import ParameterSets
+from tensord.workers.parameters.set_stack import SetDeclaration
 from tensord.workers.programs.carry import check_state_size
 from tensord.workers.programs.load_progress import LoadProgress, Tell, nobody
 from tensord.workers.programs.precision import precision

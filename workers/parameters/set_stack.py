@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument
 from tensord.workers.parameters.leaves import Leaf, Leaves
 
 if TYPE_CHECKING:
@@ -36,10 +37,31 @@ def put(arrays: list[jax.Array], leaves: list[Array], slot: Any) -> list[jax.Arr
     ]
 
 
-class SizedRequest(Protocol):
-    """A request, as far as the stack knows it."""
+class SetDeclaration(NamedTuple):
+    """What a model says of its parameter sets."""
 
-    rows: int
+    #: Names of leaves that sets have of their own, and whatever lies below them; empty: all.
+    names: tuple[str, ...]
+    #: How many sets lie side by side on the device.
+    resident: int
+
+    def is_shared(self, name: str) -> bool:
+        """Returns whether all sets have a leaf in common."""
+        return bool(self.names) and not any(_is_in(name, own) for own in self.names)
+
+    def check(self, model: str, names: Sequence[str]) -> None:
+        """Raises InvalidArgument if a declared name is that of no parameter. ``names``: of the model's leaves."""
+        for own in self.names:
+            if not any(_is_in(name, own) for name in names):
+                raise InvalidArgument(
+                    f"model '{model}': batch_sets names '{own}', and none of its parameters is called so or lies below it"
+                )
+        if not names:
+            raise InvalidArgument(f"model '{model}': batch_sets is given, and it has no parameters that are arrays")
+
+
+def _is_in(name: str, own: str) -> bool:
+    return name == own or name.startswith(f"{own}.")
 
 
 class BatchSets:

@@ -21,11 +21,10 @@ from typing import Any, cast
 import jax
 
 from tensord.shm.arrays import Array
-from tensord.workers.declarations.set_declaration import SetDeclaration
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.parameters.device_room import DeviceRoom
-from tensord.workers.parameters.set_stack import SetStack, put
+from tensord.workers.parameters.set_stack import SetDeclaration, SetStack, put
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.carry import Carry
 from tensord.workers.programs.constants import warn_of_constants

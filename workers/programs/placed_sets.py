@@ -11,13 +11,12 @@ import numpy as np
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of
 from tensord.shm.errors import InvalidArgument, Unavailable
-from tensord.workers.declarations.set_declaration import SetDeclaration
 from tensord.workers.devices import device_memory
 from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.leaves import Leaves, names_of
 from tensord.workers.parameters.parameter_set import ParameterSets
-from tensord.workers.parameters.set_stack import SetStack
+from tensord.workers.parameters.set_stack import SetDeclaration, SetStack
 from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Signature
 

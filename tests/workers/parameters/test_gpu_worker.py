@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tensord.shm.cuda_regions import Driver
-from tensord.workers.declarations.set_declaration import SetDeclaration
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.host_staging import StagingPool
 from tensord.workers.devices.pinned_budget import PinnedBudget
@@ -20,6 +19,7 @@ from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.parameters.parameter_set import ParameterSet
+from tensord.workers.parameters.set_stack import SetDeclaration
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Executables
 from tensord.workers.programs.load_progress import LoadProgress
