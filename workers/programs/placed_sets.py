@@ -89,10 +89,14 @@ def placed_sets(
         host = [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
     del parameters, leaves
     sets = ParameterSets(described, None, place, room, host, lying=lying, on_demand=True)
+    # Nobody evicts it while it is placed.
+    sets.staged.add(sets.main)
     try:
         sets.main.prepare()
     except Unavailable as error:
         raise InvalidArgument(error.message) from None
+    finally:
+        sets.staged.discard(sets.main)
     return sets
 
 

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from tensord.shm.figures import Figures, VersionFigures
 from tensord.shm.operations import WorkerFigures
+from tests.records import Tensor
 from tests.repositories import write_model
 from tests.workers.parameters.made_sets import unaligned
 from tests.workers.parameters.pushing import PushingLoop, numbered, said, value
 from tests.workers.parameters.test_named_sets import of_workers
+from tests.workers.parameters.test_what_goes_on import STEPPED, streams
 
 #: Bytes of one model's parameters, which lie where XLA copies them from, as on a device with memory of its own.
 SIZE = 4096
@@ -135,6 +138,29 @@ def test_a_model_that_goes_gives_its_room_up(loop: PushingLoop, tmp_path: Path) 
     for number in (1, 2, 3) * 5:
         assert value(loop.ask_value(f"m{number}")) == number
     assert len(on_device(loop)) == 2
+
+
+def test_stepped_models(loop: PushingLoop, tmp_path: Path) -> None:
+    """Requests of three models are stepped while each one's parameters make room for those of the others."""
+    for number in range(1, 4):
+        leaf = f"(np.zeros(529, np.float32) + {number})[17:]"
+        source = STEPPED.replace("slots, max_steps", 'memory_policy = "on_demand"\n    slots, max_steps')
+        source = (
+            source.replace("np.zeros(4, np.float32)", leaf).replace('["w"]', '["w"][:4]').replace('["v"]', '["v"][:4]')
+        )
+        write_model(tmp_path, f"m{number}", source, f'name: "m{number}"')
+        loop.load(tmp_path / f"m{number}")
+    asked: dict[int, int] = {}
+    for turn in range(60):
+        count = np.array([3 + turn % 5], np.int32)
+        id = loop.submit(f"m{turn % 3 + 1}", [Tensor("count", "INT32", (1,), count.tobytes())])
+        asked[id] = turn % 3 + 1
+    found: dict[int, list[float]] = {}
+    ended = 0
+    while ended < len(asked):
+        ended += streams(loop.answers(1), found)
+    assert all(set(found[id]) == {number} for id, number in asked.items())
+    assert sum(each.parameters.misses for each in figures(loop).values() if each.parameters is not None) > 0
 
 
 def test_room_has_a_bound(tmp_path: Path) -> None:
