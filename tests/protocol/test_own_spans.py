@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,22 @@ MANY = """
             return {"y": inputs["x"]}
         return apply, None
 """
+GENERATOR = """
+    import numpy as np
+    import tensord.models
+
+    inputs = {"n": "INT32[1]"}
+    outputs = {"y": "INT32[1]"}
+    host = True
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            with tensord.models.span("all"):
+                for i in range(inputs["n"][0]):
+                    with tensord.models.span("one", i=i):
+                        yield {"y": np.array([i], np.int32)}
+        return apply, None
+"""
 KINDS = pytest.mark.parametrize("kind", [httpclient, grpcclient], ids=["http", "grpc"])
 
 
@@ -87,7 +104,12 @@ def collector(leaves_nothing: None) -> Iterator[Collector]:
 def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("own")
     repositories.scale_model(folder / "models")
-    for name, source, config in (("host", HOST, ""), ("parts", PYTHON, CONFIG), ("many", MANY, "")):
+    for name, source, config in (
+        ("host", HOST, ""),
+        ("parts", PYTHON, CONFIG),
+        ("many", MANY, ""),
+        ("tells", GENERATOR, ""),
+    ):
         repositories.write_model(folder / "models", name, source, config)
     repositories.ensemble(
         folder / "models", "around", ["x FP32 2"], ["y FP32 2"], [("host", {"x": "x"}, {"y": "y"})], 0
@@ -178,6 +200,28 @@ def test_spans_within_a_step_of_an_ensemble(daemon: DaemonProcess, collector: Co
     runs = {span.span_id: span.parent_span_id for span in collector.of(trace_id, 11) if span.name == "compute"}
     assert runs[spans["look up"].parent_span_id] == spans["infer host"].span_id
     assert {line["message"] for line in lines(daemon, trace_id, 2)} == {"looked up", "request"}
+
+
+def test_spans_around_the_responses_of_a_generator(daemon: DaemonProcess, collector: Collector) -> None:
+    """Two at a time, in one thread: each has its own."""
+    ids = f"{7:032x}", f"{8:032x}"
+
+    def ask(trace_id: str) -> None:
+        body, headers = b'{"n": [3]}', {"traceparent": SAMPLED % trace_id}
+        status, said = daemon.request("POST", "/v2/models/tells/generate_stream", body, headers)
+        assert (status, said.count(b"data:")) == (200, 3)
+
+    asking = [threading.Thread(target=ask, args=(trace_id,)) for trace_id in ids]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    for trace_id in ids:
+        spans = collector.of(trace_id, 9)
+        (whole,) = (span for span in spans if span.name == "all")
+        parts = [span for span in spans if span.name == "one"]
+        assert [each.attributes[0].value.int_value for each in parts] == [0, 1, 2]
+        assert {each.parent_span_id for each in parts} == {whole.span_id}
 
 
 def test_as_many_as_are_told(daemon: DaemonProcess, collector: Collector) -> None:

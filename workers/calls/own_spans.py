@@ -31,11 +31,8 @@ def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManag
     )
     if not timelines:
         return _NOTHING
-    made = Span(
-        name[:_MAX_TEXT],
-        {key[:_MAX_TEXT]: _told(attributes[key]) for key in [*attributes][:_MAX_ATTRIBUTES]},
-        _open.get(),
-    )
+    told = {key[:_MAX_TEXT]: _told(attributes[key]) for key in [*attributes][:_MAX_ATTRIBUTES]}
+    made = Span(name[:_MAX_TEXT], told, timelines[0].within(_open.get()))
     # One object for all: the code has run once.
     taken = [timeline.open(made) for timeline in timelines]
     return _OpenSpan(made) if any(taken) else _NOTHING

@@ -77,6 +77,15 @@ class RequestTimeline:
         if context is not None and context.request_id == request_id:
             self.context = context
 
+    def within(self, open_here: Span | None) -> Span | None:
+        """Returns the span that a new one is a part of; None: of none.
+
+        ``open_here``: the innermost of the context, which may be another request's where one thread works on several in turn.
+        """
+        if open_here is not None and not open_here.ended_ns and open_here in self._spans:
+            return open_here
+        return next((span for span in reversed(self._spans) if not span.ended_ns), None)
+
     def open(self, span: Span) -> bool:
         """Takes a span of the model's code, for any thread. Returns False if the request has as many as are told."""
         if len(self._spans) >= MAX_SPANS:
