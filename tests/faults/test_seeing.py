@@ -47,7 +47,7 @@ def infer(daemon: DaemonProcess, count: int) -> None:
         for library, client in [(httpclient, http), (grpcclient, grpc)] * count:
             x = library.InferInput("x", [1, 4], "FP32")
             x.set_data_from_numpy(values)
-            np.testing.assert_array_equal(client.infer("scale", [x]).as_numpy("y"), 3 * values)
+            np.testing.assert_array_equal(client.infer("scale", [x]).as_numpy("y"), 3 * values + 1)
 
 
 def test_a_thousand_scrapes(start_daemon: Callable[..., Any], tmp_path: Path) -> None:
