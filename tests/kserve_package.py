@@ -7,6 +7,7 @@ It takes a second, in each process that collects tests: only who asks for a name
 from __future__ import annotations
 
 import functools
+import re
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -39,3 +40,25 @@ def _kserve() -> ModuleType:
 
     kserve.RequestedOutput = RequestedOutput
     return kserve
+
+
+def strange_fields(document: dict[str, Any], kind: str, place: str = "") -> list[str]:
+    """Returns where a document has fields that KServe's model of a kind ("V1beta1InferenceService") does not know.
+
+    What lies in fields whose kinds are Kubernetes' own is not looked at.
+    """
+    model = getattr(_kserve().models, kind, None)
+    if model is None:
+        return []
+    types = {written: model.openapi_types[name] for name, written in model.attribute_map.items()}
+    found = []
+    for field, value in document.items():
+        if field not in types:
+            found.append(f"{place}{field}")
+        elif (several := re.fullmatch(r"list\[(\w+)\]", types[field])) is not None:
+            for number, each in enumerate(value):
+                if isinstance(each, dict):
+                    found += strange_fields(each, several[1], f"{place}{field}[{number}].")
+        elif isinstance(value, dict):
+            found += strange_fields(value, types[field], f"{place}{field}.")
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 import shutil
 import socket
 import subprocess
@@ -11,11 +10,11 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.daemon_process import PATIENCE, ROOT, wait_until
+from bench import fleet
+from tests.daemon_process import PATIENCE, wait_until
 from tests.deploy.hosts import Host, free_ports
 
 HAPROXY = shutil.which("haproxy") or shutil.which("/usr/sbin/haproxy")
-CONFIGURATION = ROOT / "deploy/haproxy/haproxy.cfg"
 
 
 class Balancer:
@@ -25,30 +24,10 @@ class Balancer:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         self._socket = folder / "admin.sock"
         self._file = folder / "haproxy.cfg"
-        self._file.write_text(self._with_addresses(hosts))
+        daemons = [fleet.Daemon(host.http_port, host.grpc_port, host.agent_port) for host in hosts.values()]
+        listens = fleet.Balancer(self.http_port, self.grpc_port, self.metrics_port, self._socket)
+        self._file.write_text(fleet.configuration(daemons, listens))
         self._log: list[str] = []
-
-    def _with_addresses(self, hosts: Mapping[str, Host]) -> str:
-        replaced = {
-            "bind :8000": f"bind 127.0.0.1:{self.http_port}",
-            "bind :8001": f"bind 127.0.0.1:{self.grpc_port}",
-            "bind 127.0.0.1:8405": f"bind 127.0.0.1:{self.metrics_port}",
-            "/run/haproxy/admin.sock": str(self._socket),
-        }
-        for number, host in enumerate(hosts.values(), 1):
-            address = f"10.0.0.{number}"
-            replaced |= {
-                f"{address}:8000": f"127.0.0.1:{host.http_port}",
-                f"{address}:8001": f"127.0.0.1:{host.grpc_port}",
-                f"{address} port 8000": f"127.0.0.1 port {host.http_port}",
-                f"{address} agent-port 8003": f"127.0.0.1 agent-port {host.agent_port}",
-            }
-        text = CONFIGURATION.read_text()
-        for found, given in replaced.items():
-            assert found in text, f"{found!r} is not in {CONFIGURATION}"
-            text = text.replace(found, given)
-        assert not re.search(r"10\.0\.0\.\d", text)
-        return text
 
     def __enter__(self) -> Balancer:
         assert HAPROXY is not None

@@ -18,8 +18,9 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
+from bench.fleet import CONFIGURATION
 from tests.daemon_process import PATIENCE, wait_until
-from tests.deploy.balancer import CONFIGURATION, HAPROXY, Balancer
+from tests.deploy.balancer import HAPROXY, Balancer
 from tests.deploy.hosts import Host
 from tests.deploy.load import Load
 

@@ -1,0 +1,229 @@
+"""Daemons behind HAProxy as deploy/haproxy has it: what the balancer takes, and what a second and a third daemon bring.
+
+    python -m bench.fleet [--rounds 5] [--seconds 2] [--hosts 3]
+
+1. One daemon, asked in turn directly and through HAProxy, by as many connections; with the processor time that a request
+   takes in HAProxy.
+2. One, two, three daemons behind HAProxy with a model that waits for 5 ms as one on a device does, and leaves the processor
+   alone: on one host daemons share the processor, so that a model that computes would say nothing about several hosts.
+
+Every answer is compared. Needs ``haproxy``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+import numpy as np
+
+from bench import closed_loop, grpc_connection
+from bench.helper import end
+from bench.server import ROOT, Usage, log_file, serving
+
+CONFIGURATION = ROOT / "deploy/haproxy/haproxy.cfg"
+_FIRST_PORT = 18400
+#: Each daemon has ten ports, the last ten are HAProxy's.
+_PORTS = 10
+_CONNECTIONS = 16
+#: Of a request for the model that waits.
+_WAIT = 0.005
+_WAITING = f"""
+    import time
+
+    inputs = {{"INPUT0": "FP32[16]"}}
+    outputs = {{"OUTPUT0": "FP32[16]"}}
+    max_batch_size = 1
+    host = True
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            time.sleep({_WAIT})
+            return {{"OUTPUT0": inputs["INPUT0"]}}
+
+        return apply, None
+"""
+
+
+class Daemon(NamedTuple):
+    """Where a daemon on 127.0.0.1 listens."""
+
+    http: int
+    grpc: int
+    agent: int
+
+
+class Balancer(NamedTuple):
+    """Where HAProxy on 127.0.0.1 listens, and its admin socket."""
+
+    http: int
+    grpc: int
+    metrics: int
+    socket: Path
+
+
+def configuration(daemons: Sequence[Daemon], balancer: Balancer) -> str:
+    """Returns the file of deploy/ with these addresses in the place of its own, and as many servers as there are daemons.
+
+    Raises ValueError: the file has not an address that is to be replaced, or has more than three daemons.
+    """
+    replaced = {
+        "bind :8000": f"bind 127.0.0.1:{balancer.http}",
+        "bind :8001": f"bind 127.0.0.1:{balancer.grpc}",
+        "bind 127.0.0.1:8405": f"bind 127.0.0.1:{balancer.metrics}",
+        "/run/haproxy/admin.sock": str(balancer.socket),
+    }
+    for number, daemon in enumerate(daemons, 1):
+        address = f"10.0.0.{number}"
+        replaced |= {
+            f"{address}:8000": f"127.0.0.1:{daemon.http}",
+            f"{address}:8001": f"127.0.0.1:{daemon.grpc}",
+            f"{address} port 8000": f"127.0.0.1 port {daemon.http}",
+            f"{address} agent-port 8003": f"127.0.0.1 agent-port {daemon.agent}",
+        }
+    text = CONFIGURATION.read_text()
+    for found, given in replaced.items():
+        if found not in text:
+            raise ValueError(f"{CONFIGURATION} has no {found!r}")
+        text = text.replace(found, given)
+    return re.sub(r"^    server \w 10\.0\.0\..*\n", "", text, flags=re.MULTILINE)
+
+
+@contextlib.contextmanager
+def _daemon(number: int, repository: Path, logs: Path) -> Iterator[Daemon]:
+    first = _FIRST_PORT + _PORTS * number
+    flags = [f"--http-port={first}", f"--grpc-port={first + 1}", f"--metrics-port={first + 2}"]
+    flags.append(f"--model-repository={repository}")
+    variables = [f"TENSORD_METRICS_AGENT_PORT={first + 3}"]
+    command = ["env", *variables, sys.executable, "-m", "tensord", "serve", *flags]
+    with serving(command, f"127.0.0.1:{first}", logs / f"bench-fleet-{number}.log"):
+        yield Daemon(first, first + 1, first + 3)
+
+
+@contextlib.contextmanager
+def _balanced(daemons: Sequence[Daemon], folder: Path, logs: Path) -> Iterator[tuple[Balancer, int]]:
+    """HAProxy before these daemons while the block runs, once it finds all of them; its addresses and process id."""
+    program = shutil.which("haproxy") or "/usr/sbin/haproxy"
+    first = _FIRST_PORT + 9 * _PORTS
+    balancer = Balancer(first, first + 1, first + 2, folder / "admin.sock")
+    file = folder / "haproxy.cfg"
+    file.write_text(configuration(daemons, balancer))
+    with log_file(logs / "bench-fleet-haproxy.log") as output:
+        command = [program, "-db", "-f", str(file)]
+        try:
+            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        except FileNotFoundError:
+            raise SystemExit("haproxy is not installed") from None
+    try:
+        _wait(balancer, len(daemons))
+        yield balancer, process.pid
+    finally:
+        end(process)
+
+
+def _wait(balancer: Balancer, count: int) -> None:
+    """Waits until HAProxy has looked at so many daemons of its backend ``http``, and found them ready."""
+    found = 'haproxy_server_status{proxy="http",server="%s",state="UP"} 1'
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            with urllib.request.urlopen(f"http://127.0.0.1:{balancer.metrics}/metrics", timeout=5) as answer:
+                text = answer.read().decode()
+            if all(found % name in text for name in "abc"[:count]):
+                # It counts a server as up before it has looked.
+                time.sleep(3)
+                return
+        time.sleep(0.1)
+    raise SystemExit("HAProxy does not find the daemons ready")
+
+
+def _overhead(daemon: Daemon, balancer: Balancer, pid: int, arguments: argparse.Namespace) -> None:
+    """Prints the first table."""
+    print(
+        f"| load, {_CONNECTIONS} connections | direct/s | HAProxy/s | ratio | direct p50 us | HAProxy p50 us | HAProxy us |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    rows = {row.name: row for row in [*closed_loop.rows(), *grpc_connection.rows()]}
+    for name in ("small-http-c16", "1MiB-http-c1", "small-grpc-c16", "1MiB-grpc-c1"):
+        row = dataclasses.replace(rows[name], connections=_CONNECTIONS)
+        ports = (daemon.grpc, balancer.grpc) if "grpc" in name else (daemon.http, balancer.http)
+        direct, through = (f"127.0.0.1:{port}" for port in ports)
+        pairs = []
+        for _ in range(arguments.rounds + 1):
+            first = closed_loop.measure(direct, row, arguments.seconds)
+            before = Usage.of(pid)
+            second = closed_loop.measure(through, row, arguments.seconds)
+            used = Usage.of(pid).since(before)
+            pairs.append((first, second, (used.user_us + used.kernel_us) / (second[0] * arguments.seconds)))
+        del pairs[0]  # nothing was compiled, and no connection open
+        ratio = statistics.median(second[0] / first[0] for first, second, _ in pairs)
+        figures = [statistics.median(pair[who][what] for pair in pairs) for what in (0, 1) for who in (0, 1)]
+        cost = statistics.median(cost for _, _, cost in pairs)
+        print(
+            f"| {name.rpartition('-')[0]} | {figures[0]:.0f} | {figures[1]:.0f} | {ratio:.2f} "
+            f"| {figures[2]:.0f} | {figures[3]:.0f} | {cost:.1f} |",
+            flush=True,
+        )
+
+
+def _hosts(daemons: Sequence[Daemon], folder: Path, arguments: argparse.Namespace) -> None:
+    """Prints the second table."""
+    print(
+        f"\n| daemons, a model of {_WAIT * 1000:g} ms, {_CONNECTIONS} connections each | HAProxy/s | p50 us | p99 us |"
+    )
+    print("| --- | --- | --- | --- |")
+    values = np.arange(16, dtype=np.float32).reshape(1, 16)
+    request = closed_loop.infer_request("waiting", [("INPUT0", values)], "OUTPUT0")
+    for count in range(1, len(daemons) + 1):
+        row = closed_loop.Row("waiting", _CONNECTIONS * count, request, values)
+        with _balanced(daemons[:count], folder, arguments.logs) as (balancer, _):
+            address = f"127.0.0.1:{balancer.http}"
+            closed_loop.measure(address, row, 0.5)
+            figures = [closed_loop.measure(address, row, arguments.seconds) for _ in range(arguments.rounds)]
+        rate, p50, p99 = (statistics.median(column) for column in zip(*figures, strict=True))
+        print(f"| {count} | {rate:.0f} | {p50:.0f} | {p99:.0f} |", flush=True)
+
+
+def main() -> int:
+    """Parses the command line and measures."""
+    parser = argparse.ArgumentParser(
+        prog="bench.fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement")
+    parser.add_argument("--hosts", type=int, default=3, choices=(1, 2, 3), help="daemons of the second table")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the logs go")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        repository = folder / "models"
+        for name in ("addsub", "identity"):
+            shutil.copytree(ROOT / "bench/models" / name, repository / name)
+        model = repository / "waiting/1/model.py"
+        model.parent.mkdir(parents=True)
+        model.write_text(dedent(_WAITING))
+        daemons = [
+            stack.enter_context(_daemon(number, repository, arguments.logs)) for number in range(arguments.hosts)
+        ]
+        with _balanced(daemons[:1], folder, arguments.logs) as (balancer, pid):
+            _overhead(daemons[0], balancer, pid, arguments)
+        _hosts(daemons, folder, arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
