@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ import msgspec
 from tensord.config import ensemble_graph, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options
-from tensord.daemon.models import ensembles
+from tensord.daemon.models import ensembles, isolation, repository
 from tensord.daemon.models.repository import FoundModel
 from tensord.daemon.processes.child import describe_exit
 from tensord.daemon.processes.devices import Device
@@ -61,6 +61,22 @@ class Verdict:
     configs: Mapping[int, ModelConfig] = field(default_factory=dict)
     #: The footprints of these versions.
     footprints: Mapping[int, Footprint] = field(default_factory=dict)
+
+
+def placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
+    """Returns the models with the workers that would load them, or with the reason why none can."""
+    found: list[FoundModel] = []
+    taken: dict[str, float] = {}
+    for model in models:
+        each = model
+        try:
+            each = repository.placed(model, [device.name for device in devices], options)
+            isolation.check(each, taken, options.workers)
+            taken |= isolation.own(each, options.workers)
+        except InvalidArgument as error:
+            each = dataclasses.replace(model, error=error.message)
+        found.append(each)
+    return found
 
 
 def check(

@@ -1,4 +1,4 @@
-"""The command line: ``tensord serve``, ``check``, ``init``, ``export``, ``config``, ``--version``.
+"""The command line: ``tensord serve``, ``check``, ``fetch``, ``init``, ``export``, ``config``, ``--version``.
 
 Options and their completion are click's (``tensord.daemon.flags`` has those that set a key).
 
@@ -7,13 +7,12 @@ Exit status: 0 done, 1 a failure while serving or a bad repository, 2 a bad conf
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,18 +20,16 @@ import click
 
 from tensord.config import layers, log
 from tensord.config.layers import ConfigurationError, Setting
-from tensord.config.options import Options
 from tensord.daemon import flags, tables
 from tensord.daemon.processes import spawned
-from tensord.daemon.processes.devices import Device, MissingDevice, find_devices
+from tensord.daemon.processes.devices import MissingDevice, find_devices
 from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.tracing import trace_file
 from tensord.shm import device_names
-from tensord.shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument, ServingError
 
 if TYPE_CHECKING:
     # Each command imports what only it needs, ``serve`` once its workers import theirs.
-    from tensord.daemon.models.repository import FoundModel
     from tensord.shm.control_records import Footprint
 
 _log = logging.getLogger(__name__)
@@ -183,7 +180,7 @@ def check(
         _fail(str(error))
     for path, why in others.items():
         click.echo(f"'{path}' is no model: {why}", err=True)
-    models, bad = _placed(found.values(), devices, options), 0
+    models, bad = model_check.placed(found.values(), devices, options), 0
     unread = (Verdict(model, model.problem) for model in models)
     for verdict in unread if read_only else model_check.check(models, options, devices, timeout, ProgressBar()):
         bad += bool(verdict.reason)
@@ -236,40 +233,73 @@ def _takes(footprint: Footprint) -> str:
     said = [f"{footprint.seconds:.1f} s"]
     if footprint.programs:
         made = f"{footprint.programs} programs ({footprint.compiled} compiled)"
-        said.append(f"{made} of {_scaled(footprint.program_byte_size, 1024, 'B')}")
-        said.append(f"parameters {_scaled(footprint.parameter_byte_size, 1024, 'B')}")
-        flops = "" if footprint.flops < 0 else f", {_scaled(footprint.flops, 1000, 'flop')}"
+        said.append(f"{made} of {tables.scaled(footprint.program_byte_size, 1024, 'B')}")
+        said.append(f"parameters {tables.scaled(footprint.parameter_byte_size, 1024, 'B')}")
+        flops = "" if footprint.flops < 0 else f", {tables.scaled(footprint.flops, 1000, 'flop')}"
         largest = footprint.largest or "program"
-        said.append(f"largest {largest}: {_scaled(footprint.batch_byte_size, 1024, 'B')}{flops}")
+        said.append(f"largest {largest}: {tables.scaled(footprint.batch_byte_size, 1024, 'B')}{flops}")
     return "; ".join(said)
 
 
-def _scaled(number: float, step: int, unit: str) -> str:
-    """Formats a number with three digits and a prefix: ``1.5 MiB``, ``12 Mflop``."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if number < step or prefix == "T":
-            break
-        number /= step
-    name = f"{prefix.upper()}i" if step == 1024 and prefix else prefix
-    return f"{number:.3g} {name}{unit}"
+@main.command(cls=flags.FlagCommand)
+@click.option(
+    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
+)
+@click.option(
+    "--sha256",
+    metavar="HEX",
+    callback=lambda _, __, value: _sha256(value),
+    help="The checksum of the archive, or of the file SHA256SUMS in the folder.",
+)
+@click.option("--read-only", is_flag=True, help="Read the model's configuration and folders; run no code of it.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds to load each version."
+)
+@click.option(
+    "--max-byte-size",
+    type=click.IntRange(min=1),
+    default=1 << 40,
+    show_default=True,
+    help="The most bytes of the model, and of its archive.",
+)
+@click.argument("url")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.pass_context
+def fetch(
+    ctx: click.Context,
+    config: Path | None,
+    sha256: str,
+    read_only: bool,
+    timeout: float,
+    max_byte_size: int,
+    url: str,
+    folder: Path,
+) -> None:
+    """Bring the model at URL into FOLDER, whose name is the model's, such as models/digits.
+
+    URL is a folder (s3://, gs://, hf://, a path) or an archive (https:// and all of those; .tar, .tar.gz, .zip). What comes
+    is staged beside FOLDER, checked as `tensord check` does it, and takes the place of what is served by one rename.
+    A fetch that was ended goes on where it was. Where FOLDER holds already what is at URL, nothing is done.
+
+    Exit status 0: it is there. 1: it is not, and what was served still is. 2: the configuration is wrong.
+    """
+    from tensord.daemon import fetch as fetching
+
+    options = layers.load(config, os.environ, flags.settings(ctx))
+    try:
+        devices = [] if read_only else find_devices(options.workers, os.environ)
+        click.echo(fetching.fetch(url, folder, options, devices, sha256, max_byte_size, timeout))
+    except (ServingError, MissingDevice) as error:
+        _fail(str(error), status=1)
+    except OSError as error:
+        _fail(f"'{error.filename or folder}': {error.strerror or error}", status=1)
 
 
-def _placed(models: Iterable[FoundModel], devices: Sequence[Device], options: Options) -> list[FoundModel]:
-    """Returns the models with the workers that would load them, or with the reason why none can."""
-    from tensord.daemon.models import isolation, repository
-
-    placed: list[FoundModel] = []
-    taken: dict[str, float] = {}
-    for model in models:
-        found = model
-        try:
-            found = repository.placed(model, [device.name for device in devices], options)
-            isolation.check(found, taken, options.workers)
-            taken |= isolation.own(found, options.workers)
-        except InvalidArgument as error:
-            found = dataclasses.replace(model, error=error.message)
-        placed.append(found)
-    return placed
+def _sha256(value: str | None) -> str:
+    """Checks a checksum. Raises click.BadParameter."""
+    if value is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
+        raise click.BadParameter(f"'{value}' has not 64 hexadecimal digits")
+    return value or ""
 
 
 @main.command("init")

@@ -28,6 +28,16 @@ def shown(value: Any) -> str:
     return " ".join(str(value).split())
 
 
+def scaled(number: float, step: int, unit: str) -> str:
+    """Formats a number with three digits and a prefix: ``1.5 MiB``, ``12 Mflop``."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < step or prefix == "T":
+            break
+        number /= step
+    name = f"{prefix.upper()}i" if step == 1024 and prefix else prefix
+    return f"{number:.3g} {name}{unit}"
+
+
 def statistics(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Makes a row for each model version of a statistics answer: its counts, and means in microseconds."""
     rows = []

@@ -50,6 +50,7 @@ INSIDE = {
     "daemon.control": (),
     "daemon.tracing": (),
     "daemon.models": (),
+    "daemon.fetching": ("models",),
     "daemon.submit": ("control", "tracing"),
     "daemon.front": ("control", "tracing", "models", "submit"),
     "daemon.grpc": ("control", "tracing", "submit", "front"),
@@ -61,7 +62,10 @@ INSIDE = {
     "daemon.operator": ("control", "tracing", "models", "parameters", "processes", "regions"),
     "daemon.metrics": ("tracing", "models", "front", "parameters", "processes", "regions", "clients", "operator"),
     # The commands and the supervisor. Fronts are other processes: it starts them and imports nothing of theirs.
-    "daemon": ("control", "tracing", "models", "parameters", "processes", "regions", "clients", "operator", "metrics"),
+    "daemon": (
+        *("control", "tracing", "models", "fetching", "parameters", "processes", "regions", "clients", "operator"),
+        "metrics",
+    ),
     "workers.scheduling": (),
     "workers.threads": (),
     "workers.jax_internals": (),
@@ -124,6 +128,9 @@ FENCED = {
         "workers/programs/executable_cache.py",
     ),
     "cuda": ("shm/cuda_regions.py",),
+    # It fetches models for a command; a daemon fetches nothing.
+    "fsspec": ("daemon/fetching/source.py",),
+    "aiohttp": ("daemon/fetching/source.py",),
     "posix_ipc": ("shm/regions.py",),
     "starlette": ("daemon/http/",),
     "httptools": ("daemon/http/", "daemon/metrics/exchange.py"),

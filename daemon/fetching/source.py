@@ -1,0 +1,262 @@
+"""Reads a model from where a URL says, through fsspec: which files there are, and their bytes in blocks. Nothing is written here.
+
+    s3://bucket/models/digits          a folder, on any file system that lists: every file beneath it
+    https://host/digits-7.tar.gz       an archive, on any file system
+
+The libraries behind fsspec raise whatever they like. Here it becomes a ServingError: one sentence without
+the secrets of a URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tensord.daemon.models.repository import MAX_ENTRIES
+from tensord.shm.errors import InvalidArgument, NotFound, ServingError, Unavailable
+
+try:
+    import fsspec
+    from fsspec.core import url_to_fs
+except ImportError:
+    fsspec = None
+
+#: In the folder of a model that was fetched: what it was fetched from. It is no part of the model.
+RECORD = ".fetched.json"
+#: Bytes of one request for a part of a file, and how many are under way at a time: together what is held in memory.
+BLOCK_BYTE_SIZE = 8 << 20
+BLOCKS_AT_A_TIME = 8
+#: Seconds before each further try of a block that did not come.
+PAUSES = (0.5, 2.0, 8.0)
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
+#: What file systems call the mark of a file's content, or at least of its last change, the most exact first.
+_IDENTITIES = (
+    *("ETag", "etag", "md5Hash", "content_hash", "blob_id", "Content-MD5", "Digest", "generation"),
+    *("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created"),
+)
+#: Of HTTP: seconds to connect, and for the next bytes to come.
+_CONNECT_SECONDS, _READ_SECONDS = 30.0, 60.0
+#: Such exceptions will not go away when the same is asked again.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of the model where it comes from; or a folder, whose name ends with a slash: an empty one may be a version."""
+
+    #: Its path as its file system names it.
+    path: str
+    #: Its path in the model's folder, or the name of an archive.
+    name: str
+    #: -1: nobody says.
+    byte_size: int
+    #: Changes when its content does; "": nobody says whether it has changed.
+    identity: str
+
+
+class Source:
+    """A folder or an archive on any file system that fsspec knows."""
+
+    def __init__(self, url: str) -> None:
+        """Finds the file system; nothing is asked yet. Raises: InvalidArgument: there is none for this URL."""
+        if fsspec is None:
+            raise InvalidArgument("fetching needs fsspec: pip install 'tensord[fetch]'")
+        #: The URL as it may be shown: without a user's name, password and query, where signatures stand.
+        self.shown = re.sub(r"(?<=://)[^/@]*@", "", url.partition("?")[0]).rstrip("/")
+        if "::" in url:
+            raise InvalidArgument(f"'{self.shown}' is a chain of URLs: tensord fetch takes one")
+        self.is_archive = self.shown.lower().endswith(ARCHIVES)
+        self._over_http = self.shown.partition(":")[0] in ("http", "https")
+        if self._over_http and not self.is_archive:
+            raise InvalidArgument(
+                f"{self.shown}: nobody lists a folder over HTTP; it has to be an archive ({', '.join(ARCHIVES)})"
+            )
+        try:
+            self._files, self._path = url_to_fs(url, **(_http_options() if self._over_http else {}))
+        except (ImportError, ValueError) as error:
+            raise InvalidArgument(f"{self.shown}: {error}") from None
+
+    def files(self) -> tuple[File, ...]:
+        """Asks which files there are, in the order of their names. Raises: NotFound, InvalidArgument, Unavailable."""
+        if self.is_archive:
+            info = self._tried(lambda: self._files.info(self._path))
+            return (_file(self._path, self.shown.rpartition("/")[2], info),)
+        found: Mapping[str, Mapping[str, Any]] = self._tried(
+            lambda: self._files.find(self._path, withdirs=True, detail=True)
+        )
+        if not found:
+            raise NotFound(f"{self.shown}: there is no such folder, or nothing is in it")
+        if len(found) > MAX_ENTRIES:
+            raise InvalidArgument(f"{self.shown}: it has {len(found)} files; a model has at most {MAX_ENTRIES}")
+        root, files = self._path.rstrip("/"), []
+        for path, info in found.items():
+            name = path.rstrip("/").removeprefix(root).lstrip("/")
+            # Object stores have empty objects whose names end with a slash, for folders.
+            if info.get("type") == "directory" or path.endswith("/"):
+                if name:
+                    files.append(File(path, f"{name}/", 0, "folder"))
+            elif not name:
+                raise InvalidArgument(f"{self.shown}: it is a file, and no archive ({', '.join(ARCHIVES)})")
+            elif name != RECORD:
+                files.append(_file(path, name, info))
+        for file in files:
+            if not is_inside(file.name.removesuffix("/")):
+                raise InvalidArgument(f"{self.shown}: '{file.name}' is no path in a model's folder")
+        return tuple(sorted(files, key=lambda file: file.name))
+
+    def blocks(self, wanted: Sequence[tuple[File, int]]) -> Iterator[tuple[File, int, bytes]]:
+        """Yields the files' bytes from where each is wanted on, in order: file, offset, bytes.
+
+        A few blocks are under way at a time. A file whose size nobody knows, or whose server gives no parts, comes from its
+        beginning, whatever was wanted.
+
+        Raises: ServingError: a block did not come, however often it was asked for.
+        """
+        waiting: deque[tuple[File, int, Future[bytes | None]]] = deque()
+        with contextlib.ExitStack() as stack:
+            threads = ThreadPoolExecutor(BLOCKS_AT_A_TIME, "fetch")
+            stack.callback(threads.shutdown, cancel_futures=True)
+            whole: set[str] = set()
+            for file, begin, byte_size in _parts(wanted):
+                if byte_size >= 0:
+                    waiting.append((file, begin, threads.submit(self._block, file, begin, byte_size)))
+                while waiting and (byte_size < 0 or len(waiting) >= BLOCKS_AT_A_TIME):
+                    yield from self._arrived(*waiting.popleft(), whole)
+                if byte_size < 0:
+                    yield from self._stream(file)
+            while waiting:
+                yield from self._arrived(*waiting.popleft(), whole)
+
+    def _arrived(
+        self, file: File, begin: int, block: Future[bytes | None], whole: set[str]
+    ) -> Iterator[tuple[File, int, bytes]]:
+        """Yields a block that was asked for; or all of its file, once, where its server gives no parts."""
+        content = block.result()
+        if content is not None and file.name not in whole:
+            yield file, begin, content
+        elif file.name not in whole:
+            whole.add(file.name)
+            yield from self._stream(file)
+
+    def _block(self, file: File, begin: int, byte_size: int) -> bytes | None:
+        """Reads a part of a file; None: its server gives no parts."""
+
+        def read() -> bytes | None:
+            content = self._part(file, begin, begin + byte_size)
+            if content is not None and len(content) != byte_size:
+                raise OSError(f"'{file.name}': {byte_size} bytes from {begin} on were asked for, {len(content)} came")
+            return content
+
+        return self._tried(read)
+
+    def _tried(self, ask: Callable[[], _T]) -> _T:
+        """Asks, a few times where another try may succeed. Raises ServingError."""
+        for pause in PAUSES:
+            try:
+                with self._errors():
+                    return ask()
+            except Unavailable:
+                time.sleep(pause)
+        with self._errors():
+            return ask()
+
+    def _part(self, file: File, begin: int, end: int) -> bytes | None:
+        if begin == end:
+            return b""
+        if not self._over_http:
+            return bytes(self._files.cat_file(file.path, start=begin, end=end))
+        # ``cat_file`` there would take whatever comes for the part.
+        with self._files.open(file.path, size=file.byte_size, cache_type="none") as opened:
+            if not opened.seekable():
+                return None
+            opened.seek(begin)
+            try:
+                return bytes(opened.read(end - begin))
+            except ValueError:
+                return None
+
+    def _stream(self, file: File) -> Iterator[tuple[File, int, bytes]]:
+        begin = 0
+        with self._errors():
+            opened = self._files.open(file.path, block_size=0)
+        with opened:
+            while True:
+                with self._errors():
+                    content = opened.read(BLOCK_BYTE_SIZE)
+                if not content:
+                    break
+                yield file, begin, content
+                begin += len(content)
+        if 0 <= file.byte_size != begin:
+            raise Unavailable(f"{self.shown}: '{file.name}' has {file.byte_size} bytes, {begin} came")
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turns what the file system's library raises into a ServingError: Unavailable where another try may succeed."""
+        try:
+            yield
+        except ServingError:
+            raise
+        except FileNotFoundError as error:
+            why = error.__cause__
+            # fsspec says so of whatever an HTTP server answers, and of servers that are not there.
+            if why is None or getattr(why, "status", 0) == 404 or isinstance(why, FileNotFoundError):
+                raise NotFound(f"{self.shown}: it is not there") from error
+            raise Unavailable(f"{self.shown}: {_worded(why)}") from error
+        except _FINAL as error:
+            raise InvalidArgument(f"{self.shown}: {_worded(error)}") from error
+        except Exception as error:
+            raise Unavailable(f"{self.shown}: {_worded(error)}") from error
+
+
+def _http_options() -> dict[str, Any]:
+    """Returns options for HTTP: a whole file may take any time, and proxies are those of the environment."""
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
+    return {"client_kwargs": {"timeout": timeout, "trust_env": True}}
+
+
+def _parts(wanted: Sequence[tuple[File, int]]) -> Iterator[tuple[File, int, int]]:
+    """Yields file, offset and bytes of each block; -1 bytes: all of a file whose size nobody knows."""
+    for file, begin in wanted:
+        if file.byte_size < 0:
+            yield file, 0, -1
+            continue
+        yield from (
+            (file, at, min(BLOCK_BYTE_SIZE, file.byte_size - at))
+            for at in range(begin, max(file.byte_size, begin + 1), BLOCK_BYTE_SIZE)
+        )
+
+
+def _file(path: str, name: str, info: Mapping[str, Any]) -> File:
+    byte_size = info.get("size")
+    identity = next((f"{key}={info[key]}" for key in _IDENTITIES if info.get(key)), "")
+    return File(path, name, -1 if byte_size is None else int(byte_size), identity)
+
+
+def is_inside(name: str) -> bool:
+    """Returns whether a name is a path beneath a folder, whatever system reads it."""
+    return (
+        bool(name)
+        and "\\" not in name
+        and "\0" not in name
+        and all(part not in ("", ".", "..") for part in name.split("/"))
+    )
+
+
+def _worded(error: BaseException) -> str:
+    """Words an exception in one line, without URLs, whose queries may be secrets."""
+    if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not str(error):
+        return "no answer came in time"
+    status, message = getattr(error, "status", None), getattr(error, "message", None)
+    text = f"{status} {message}" if status and message else str(error)
+    return re.sub(r"\?\S*", "", " ".join(text.split())) or type(error).__name__

@@ -1,0 +1,255 @@
+"""The stage of a fetch, over a folder of this host: what it keeps, what it refuses, and how it takes a model's place."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tensord.daemon.fetching import source as sources
+from tensord.daemon.fetching.source import Source
+from tensord.daemon.fetching.stage import RECORD, SUMS, Plan, Stage
+from tensord.daemon.models import repository
+from tensord.shm.errors import InvalidArgument, NotFound, Unavailable
+
+LIMIT = 1 << 30
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    """A model to be fetched, of several files, an empty one among them."""
+    return written(tmp_path / "elsewhere" / "m", {"1/model.py": b"x" * 1000, "1/empty": b"", "config.pbtxt": b"y"})
+
+
+def written(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def plan_of(source: Source) -> Plan:
+    return Plan(source.shown, source.is_archive, source.files())
+
+
+def fetch(url: object, folder: Path, sha256: str = "", limit: int = LIMIT) -> list[int]:
+    """Fetches without loading the model; returns the progress."""
+    source = Source(str(url))
+    plan = plan_of(source)
+    with Stage(folder) as stage:
+        progress = [*stage.fill(source, plan, limit)]
+        stage.complete(source, plan, sha256, limit)
+        stage.swap()
+    return progress
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != RECORD
+    }
+
+
+def test_a_folder_comes_whole(there: Path, tmp_path: Path) -> None:
+    progress = fetch(there, tmp_path / "models" / "m")
+    assert contents(tmp_path / "models" / "m") == contents(there)
+    assert (progress[0], progress[-1]) == (0, 1001)
+    assert os.listdir(tmp_path / "models") == ["m"]
+    plan = plan_of(Source(str(there)))
+    with Stage(tmp_path / "models" / "m") as stage:
+        assert stage.holds(plan)
+    (there / "1" / "more").write_bytes(b"")
+    with Stage(tmp_path / "models" / "m") as stage:
+        assert not stage.holds(plan_of(Source(str(there))))
+
+
+def test_an_empty_folder_comes_along(there: Path, tmp_path: Path) -> None:
+    """An ensemble's version is one."""
+    (there / "7").mkdir()
+    fetch(there, tmp_path / "models" / "m")
+    assert (tmp_path / "models" / "m" / "7").is_dir()
+
+
+def test_a_file_is_no_model(there: Path) -> None:
+    with pytest.raises(InvalidArgument, match="it is a file, and no archive"):
+        Source(str(there / "config.pbtxt")).files()
+
+
+def test_a_model_that_was_fetched_is_fetched_from_there(there: Path, tmp_path: Path) -> None:
+    """The record of where it came from stays behind."""
+    fetch(there, tmp_path / "one" / "m")
+    fetch(tmp_path / "one" / "m", tmp_path / "two" / "m")
+    assert contents(tmp_path / "two" / "m") == contents(there)
+    assert str(tmp_path / "one").encode() in (tmp_path / "two" / "m" / RECORD).read_bytes()
+
+
+def begin(there: Path, folder: Path, blocks: int) -> None:
+    """Fetches a few blocks and no more, as one that is killed."""
+    source = Source(str(there))
+    with Stage(folder) as stage:
+        progress = stage.fill(source, plan_of(source), LIMIT)
+        for _ in range(blocks + 1):
+            next(progress)
+        progress.close()
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Which blocks are asked for from now on: file and offset."""
+    found: list[tuple[str, int]] = []
+    block = Source._part
+
+    def part(self: Source, file: sources.File, begin: int, end: int) -> bytes | None:
+        found.append((file.name, begin))
+        return block(self, file, begin, end)
+
+    monkeypatch.setattr(Source, "_part", part)
+    return found
+
+
+def test_goes_on_where_it_was(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTE_SIZE", 300)
+    begin(there, tmp_path / "models" / "m", 3)
+    assert repository.scan([tmp_path / "models"]) == {}
+    blocks = asked(monkeypatch)
+    progress = fetch(there, tmp_path / "models" / "m")
+    assert ("1/model.py", 0) not in blocks
+    assert ("1/model.py", 600) in blocks
+    assert progress[0] == 600
+    assert contents(tmp_path / "models" / "m") == contents(there)
+
+
+def test_what_has_changed_comes_anew(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stays of files that are gone or others by now, nor an empty folder that would be a version."""
+    written(there, {"2/old": b"o" * 400})
+    monkeypatch.setattr(sources, "BLOCK_BYTE_SIZE", 300)
+    begin(there, tmp_path / "models" / "m", 6)
+    (there / "2" / "old").unlink()
+    (there / "2").rmdir()
+    written(there, {"1/model.py": b"z" * 700})
+    os.utime(there / "1" / "model.py", (1, 1))
+    blocks = asked(monkeypatch)
+    fetch(there, tmp_path / "models" / "m")
+    assert ("1/model.py", 0) in blocks
+    assert contents(tmp_path / "models" / "m") == contents(there)
+    assert not (tmp_path / "models" / "m" / "2").exists()
+
+
+def test_another_url_begins_anew(there: Path, tmp_path: Path) -> None:
+    begin(there, tmp_path / "models" / "m", 2)
+    other = written(tmp_path / "other" / "m", {"1/model.py": b"w" * 1000})
+    fetch(other, tmp_path / "models" / "m")
+    assert contents(tmp_path / "models" / "m") == contents(other)
+
+
+def test_one_that_changes_meanwhile_is_refused(there: Path, tmp_path: Path) -> None:
+    source = Source(str(there))
+    plan = plan_of(source)
+    with Stage(tmp_path / "m") as stage:
+        progress = stage.fill(source, plan, LIMIT)
+        next(progress)
+        os.utime(there / "config.pbtxt", (1, 1))
+        with pytest.raises(Unavailable, match="it has changed while it was fetched"):
+            list(progress)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_takes_the_place_of_what_is_served(
+    there: Path, tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system cannot exchange two folders it takes two renames."""
+    if not exchange:
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    folder = written(tmp_path / "models" / "m", {"1/model.py": b"former", "1/gone": b""})
+    before = os.stat(folder).st_ino
+    fetch(there, folder)
+    assert os.stat(folder).st_ino != before
+    assert contents(folder) == contents(there)
+    assert os.listdir(tmp_path / "models") == ["m"]
+
+
+def test_takes_the_place_of_a_link(there: Path, tmp_path: Path) -> None:
+    release = written(tmp_path / "releases" / "7", {"1/model.py": b"former"})
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "m").symlink_to(release)
+    fetch(there, tmp_path / "models" / "m")
+    assert contents(tmp_path / "models" / "m") == contents(there)
+    assert contents(release) == {"1/model.py": b"former"}
+
+
+def test_a_swap_that_is_ended_leaves_nothing_to_go_on_with(there: Path, tmp_path: Path) -> None:
+    """What lies in the stage then is the former model, whose files are no beginnings of the new one's."""
+    folder = written(tmp_path / "models" / "m", {"1/model.py": b"f" * 500})
+    source = Source(str(there))
+    plan = plan_of(source)
+    with Stage(folder) as stage:
+        list(stage.fill(source, plan, LIMIT))
+        stage.complete(source, plan, "", LIMIT)
+        stage.clear = lambda: None  # type: ignore[method-assign]
+        stage.swap()
+        assert contents(stage.model) == {"1/model.py": b"f" * 500}
+    written(there, {"1/model.py": b"n" * 900})
+    fetch(there, folder)
+    assert contents(folder) == contents(there)
+
+
+def test_two_at_a_time(there: Path, tmp_path: Path) -> None:
+    with Stage(tmp_path / "m"), pytest.raises(InvalidArgument, match="model 'm' is being fetched by another process"):
+        Stage(tmp_path / "m")
+    fetch(there, tmp_path / "m")
+
+
+def listed(folder: Path, names: Sequence[str]) -> str:
+    """Writes the list of checksums of these files; returns its own."""
+    lines = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  ./{name}\n" for name in names]
+    (folder / SUMS).write_text("".join(lines))
+    return hashlib.sha256((folder / SUMS).read_bytes()).hexdigest()
+
+
+def test_checksums(there: Path, tmp_path: Path) -> None:
+    names = ["1/model.py", "1/empty", "config.pbtxt"]
+    fetch(there, tmp_path / "models" / "m", listed(there, names))
+    assert SUMS in contents(tmp_path / "models" / "m")
+    with pytest.raises(InvalidArgument, match=f"'{SUMS}' has the SHA-256 [0-9a-f]+; it should have 000000"):
+        fetch(there, tmp_path / "other" / "m", "0" * 64)
+    listed(there, names[:2])
+    with pytest.raises(InvalidArgument, match=r"'config\.pbtxt' is not in SHA256SUMS"):
+        fetch(there, tmp_path / "other" / "m")
+    (there / "gone").write_bytes(b"")
+    listed(there, [*names, "gone"])
+    (there / "gone").unlink()
+    with pytest.raises(InvalidArgument, match="'gone' is in SHA256SUMS, but not there"):
+        fetch(there, tmp_path / "other" / "m")
+    listed(there, names)
+    (there / "1" / "model.py").write_bytes(b"t" * 1000)
+    with pytest.raises(InvalidArgument, match=r"'1/model\.py' has the SHA-256 [0-9a-f]+; it should have"):
+        fetch(there, tmp_path / "other" / "m")
+    assert os.listdir(tmp_path / "other" / ".m.fetch") == ["lock"], "what is wrong is not gone on with"
+    assert not (tmp_path / "other" / "m").exists()
+
+
+def test_a_checksum_for_a_folder_without_a_list(there: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="--sha256 of a folder is that of its SHA256SUMS, which it does not have"):
+        fetch(there, tmp_path / "m", "0" * 64)
+
+
+def test_bounds(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match="the model has 1001 bytes; --max-byte-size is 1000"):
+        fetch(there, tmp_path / "m", limit=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 7}))
+    with pytest.raises(InvalidArgument, match=rf"1001 bytes are to come; '{tmp_path}' has room for 7"):
+        fetch(there, tmp_path / "m")
+
+
+def test_no_name_for_a_model(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"'\.m' cannot be a model's name"):
+        Stage(tmp_path / ".m")
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="there is no such folder, or nothing is in it"):
+        Source(str(tmp_path / "nowhere")).files()
