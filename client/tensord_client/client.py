@@ -172,7 +172,7 @@ def _on_socket(path: str, patience: float) -> Connection:
             if error.errno == errno.EPROTOTYPE:
                 return reached(Address(path), patience)
             raise Unavailable(f"{path}: {error.strerror}") from None
-    return ServiceConnection(path, lambda told: _over_http(path, told, patience))
+    return ServiceConnection(path, lambda told: _over_http(path, told, patience), patience)
 
 
 def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connection:

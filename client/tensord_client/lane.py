@@ -38,8 +38,8 @@ __all__ = ["Call", "Description", "LaneConnection", "Pending", "PreparedCall"]
 
 #: Requests' ids begin here, so that all of them are as long on the wire.
 _FIRST_ID = 1 << 32
-#: Seconds that a request without a deadline waits for a daemon, or a worker, that is being replaced.
-_PATIENCE = 60.0
+#: Seconds that a request without a deadline waits for a daemon, or a worker, that is being replaced, unless the program says so.
+_PATIENCE = 30.0
 #: Seconds that one question to the daemon waits there, and between two of them where nobody serves.
 _WAIT, _PAUSE = 0.5, 0.05
 #: Seconds between two questions about a model whose worker refuses requests, and about workers that are to come.
@@ -53,16 +53,18 @@ class LaneConnection:
     After a fork the child connects anew by itself; arrays of ``empty`` from before belong to the parent.
     """
 
-    def __init__(self, path: str, max_results: int = 64, timeout: float = 10.0) -> None:
+    def __init__(self, path: str, max_results: int = 64, timeout: float = 10.0, patience: float = _PATIENCE) -> None:
         """Connects to ``clients.sock`` at that path.
 
         Args:
           max_results: the most answers in workers' memory that the program may hold.
           timeout: seconds to wait for each answer on that socket.
+          patience: seconds that a request without a deadline waits for a daemon, or a worker, that is being replaced.
 
         Raises: Unavailable: nobody serves there.
         """
         self.path = path
+        self._patience = patience
         self.max_results = max_results
         self._timeout = timeout
         #: The daemon's answer to ``hello``: server, version, wire, lanes, http.
@@ -352,7 +354,7 @@ class LaneConnection:
 
     def find_lanes(self, call: Call, until: float | None) -> None:
         """Waits for a lane to a worker that has the call's model. Raises ServingError.  TimeoutError: there was none."""
-        patience = time.monotonic() + _PATIENCE
+        patience = time.monotonic() + self._patience
         try:
             self._ask_for(call.model, call.version, patience if until is None else min(until, patience))
         except Unavailable:

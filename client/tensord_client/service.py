@@ -20,9 +20,9 @@ from tensord_client.results import Array, Description
 class ServiceConnection:
     """A daemon on the same host. Any thread may use it."""
 
-    def __init__(self, path: str, over_http: Callable[[Mapping[str, Any]], Connection]) -> None:
+    def __init__(self, path: str, over_http: Callable[[Mapping[str, Any]], Connection], patience: float) -> None:
         """Connects to ``clients.sock``; ``over_http`` connects to what it told. Raises Unavailable."""
-        self._lane = LaneConnection(path)
+        self._lane = LaneConnection(path, patience=patience)
         self._over_http = over_http
         self._lock = threading.Lock()
         self._http: Connection | None = None
