@@ -22,9 +22,9 @@ from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess, nothing_left_behind
 
 # No test asserts a time, on a busy machine least of all. The same examples everywhere, so that a change is judged by what it
-# changes; `make test ARGS=--hypothesis-profile=search` looks for others.
+# changes, and not many; `make test ARGS=--hypothesis-profile=search` looks for others, and for more (tests/generated.py).
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False)
-settings.register_profile("tensord", settings.get_profile("search"), derandomize=True, database=None)
+settings.register_profile("tensord", settings.get_profile("search"), derandomize=True, database=None, max_examples=40)
 settings.load_profile("tensord")
 
 # Here and not when pytest is configured: by then it has imported the conftest of a folder that its command line names.

@@ -18,6 +18,7 @@ from tensord.daemon.front.access import http_access
 from tensord.daemon.http.routes import Routes
 from tests import repositories
 from tests.daemon_process import DaemonProcess
+from tests.generated import examples
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "openapi.yaml"
 #: Generated requests for each endpoint; the same ones every time.
@@ -90,7 +91,7 @@ def test_generated_requests_are_answered_as_described(
         pytest.skip("there is nothing to get wrong: any name will do")
 
     @hypothesis.settings(
-        max_examples=EXAMPLES,
+        max_examples=examples(EXAMPLES),
         derandomize=True,
         database=None,
         deadline=None,

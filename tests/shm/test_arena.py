@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tensord.shm.arena import BLOCK, Arena, ArenaMap, Buddies, Lease
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import Slice
+from tests.generated import examples
 
 MIB = 1 << 20
 
@@ -82,7 +83,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestArenaMachine.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 
 
 @given(st.lists(st.integers(0, 6), max_size=60))

@@ -16,6 +16,7 @@ from tensord.shm.errors import InvalidArgument
 from tensord.shm.segment import Segment
 from tensord.shm.sequence_keys import Key, SequenceKeys
 from tensord.shm.sequence_page import FreeSlots, SequencePage, SequenceState
+from tests.generated import examples
 
 _KEYS = 12
 
@@ -148,7 +149,7 @@ class AgainstDict(RuleBasedStateMachine):
         self.reader.close()
 
 
-AgainstDict.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AgainstDict.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestAgainstDict = AgainstDict.TestCase
 
 
@@ -189,7 +190,7 @@ def apply(page: SequencePage, changes: list[Change], present: set[Key]) -> None:
 
 
 @given(CHANGES, CHANGES, st.lists(st.sampled_from([0, 0, 1, 6, 12]), max_size=20))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_who_stays_is_found_at_every_moment(first: list[Change], then: list[Change], pace: list[int]) -> None:
     """A reader is overtaken by the writer's stores, so many before each word that it reads."""
     page = SequencePage.create(1)

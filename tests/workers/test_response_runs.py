@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensord.shm.messages import RequestedOutput
+from tests.generated import examples
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
 from tests.workers.worker_loop import WorkerLoop
@@ -100,7 +101,7 @@ def shown(completion: WholeAnswer) -> tuple[dict[str, bytes], object]:
     return outputs, completion.parameters.get("told")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.lists(st.integers(0, PAUSE), max_size=30)

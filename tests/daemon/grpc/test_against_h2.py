@@ -17,8 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tensord.config.options import Grpc
 from tensord.daemon.grpc import frames, header_blocks
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, serving
+from tests.generated import examples
 
 GOOD = {
     ":method": "POST",
@@ -264,8 +266,15 @@ def reset_of_nothing(sent: list[Frame], theirs: Decision, ours: Decision) -> boo
     return ours.connection == frames.PROTOCOL_ERROR and bool(idle)
 
 
+def pings(sent: list[Frame], theirs: Decision, ours: Decision) -> bool:
+    """gRPC (A8): who pings again and again while nothing is asked is told to calm down; h2 has no such rule."""
+    return ours.connection == frames.ENHANCE_YOUR_CALM and (
+        sum(frame.kind == frames.PING and not frame.flags & frames.ACK for frame in sent) > Grpc().max_ping_strikes
+    )
+
+
 #: Why a decision may be another one.
-REASONS = (no_data, reset_of_nothing, malformed, acknowledgement, continuation, twice_wrong, after_the_end)
+REASONS = (no_data, reset_of_nothing, malformed, acknowledgement, continuation, twice_wrong, after_the_end, pings)
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +301,7 @@ def check(sequence: list[Frame], decide: Callable[[list[Frame]], Decision]) -> N
         assert any(reason(sent, theirs, decision) for reason in REASONS), (theirs, decision)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sequence=st.lists(FRAMES, min_size=1, max_size=12))
 def test_as_h2_decides(front: GrpcFrontProcess, sequence: list[Frame]) -> None:
     """A whole front over a socket; without one: test_http2.py."""

@@ -26,6 +26,7 @@ from tensord.daemon.submit.accounts import Accounts
 from tensord.shm.messages import Buffer
 from tests.daemon.grpc.frame_client import STREAM, prefixed
 from tests.daemon.grpc.test_against_h2 import BLOCKS, FRAMES, Decision, Frame, check
+from tests.generated import examples
 
 OPENING = frames.PREFACE + frames.settings(())
 OPEN = frame(frames.HEADERS, END_HEADERS, 1, BLOCKS["good"])
@@ -121,7 +122,7 @@ def test_any_cut(sequence: list[Frame], cuts: list[int], messages: int) -> None:
     assert all_of(made(), pieces) == all_of(made(), [content])
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(st.lists(FRAMES, min_size=1, max_size=12))
 def test_as_h2_decides(sequence: list[Frame]) -> None:
     """As over a socket (test_against_h2.py), only more of them."""

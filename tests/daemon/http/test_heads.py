@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tensord.daemon.http import message_head
 from tensord.daemon.http.heads import MAX_HEAD, Heads
 from tensord.daemon.http.message_head import InferHead
+from tests.generated import examples
 
 LINES = [b"Host: x", b"Content-Length: 9", b"Inference-Header-Content-Length: 5"]
 
@@ -69,7 +70,7 @@ LINE = st.builds(lambda name, colon, value: name + colon + value, NAMES, st.samp
 LISTS = st.lists(st.sampled_from(LINES) | LINE, max_size=6)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.lists(LISTS.map(lambda lines: [*LINES[:2], *lines]), min_size=1, max_size=6), st.data())
 def test_what_is_found_is_what_parsing_gives(all_lines: list[list[bytes]], data: st.DataObject) -> None:
     """Whatever was learned before, with lines left out, put in and moved."""

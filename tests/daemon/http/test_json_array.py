@@ -19,6 +19,7 @@ from tensord.daemon.http.json_base64 import JsonBase64
 from tensord.shm.arrays import DTYPES, array
 from tensord.shm.errors import InvalidArgument, ServingError
 from tests.daemon.http.heads import decode
+from tests.generated import examples
 
 #: Enough values for several pieces.
 COUNT = PIECE_BYTE_SIZE
@@ -216,7 +217,7 @@ def test_much_text_that_is_no_tensor_is_refused() -> None:
     assert converted(f'"{text}"', "UINT8", [2_000_000]) == bytes(2_000_000)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.binary(max_size=40), st.integers(0, 5000), st.sampled_from(["FP32", "INT8", "BOOL", "BYTES"]))
 def test_any_bytes_among_many_numbers(odd: bytes, at: int, datatype: str) -> None:
     text = request(json.dumps([1] * 2500), datatype, [2500])

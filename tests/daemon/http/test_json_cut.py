@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tensord.daemon.http import json_cut
 from tensord.daemon.http.json_cut import MAX_TEXT, Cut
 from tensord.shm.errors import InvalidArgument
+from tests.generated import examples
 
 #: In text these are what an end could be mistaken for.
 ODD = '",\\[]{}: \na\u00e4\U0001f600'
@@ -38,7 +39,7 @@ values = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(values, min_size=1, max_size=3), st.sampled_from([None, 1]), st.booleans())
 def test_what_is_cut_out_is_the_value(data: list[Any], indent: int | None, ascii_only: bool) -> None:
     inputs = [{"name": ODD, "data": value, "parameters": {"data": "no", "a": '"data":["'}} for value in data]
@@ -51,7 +52,7 @@ def test_what_is_cut_out_is_the_value(data: list[Any], indent: int | None, ascii
         assert found.number_of(entry["data"]) == number
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.text(alphabet=ODD, max_size=20), st.integers(65_500, 65_560))
 def test_whatever_lies_on_the_border_of_a_piece(odd: str, at: int) -> None:
     strings = ["x" * at, odd, "]", odd, *["y"] * 30_000]
@@ -106,7 +107,7 @@ def test_long_strings_are_walked_through_in_steps() -> None:
     assert sum(1 for _ in json_cut.steps(text)) >= len(text) // (64 << 10)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=60), st.integers(0, 5000))
 def test_any_bytes_are_walked_through(odd: bytes, at: int) -> None:
     text = json.dumps({"inputs": [{"data": [1] * 1000}, {"data": ["a"] * 1000}]}).encode()

@@ -14,6 +14,7 @@ from tensord.daemon.http.json_strings import JsonStrings
 from tensord.shm.arrays import byte_content
 from tensord.shm.errors import InvalidArgument
 from tests.daemon.http.heads import decode
+from tests.generated import examples
 
 
 def converted(data: str, count: int) -> bytes:
@@ -45,7 +46,7 @@ def test_strings_of_one_kind(kind: str, indent: int | None, ascii_only: bool) ->
     assert converted(json.dumps(values, indent=indent, ensure_ascii=ascii_only), len(values)) == wire(values)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.text(alphabet='",\\ []a\n\u00e4\U0001f600', max_size=6), min_size=1, max_size=30), st.booleans())
 def test_any_strings(some: list[str], ascii_only: bool) -> None:
     values = some * (PIECE_BYTE_SIZE // len(some) + 1)

@@ -25,6 +25,7 @@ from tests.daemon.http.large_client import (
     request,
     turns,
 )
+from tests.generated import examples
 from tests.records import Tensor, WholeAnswer, WholeRequest, is_numbered
 from tests.work.connection import Bench, KeptTransport
 
@@ -211,7 +212,7 @@ REQUESTS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(range(len(REQUESTS))), st.integers(0, 250)), max_size=8), st.data())
 def test_any_requests_in_any_pieces_are_answered_as_if_each_came_alone(
     asked: list[tuple[int, int]], data: st.DataObject

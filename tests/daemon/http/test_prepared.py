@@ -19,6 +19,7 @@ from tensord.daemon.submit.scheduling import Scheduling
 from tensord.shm.errors import ServingError
 from tensord.shm.messages import PreparedRequest, RegionSlice
 from tensord.shm.prepared import Numbers
+from tests.generated import examples
 
 PLAIN: dict[str, Any] = {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": {"binary_data_size": 4}}
 REGION: dict[str, Any] = {
@@ -174,7 +175,7 @@ def outcome(read: Any) -> Any:
     return found
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @example(b'{"inputs":[],"x":"\xff"}', 0)
 @example(b'{"inputs":[],"x":1e2000}', 0)
 @example(b'{"inputs":[{"name":"x","shape":[1],"datatype":"UINT8","parameters":{"binary_data_size":1,"x":1e999}}]}', 1)
@@ -192,7 +193,7 @@ def test_both_readers_decide_alike(said: bytes, tail_size: int) -> None:
         assert quick == exact
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.sampled_from([0, 4, 4, 8]), st.sampled_from([0, 0, 0, 1])), max_size=6))
 def test_whatever_came_before_a_request_says_what_it_says(asked: list[tuple[bytes, int, int]]) -> None:
     """Each twice and more, among others, to two models."""

@@ -13,6 +13,7 @@ from tensord.daemon.models.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
 from tensord.daemon.models.listing import entries
 from tensord.daemon.models.repository import FoundModel
 from tensord.shm.control_records import CancelLoad, Load, Loaded, ModelGone, ModelState, Unload
+from tests.generated import examples
 
 
 def found(name: str, *chosen: int, fingerprint: str = "f", devices: tuple[str, ...] = ()) -> FoundModel:
@@ -554,5 +555,5 @@ class Histories(RuleBasedStateMachine):
         assert all(self.lifecycle.is_ready(*key) for key in everywhere)
 
 
-Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Histories.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestHistories = Histories.TestCase

@@ -36,6 +36,7 @@ from tensord.shm.operations import (
     RegisterSystemRegion,
     UnregisterRegion,
 )
+from tests.generated import examples
 
 TCP = Peer("tcp", "127.0.0.1:4711")
 ALICE = Peer("unix", "", os.getpid(), 1001, 1001)
@@ -481,7 +482,7 @@ async def test_a_region_goes_with_its_end(memory: int, kind: str) -> None:
     registry.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32))
 def test_random_histories(seed: int) -> None:
     """Registers, unregisters, deaths and births in any order, at once: when all is quiet, all living workers have the same."""

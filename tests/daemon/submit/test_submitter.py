@@ -41,6 +41,7 @@ from tensord.shm.messages import (
 from tensord.shm.prepared import MAX_NUMBERS, Numbered, Numbers
 from tensord.shm.sequence_keys import SequenceKeys
 from tests.fakes import INCARNATION, CalledBack, EchoWorker
+from tests.generated import examples
 from tests.records import Tensor, WholeAnswer, WholeRequest, whole_answer, whole_request
 
 MIB = 1 << 20
@@ -306,7 +307,7 @@ class Histories(RuleBasedStateMachine):
         self.setting.close()
 
 
-Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Histories.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestHistories = Histories.TestCase
 
 

@@ -22,6 +22,7 @@ from tensord.config.model_config import empty
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.declarations import artifact
 from tensord.workers.declarations.program_file import ProgramFile
+from tests.generated import examples
 
 ROW = jax.ShapeDtypeStruct((2, 4), np.float32)
 Spec = jax.ShapeDtypeStruct
@@ -227,7 +228,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_damaged_programs_are_one_clear_error(good: bytes, tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     """Whatever bytes were changed: it reads as a program, or it is refused in a sentence with its name."""

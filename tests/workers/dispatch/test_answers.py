@@ -27,6 +27,7 @@ from tensord.workers.requests.answer_plan import AnswerPlan, plan_answer
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.batch_outputs import BatchOutputs, Packing, layout_of, layout_of_rows, uncut
 from tensord.workers.tensors.signature import Signature, signature
+from tests.generated import examples
 from tests.records import WholeAnswer, whole_answer
 from tests.workers.made_requests import ALane, request_of
 
@@ -77,7 +78,7 @@ def read(lane: ALane, completion: WholeAnswer) -> dict[str, list[Any]]:
     return found
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(0, 40), max_size=4), st.lists(st.binary(max_size=30), max_size=9))
 def test_whatever_the_sizes_the_bytes_arrive(sizes: list[int], words: list[bytes]) -> None:
     arena = Arena(1 << 16, 1 << 16, 0)
@@ -221,7 +222,7 @@ def runs(draw: st.DrawFn) -> tuple[list[tuple[BatchOutputs, dict[str, Array]]], 
     return [(each, of) for each, of in zip(made, arrays, strict=True) if each is not None], rows, 1 if packed else rows
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(run=runs(), data=st.data())
 def test_a_planned_answer_is_the_one_that_is_placed(
     region: Region, run: tuple[list[tuple[BatchOutputs, dict[str, Array]]], int, int], data: st.DataObject

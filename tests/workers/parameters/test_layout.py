@@ -20,6 +20,7 @@ from tensord.shm.arrays import Array, address_of
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.parameters import layout
 from tensord.workers.parameters.layout import LaidLeaf, NewMemory, SealedMemory
+from tests.generated import examples
 from tests.workers.parameters.made_sets import layout_bytes, sealed, sealed_bytes
 
 LEAVES: dict[str, Array] = {
@@ -109,7 +110,7 @@ def test_what_is_wrong_is_said(content: bytes, message: str) -> None:
     assert len(raised.value.message) < 1024
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
     """Whatever byte of right ones is changed, or cut off, or added."""

@@ -24,6 +24,7 @@ from tensord.workers.native.extensions import available
 from tensord.workers.processor import output_memory
 from tensord.workers.processor.output_memory import OutputMemory, given_up, watched
 from tests.daemon_process import ROOT
+from tests.generated import examples
 from tests.workers.worker_loop import DEVICE
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
@@ -437,7 +438,7 @@ def program_of(rows: tuple[int, ...]) -> Program:
     return Program(function, count)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.data())
 def test_whatever_is_offered_the_outputs_are_right(rows: list[int], data: st.DataObject) -> None:
     program = program_of(tuple(rows))

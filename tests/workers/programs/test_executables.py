@@ -27,6 +27,7 @@ from tensord.workers.programs.gather_buffer import aligned
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature, declare, parse_declaration, signature
+from tests.generated import examples
 from tests.workers.made_requests import request_of
 
 
@@ -86,7 +87,7 @@ def sums() -> JaxModel:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda rows: sum(rows) <= 8), st.data())
 def test_every_request_of_a_batch_gets_its_own(sums: JaxModel, rows: list[int], data: st.DataObject) -> None:
     """Any rows and lengths that share a bucket: padding is zeros, and outputs come back in the lengths that were sent."""

@@ -33,6 +33,7 @@ from tensord.workers.regions.region_table import AnyRegion
 from tensord.workers.requests.places import Places
 from tensord.workers.requests.request import Request
 from tensord.workers.tensors.signature import Signature, signature
+from tests.generated import examples
 from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of
 from tests.workers.parameters.made_sets import loaded
@@ -348,7 +349,7 @@ places_in_regions = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(inputs=st.lists(places_in_regions, max_size=2), outputs=st.lists(places_in_regions, min_size=1, max_size=3))
 def test_nothing_is_written_early_that_anything_else_of_the_request_uses(
     lane_of_all: ALane,

@@ -27,6 +27,7 @@ from tensord.workers.requests.prepared import Checked, CheckedInputs, Preparatio
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
 from tensord.workers.tensors.signature import signature
+from tests.generated import examples
 from tests.records import Tensor, WholeRequest
 
 
@@ -103,7 +104,7 @@ outputs = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @given(
     version=st.sampled_from([BATCHED, FREE]),
     inputs=st.lists(tensors, max_size=4),

@@ -22,6 +22,7 @@ from tensord.workers.regions.region_table import RegionTable
 from tensord.workers.requests.prepared import Preparation, validate
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
+from tests.generated import examples
 from tests.records import Tensor, WholeRequest
 from tests.workers.requests.test_prepared import BATCHED, FREE, outputs, regions, submitter, tensors, version_of
 
@@ -161,7 +162,7 @@ def test_each_has_its_own_tensors(submitter: SubmitterLink, regions: RegionTable
         assert request.arrays["x"].tobytes() == tensor.place
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     version=st.sampled_from([BATCHED, FREE]),
     inputs=st.lists(tensors, max_size=4),
