@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-import zlib
 from typing import TYPE_CHECKING
+
+__all__ = ["Exchange"]
 
 if TYPE_CHECKING:
     from tensord_client._exchange import Exchange
 else:
-    Exchange = None
     try:
-        from tensord_client import _exchange
+        from tensord_client._exchange import SOURCE, Exchange
     except ImportError:
-        pass
+        Exchange = None
     else:
         try:
             with open(os.path.join(os.path.dirname(__file__), "_exchange.c"), "rb") as source:
-                is_old = zlib.crc32(source.read()) != _exchange.SOURCE
-        except OSError:  # none lies beside an installed one
-            is_old = False
-        if not is_old:
-            Exchange = _exchange.Exchange
+                # In a checkout: it may have been updated, and not built again.
+                import zlib
 
-__all__ = ["Exchange"]
+                if zlib.crc32(source.read()) != SOURCE:
+                    Exchange = None
+        except OSError:  # no source lies beside an installed one
+            pass
