@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
-import importlib.metadata
 import logging
 import os
 import socket
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tensord import __version__
 from tensord.config import restrictions
 from tensord.config.options import Options
 from tensord.daemon.clients.client_lanes import ClientConnection, ClientLanes
@@ -286,7 +285,7 @@ class ClientSocket:
 
     def _hello(self) -> HelloAnswer:
         http = [url.removeprefix("http://") for url in self._fronts.urls("http")]
-        return HelloAnswer(self._options.server_name, _version(), WIRE_VERSION, self._lanes.offered, http)
+        return HelloAnswer(self._options.server_name, __version__, WIRE_VERSION, self._lanes.offered, http)
 
     async def _open(
         self, wanted: OpenLanes, connection: ClientConnection, client: socket.socket
@@ -327,12 +326,6 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
         client.shutdown(socket.SHUT_RD)
         while client.recv(1):
             pass
-
-
-@functools.cache
-def _version() -> str:
-    """Returns the installed distribution's version: read once, because it stands in a file."""
-    return importlib.metadata.version("tensord")
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:

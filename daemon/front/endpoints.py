@@ -7,12 +7,12 @@ Source: KServe V2 and Triton's extensions; texts as recorded against a real Trit
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from tensord import __version__
 from tensord.config.options import Options
 from tensord.daemon.control.calls import ControlCalls
 from tensord.daemon.submit.model_states import ModelStates
@@ -68,7 +68,7 @@ class Endpoints:
         self._table = table
         self._calls = calls
         self._name = options.server_name
-        self._version = importlib.metadata.version("tensord")
+        self._version = __version__
         #: When regions are reclaimed (``regions.reclaim``).
         self.reclaim = options.regions.reclaim
         #: The table's edition that every front is known to have acknowledged.

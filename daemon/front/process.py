@@ -32,7 +32,7 @@ from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.submit.model_states import ModelStates
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Tracer
-from tensord.shm import child_process, stack_report
+from tensord.shm import child_process, installation, stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
@@ -219,6 +219,7 @@ class Front(ABC):
 
 def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
     """Runs a front's process from its command line on; ``make`` takes the control channel and the front's place."""
+    installation.end_if_other()
     child_process.die_with_parent()
     child_process.keep_freed_memory(_KEPT_BYTE_SIZE)
     parser = argparse.ArgumentParser(prog=program, description=description)

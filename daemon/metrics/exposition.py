@@ -7,7 +7,6 @@ exposition format 0.0.4 and OpenMetrics 1.0.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import itertools
 import os
 from collections import Counter
@@ -25,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
 
+from tensord import __version__
 from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.metrics.snapshot import Exemplars, MetricsSnapshot
 from tensord.daemon.models.versions import IndexState
@@ -226,8 +226,7 @@ class _Snapshots:
         yield _memory(self._snapshot.processes)
         for own in self._snapshot.own:
             yield _own(own)
-        version = importlib.metadata.version("tensord")
-        yield _filled(GaugeMetricFamily("tensord_build_info", "Always 1", labels=["version"]), [((version,), 1)])
+        yield _filled(GaugeMetricFamily("tensord_build_info", "Always 1", labels=["version"]), [((__version__,), 1)])
 
 
 def _readiness(snapshot: MetricsSnapshot) -> Iterator[Metric]:

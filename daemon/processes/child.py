@@ -18,9 +18,10 @@ from typing import Any
 
 import msgspec
 
+from tensord import __version__
 from tensord.daemon.control.channel import ControlChannel
 from tensord.daemon.processes.spawned import Spawned, spawn
-from tensord.shm import descriptors, device_names, stack_report
+from tensord.shm import descriptors, device_names, installation, stack_report
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import (
     ChildReady,
@@ -44,6 +45,7 @@ from tensord.shm.status_page import StatusPage
 IN_C = "parts of tensord that are written in C are off"
 OF_JAX = "this JAX lacks interfaces that are not public"
 
+_RESTART = "restart the daemon (systemctl restart tensord)"
 _log = logging.getLogger(__name__)
 #: Seconds in which a process that is about to be killed may write its stack.
 _STACK_SECONDS = 0.2
@@ -222,15 +224,20 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Names why it died, as metrics do: memory, hung, the signal, or exit."""
+        """Names why it died, as metrics do: memory, hung, version, the signal, or exit."""
         if self.out_of_memory:
             return "memory"
         if self._killing:
             return "hung"
+        if self.returncode == installation.OTHER and not self.ready:
+            return "version"
         return "exit" if (self.returncode or 0) >= 0 else _signal_name(-(self.returncode or 0))
 
     def describe_exit(self) -> str:
         """Words how it ended."""
+        if self.returncode == installation.OTHER and not self.ready:
+            ours = __version__
+            return f"is of another version of tensord, installed since this daemon ({ours}) was started: {_RESTART}"
         for_memory = ", for want of memory (its control group's limit, or the host's)" if self.out_of_memory else ""
         return describe_exit(self.returncode or 0) + for_memory
 

@@ -17,9 +17,10 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from tensord import __version__
 from tensord.config.options import Workers
 from tensord.daemon.processes.devices import Device, find_devices
-from tensord.shm import descriptors, stack_report
+from tensord.shm import descriptors, installation, stack_report
 from tensord.shm.channel import pair
 from tensord.shm.marked_processes import MARK
 
@@ -91,10 +92,10 @@ def end(workers: Collection[tuple[Device, Spawned]]) -> None:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns our environment with ``extra``, less what systemd meant for us alone."""
+    """Returns our environment with ``extra`` and our version, less what systemd meant for us alone."""
     ours = {
         key: value
         for key, value in os.environ.items()
         if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
     }
-    return ours | dict(extra)
+    return ours | {installation.VARIABLE: __version__} | dict(extra)

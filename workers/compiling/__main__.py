@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tensord.shm import installation
 from tensord.shm.record import encoder
 from tensord.workers.compiling.records import TO_PROCESS, Compile, Compiled, CompileRefused
 from tensord.workers.jax_internals.interfaces import CUSTOM_CALLS, XLA_CLIENT
@@ -31,6 +32,7 @@ _THREADS_VARIABLE = "PJRT_NPROC"
 
 
 def main() -> None:
+    installation.end_if_other()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # Sent to the whole group they would end a load; the worker says when.
         signal.signal(number, signal.SIG_IGN)

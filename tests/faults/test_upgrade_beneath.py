@@ -1,0 +1,68 @@
+"""Story: an installation is upgraded, and its daemon goes on without the restart that the page asks for.
+
+1. The daemon of version 0.1.0 serves from an installation of its own, whose files are then those of another version.
+2. A front and the worker are killed. What is started in their place says that it is of another version, and answers nothing; the
+   log says to restart the daemon, and the metrics name the cause.
+3. The daemon is restarted: it serves, and is of the new version.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+
+import tensord
+from tests import repositories
+from tests.installation import Installation, made, needs_compiler
+
+pytestmark = needs_compiler
+
+NEWER = "97.0.0"
+
+
+def upgrade(installation: Installation) -> str:
+    """Replaces the version in an installation; returns the one that it had."""
+    package = installation.packages / "tensord" / "__init__.py"
+    assert package.read_text().count(f'"{tensord.__version__}"') == 1
+    package.write_text(package.read_text().replace(tensord.__version__, NEWER))
+    return tensord.__version__
+
+
+def test_no_process_of_another_version_joins(tmp_path: Path) -> None:
+    installation = Installation(tmp_path / "venv")
+    installation.install(made()[1])
+    (tmp_path / "served").mkdir()
+    repository = repositories.scale_model(tmp_path / "served" / "models")
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [2.0] * 4}
+    with installation.daemon(tmp_path / "served", [repository]) as daemon:
+        daemon.wait_ready()
+        before = upgrade(installation)
+        assert daemon.infer("scale", [tensor])[0] == 200
+
+        (worker,), (front,) = daemon.workers, daemon.fronts
+        worker.kill()
+        front.kill()
+        for name in ("worker-0", "http-0"):
+            daemon.wait_log(
+                rf"{name} \(process \d+\) is of another version of tensord, installed since this daemon "
+                rf"\({before}\) was started: restart the daemon \(systemctl restart tensord\); its replacement starts in "
+            )
+        said = f"tensord: this process is of version {NEWER}, its daemon of version {before}"
+        assert said in daemon.log.splitlines()
+        with urllib.request.urlopen(f"http://{daemon.metrics_url}/metrics") as answer:
+            metrics = answer.read().decode().splitlines()
+        assert f'tensord_build_info{{version="{before}"}} 1.0' in metrics
+        for name in ("worker-0", "http-0"):
+            assert [
+                line
+                for line in metrics
+                if line.startswith(f'tensord_process_deaths_total{{cause="version",process="{name}"}}')
+            ]
+
+        daemon.stop()
+        daemon.start()
+        daemon.wait_ready()
+        assert json.loads(daemon.get("/v2")[1])["version"] == NEWER
+        status, answer = daemon.infer("scale", [tensor])
+        assert (status, answer["outputs"][0]["data"]) == (200, [7.0] * 4)
