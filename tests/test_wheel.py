@@ -88,7 +88,11 @@ def test_what_is_in_it(wheel: Path) -> None:
     files = {path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.p*")}
     files = {path for path in files if path.suffix in (".py", ".pyi", ".proto")}
     expected = {str(path if path.parts[0] == "tensord" else "tensord" / path) for path in files}
-    assert code == expected | EXTENSIONS | {"tensord/config/default.toml", "tensord/py.typed"}
+    assert code == expected | EXTENSIONS | {
+        "tensord/config/default.toml",
+        "tensord/daemon/http/openapi.yaml",
+        "tensord/py.typed",
+    }
     said = metadata(wheel, "METADATA")
     assert (said["License-Expression"], said["License-File"]) == ("Apache-2.0", "LICENSE")
 

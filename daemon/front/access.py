@@ -22,6 +22,8 @@ CALLS: Mapping[str, str] = {
     "Check": "health",
     "Watch": "health",
     "ServerMetadata": "metadata",
+    # the description of the endpoints, over HTTP
+    "OpenApi": "metadata",
     # grpc.reflection: which services and messages there are
     "ServerReflectionInfo": "metadata",
     "ModelMetadata": "metadata",

@@ -7,8 +7,12 @@ Triton.
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import hashlib
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,7 +38,7 @@ from tensord.shm.operations import ChangeLog, ChangeTrace
 Handler = Callable[[Request], Awaitable[Response]]
 Endpoint = tuple[str, str, Handler, str]
 #: The calls whose paths answer HEAD as well.
-_HEALTH = ("ServerLive", "ServerReady", "ModelReady")
+_HEADS = ("ServerLive", "ServerReady", "ModelReady", "OpenApi")
 #: What a control request may bring.
 MAX_BODY = 1 << 20
 #: Settings a trace request may name; others are ignored.
@@ -105,16 +109,20 @@ class Routes:
             ("POST", "/v2/cudasharedmemory/register", self.register_nameless, "CudaSharedMemoryRegister"),
         ]
 
+    def undescribed(self) -> list[Endpoint]:
+        """Returns routes, like ``table``, that the description of the endpoints leaves out: its own."""
+        return [("GET", "/v2/openapi.yaml", self.openapi, "OpenApi")]
+
     def application(self) -> Starlette:
         """Makes the ASGI application."""
         routes = [
             Route(
                 path,
-                _guarded(method, handler, self._access.rule(call), call in _HEALTH),
+                _guarded(method, handler, self._access.rule(call), call in _HEADS),
                 methods=[method],
                 include_in_schema=served,
             )
-            for served, table in ((True, self.table()), (False, self.refused()))
+            for served, table in ((True, self.table()), (False, [*self.refused(), *self.undescribed()]))
             for method, path, handler, call in table
         ]
         application = Starlette(
@@ -144,6 +152,15 @@ class Routes:
 
     async def server_metadata(self, request: Request) -> Response:
         return _answer(self._endpoints.server_metadata())
+
+    async def openapi(self, request: Request) -> Response:
+        """Answers with the description of the endpoints (OpenAPI), or 304 to who has it."""
+        content, tag = await asyncio.to_thread(_description)
+        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        known = request.headers.get("If-None-Match", "")
+        if known.strip() == "*" or tag in [each.strip().removeprefix("W/") for each in known.split(",")]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type="application/yaml")
 
     async def model_ready(self, request: Request) -> Response:
         _check_version_text(request)
@@ -317,6 +334,13 @@ def _answer(value: Any, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
+@functools.cache
+def _description() -> tuple[bytes, str]:
+    """Returns the file that describes the endpoints, and its entity tag: read once, when it is first asked for."""
+    content = Path(__file__).with_name("openapi.yaml").read_bytes()
+    return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+
 def _traced(request: Request) -> str:
     """Returns the model whose trace settings are meant; "": all models."""
     name: str = request.path_params.get("model", "")
@@ -324,7 +348,7 @@ def _traced(request: Request) -> str:
 
 
 def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
-    """Lets HEAD through for health alone, which load balancers ask for that way; Starlette lets each GET route answer it.
+    """Lets HEAD through for health, as load balancers ask, and for a file. Starlette lets each GET route answer it.
 
     Else it is refused, as by Triton: a 200 without a body would say too much.
     """

@@ -1,7 +1,12 @@
-"""docs/openapi.yaml against the code and against a real daemon: every route, every status and every content type is described."""
+"""openapi.yaml against the code and against a real daemon: every route, every status and every content type is described."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +25,30 @@ from tests import repositories
 from tests.daemon_process import DaemonProcess
 from tests.generated import examples
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "openapi.yaml"
+DOCUMENT = Path(__file__).parents[2] / "daemon" / "http" / "openapi.yaml"
+#: Where programs of this environment are, before others.
+BESIDE = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+#: What somebody does with a client that was generated.
+ASKS = """
+import sys
+from made_client import Client
+from made_client.api.inference import infer
+from made_client.api.models import model_metadata
+from made_client.api.repository import index
+from made_client.api.server import live, server_metadata
+from made_client.models import Datatype, Error, IndexRequest, InferenceRequest, InputTensor
+
+with Client(base_url=sys.argv[1]) as client:
+    print(server_metadata.sync(client=client).name, live.sync(client=client).live)
+    (described,) = model_metadata.sync("echo_fp32", client=client).inputs
+    print("echo_fp32", described.datatype.value, described.shape)
+    tensor = InputTensor(name="x", datatype=Datatype.FP32, shape=[2], data=[1.5, 2.5])
+    print(infer.sync("echo_fp32", client=client, body=InferenceRequest(inputs=[tensor])).outputs[0].data)
+    refused = infer.sync("nobody", client=client, body=InferenceRequest(inputs=[tensor]))
+    assert isinstance(refused, Error), refused
+    print(refused.error)
+    print(sorted(model.name for model in index.sync(client=client, body=IndexRequest())))
+"""
 #: Generated requests for each endpoint; the same ones every time.
 EXAMPLES = 20
 
@@ -69,6 +97,56 @@ def test_the_paths_and_methods_are_those_of_the_code() -> None:
         if method != "parameters"
     }
     assert described == served
+
+
+def test_the_daemon_serves_it(daemon: DaemonProcess, session: requests.Session) -> None:
+    """Of the version that it is; who has it is told so, and HEAD says how long it is."""
+    url = f"http://{daemon.url}/v2/openapi.yaml"
+    answer = session.get(url)
+    assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/yaml")
+    assert answer.content == DOCUMENT.read_bytes()
+    assert yaml.safe_load(answer.content)["info"]["version"] == importlib.metadata.version("tensord")
+    tag = answer.headers["ETag"]
+    for known in (tag, f'"other", W/{tag}', "*"):
+        again = session.get(url, headers={"If-None-Match": known})
+        assert (again.status_code, again.content, again.headers["ETag"]) == (304, b"", tag)
+    assert session.get(url, headers={"If-None-Match": '"other"'}).status_code == 200
+    head = session.head(url)
+    assert (head.status_code, head.content, head.headers["ETag"]) == (200, b"", tag)
+    assert int(head.headers["Content-Length"]) == len(answer.content)
+
+
+@pytest.mark.skipif(shutil.which("openapi-python-client", path=BESIDE) is None, reason="there is no generator")
+def test_a_generated_client_asks_the_daemon(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """From what the daemon serves, without a warning; the client's own types go in and out."""
+    (tmp_path / "generator.yaml").write_text("post_hooks: []\n")
+    made = subprocess.run(
+        [
+            *("openapi-python-client", "generate", "--url", f"http://{daemon.url}/v2/openapi.yaml", "--meta", "none"),
+            *("--config", "generator.yaml", "--output-path", "made_client", "--fail-on-warning"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": BESIDE},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    (tmp_path / "asks.py").write_text(ASKS)
+    done = subprocess.run(
+        [sys.executable, "asks.py", f"http://{daemon.url}"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr, done.stdout.splitlines()) == (
+        0,
+        "",
+        [
+            "tensord True",
+            "echo_fp32 FP32 [-1]",
+            "[1.5, 2.5]",
+            "Request for unknown model: 'nobody' is not found",
+            "['echo_bytes', 'echo_fp32']",
+        ],
+    )
 
 
 @SCHEMA.hook
