@@ -15,7 +15,7 @@ ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve bytecode test test-newest test-cuda13 test-wheel lint bench protocol wheel
+.PHONY: man serve bytecode test test-newest test-cuda13 test-wheel lint bench protocol wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -98,6 +98,10 @@ wheel: $(RELEASE)/.created
 	PATH=$(abspath $(RELEASE)/bin):$$PATH auditwheel repair --wheel-dir dist build/release/*.whl
 	mv build/release/*.tar.gz dist/
 	$(RELEASE)/bin/twine check --strict dist/*
+
+# Manual pages, in build/man; an installation makes its own (tensord man).
+man: $(VENV)/.test
+	$(BIN)/tensord man build/man
 
 # After a change of a .proto file: writes the modules beside it.
 protocol: $(VENV)/.test

@@ -1,4 +1,4 @@
-"""The command line: ``tensord serve``, ``check``, ``fetch``, ``init``, ``export``, ``config``, ``--version``.
+"""The command line: ``tensord serve``, ``check``, ``fetch``, ``init``, ``export``, ``man``, ``config``, ``--version``.
 
 Options and their completion are click's (``tensord.daemon.flags`` has those that set a key).
 
@@ -338,6 +338,26 @@ def export_model(model: Path, folder: Path, platforms: str) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         click.echo(f"{path}  {path.stat().st_size} bytes")
+
+
+@main.command("man")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+def write_man_pages(folder: Path) -> None:
+    """Write the manual pages of tensord, tensorctl and their commands into FOLDER, such as /usr/local/share/man/man1.
+
+    That needs click-man (pip install 'tensord[man]').
+    """
+    from tensord.daemon import ctl
+
+    try:
+        from tensord.daemon import man_pages
+    except ModuleNotFoundError as error:
+        _fail(f"{error.name} is not installed (pip install 'tensord[man]')", status=1)
+    try:
+        written = man_pages.write({"tensord": main, "tensorctl": ctl.main}, folder)
+    except OSError as error:
+        _fail(f"{error.filename} cannot be written: {error.strerror}", status=1)
+    click.echo(f"{len(written)} pages in {folder}")
 
 
 @main.command("config", cls=flags.FlagCommand)

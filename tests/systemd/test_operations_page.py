@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "PIP_ROOT_USER_ACTION": "ignore",
 }
 
+pytest.importorskip("click_man")  # the page installs it
 pytestmark = needs_compiler
 
 
