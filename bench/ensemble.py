@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tensord.config import model_config
-from tensord.config.options import Lanes, Options
+from tensord.config.options import Expert, Options
 from tensord.shm.arena import Arena
 from tensord.shm.channel import Channel, pair
 from tensord.shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
@@ -45,7 +45,7 @@ class Bench:
         ours, theirs = pair()
         self._control = Channel(ours, decoder(FromWorker))
         device_name = DeviceName("cpu", 0)
-        options = Options(lanes=Lanes(spin_us=0))
+        options = Options(expert=Expert(spin_us=0))
         channel = Channel(theirs, decoder(ToWorkerControl))
         self._worker = Worker(channel, options, device_name, device_name.open(), turn_ns=0)
         mine, its = pair()

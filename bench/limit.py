@@ -3,7 +3,7 @@
     python -m bench.limit --peer DIR [--rounds 5] [--rows NAME,...]      DIR as for ``python -m bench``
 
 ``bench.bare_chain`` says what each of those in Python leaves out, which is nearly everything; but they sleep whenever they wait,
-where tensord looks first (``lanes.spin_us``), so they show what checks and bookkeeping cost rather than a bound.
+where tensord looks first (``expert.spin_us``), so they show what checks and bookkeeping cost rather than a bound.
 
 The bound is the chain in C (``native_chain.c``), for ``addsub`` and where there is a C compiler: a front process and a worker
 process that do nothing but pass bytes over a socket pair, once sleeping whenever they wait, once looking for 300 us before. What

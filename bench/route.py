@@ -375,7 +375,7 @@ def recorded(tree: Path, names: Sequence[str]) -> Iterator[Client]:
         config = Path(folder, "serve.toml")
         config.write_text(
             f'[repository]\npaths = ["{folder}/models"]\n[http]\nport = {split(http)[1]}\n[grpc]\nport = {split(grpc)[1]}\n'
-            "[metrics]\nport = 0\n[lanes]\nspin_us = 0\n"
+            "[metrics]\nport = 0\n[expert]\nspin_us = 0\n"
         )
         recording = Recording(Path(folder))
         python = tree / ".venv" / "bin" / "python"

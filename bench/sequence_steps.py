@@ -5,7 +5,7 @@
 One daemon serves bench/models/rnn and the same network with inputs in place of its state; both are asked in turn, each connection
 of steps with a sequence of its own. Every answer is compared. The figures are processor time of the worker and of the front for a
 request, medians of the rounds, and the median ratio; they mind a busy machine less than the clock does. Nobody looks before it
-sleeps (``lanes.spin_us = 0``), because that time belongs to no request.
+sleeps (``expert.spin_us = 0``), because that time belongs to no request.
 
 Then the probe: what ``tensord.daemon.submit.routing`` takes to find the worker of a living sequence, with real pages in this
 process, in processor time of the best and of the median round.
@@ -116,7 +116,7 @@ def daemon(log: Path) -> Iterator[dict[str, Server]]:
         command = [sys.executable, "-m", "tensord", "serve", "--allow-metrics=false", "--model-control-mode=explicit"]
         command += [f"--model-repository={ROOT / 'bench/models'}", f"--model-repository={folder}"]
         command += ["--load-model=rnn", "--load-model=rnn_alone", f"--http-port={HTTP.rpartition(':')[2]}"]
-        os.environ["TENSORD_LANES_SPIN_US"] = "0"
+        os.environ["TENSORD_EXPERT_SPIN_US"] = "0"
         with serving([*command, f"--grpc-port={GRPC.rpartition(':')[2]}"], HTTP, log) as pid:
             yield {"http": Server("http", 1, pid, HTTP, HTTP), "grpc": Server("grpc", 1, pid, GRPC, HTTP)}
 

@@ -4,7 +4,7 @@
 
 Two processes pass a byte to and fro over a socket pair like a lane's. On one core nobody is woken on an idle processor; on two
 cores each of them is, because the core of the other one has nothing to do meanwhile. Half of the difference is one wake-up, and
-``lanes.spin_us`` should be several times that.
+``expert.spin_us`` should be several times that.
 """
 
 from __future__ import annotations

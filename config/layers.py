@@ -271,15 +271,15 @@ _ACCOUNTS = ("owners", "snapshot_owners", "guarded_owners", "groups")
 
 def _check(options: Options) -> None:
     """Checks values against each other. Raises ConfigurationError."""
-    arenas, workers = options.arenas, options.supervisor
+    arenas, expert = options.arenas, options.expert
     if arenas.max_byte_size < arenas.byte_size:
         raise ConfigurationError(
             f"arenas.max_byte_size: expected at least arenas.byte_size ({arenas.byte_size}), given {arenas.max_byte_size}"
         )
-    if workers.max_restart_delay < workers.restart_delay:
+    if expert.max_restart_delay < expert.restart_delay:
         raise ConfigurationError(
-            f"supervisor.max_restart_delay: expected at least supervisor.restart_delay ({workers.restart_delay}), "
-            f"given {workers.max_restart_delay}"
+            f"expert.max_restart_delay: expected at least expert.restart_delay ({expert.restart_delay}), "
+            f"given {expert.max_restart_delay}"
         )
     if options.repository.load and options.repository.control_mode != "explicit":
         raise ConfigurationError('repository.load: needs repository.control_mode = "explicit"')

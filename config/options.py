@@ -242,13 +242,6 @@ class Arenas(Section, frozen=True):
     arriving_share: Share = 0.75
 
 
-class Lanes(Section, frozen=True):
-    """The connections between fronts and workers."""
-
-    #: How long either end polls for the next record before it sleeps, while records follow each other that fast. 0: never.
-    spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
-
-
 class Requests(Section, frozen=True):
     """Bounds on what is in flight, and its ids."""
 
@@ -265,15 +258,6 @@ class Requests(Section, frozen=True):
     max_calls: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     #: Whether a request without an id gets one.
     make_ids: bool = False
-    #: Prepared requests that each front keeps, so that requests like them are parsed once; 0: none.
-    max_prepared: PreparedCount = 1024
-
-
-class ResponsesOptions(Section, frozen=True):
-    """Responses of models that answer a request with several."""
-
-    #: Bytes of a request's responses that wait to be taken by its client; its model waits beyond.
-    max_ahead: Annotated[int, Meta(ge=4096, le=_LARGEST)] = 1 << 20
 
 
 class ResponseCacheOptions(Section, frozen=True):
@@ -299,16 +283,12 @@ class ExecutablesOptions(Section, frozen=True):
     cache_directory: str = ""
     #: Processes in which a CPU worker compiles. "auto": one for two cores, up to 4; 0: it compiles itself.
     compile_processes: Literal["auto"] | Annotated[int, Meta(ge=0, le=64)] = "auto"
-    #: A program that is being compiled for so long lets other models be compiled beside it; 0: they wait for its end.
-    long_compile: Seconds = 30.0
     #: Shapes of one model version compiled because a request asked for them, besides its buckets; the oldest makes room.
     max_unexpected_shapes: Count = 32
     #: The most bytes of inputs and outputs of a model's largest batch; a model that needs more is not loaded.
     max_batch_byte_size: ByteSize = 1 << 30
     #: The most bytes that a model keeps of all its sequences on one worker; beyond it is not loaded, or its step is refused.
     max_state_byte_size: ByteSize = 4 << 30
-    #: Whether XLA writes large outputs itself into the client's region or the arena, on CPU workers; else they are copied there.
-    place_outputs: bool = True
 
 
 class RegionsOptions(Section, frozen=True):
@@ -371,10 +351,6 @@ class SupervisorOptions(Section, frozen=True):
     exit_timeout: Seconds = 30.0
     #: How long the daemon goes on serving after SIGTERM, or ``tensorctl drain``, while it says that it is not ready.
     drain_time: Seconds = 0.0
-    #: A replacement starts after this, doubled on each death, up to the maximum.
-    restart_delay: Seconds = 0.1
-    max_restart_delay: Seconds = 10.0
-    start_timeout: Seconds = 120.0
     #: Bytes of pushed parameters that are kept for workers that are replaced, of all models.
     parameter_byte_size: ByteSize = 8 << 30
     #: Users (names or numbers) that may push parameters over unix sockets, besides root and the daemon's own; empty: all.
@@ -418,6 +394,26 @@ class TraceOptions(Section, frozen=True):
     max_files: Count = 1000
 
 
+class Expert(Section, frozen=True):
+    """What no operator should have to change: for measurements, for finding out what is wrong, and for our own tests."""
+
+    #: How long either end of a lane polls before it sleeps, in microseconds, while records follow each other that fast. 0: never.
+    spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
+    #: Prepared requests that each front keeps, so that requests like them are parsed once; 0: none.
+    max_prepared: PreparedCount = 1024
+    #: Bytes of a request's several responses that wait to be taken by its client; its model waits beyond.
+    max_ahead: Annotated[int, Meta(ge=4096, le=_LARGEST)] = 1 << 20
+    #: Whether XLA writes large outputs itself into the client's region or the arena, on CPU workers; else they are copied there.
+    place_outputs: bool = True
+    #: A program that is being compiled for so long lets other models be compiled beside it; 0: they wait for its end.
+    long_compile: Seconds = 30.0
+    #: A child that does not report within this is killed and replaced.
+    start_timeout: Seconds = 120.0
+    #: A replacement starts after this, doubled on each death, up to the maximum.
+    restart_delay: Seconds = 0.1
+    max_restart_delay: Seconds = 10.0
+
+
 class Options(Section, frozen=True):
     """All options of an operator."""
 
@@ -428,9 +424,7 @@ class Options(Section, frozen=True):
     metrics: Metrics = Metrics()
     workers: Workers = Workers()
     arenas: Arenas = Arenas()
-    lanes: Lanes = Lanes()
     requests: Requests = Requests()
-    responses: ResponsesOptions = ResponsesOptions()
     response_cache: ResponseCacheOptions = ResponseCacheOptions()
     rate_limit: RateLimit = RateLimit()
     executables: ExecutablesOptions = ExecutablesOptions()
@@ -439,3 +433,4 @@ class Options(Section, frozen=True):
     supervisor: SupervisorOptions = SupervisorOptions()
     log: Log = Log()
     trace: TraceOptions = TraceOptions()
+    expert: Expert = Expert()

@@ -118,7 +118,7 @@ class Supervisor:
         self._first_signals = first_signals or FirstSignals()
         self._next_incarnation = 1
         self._spawned = spawned
-        self._slots = ProcessSlots(options.supervisor, self)
+        self._slots = ProcessSlots(options.expert, self)
         self._leftovers = Leftovers()
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()

@@ -60,7 +60,8 @@ class DaemonProcess:
             "workers": {"device": "cpu", "pin": False, "idle_timeout": PATIENCE},
             "arenas": {"byte_size": 1 << 20, "wait": PATIENCE},
             "requests": {"worker_wait": PATIENCE},
-            "supervisor": {"start_timeout": PATIENCE, "exit_timeout": PATIENCE / 2},
+            "supervisor": {"exit_timeout": PATIENCE / 2},
+            "expert": {"start_timeout": PATIENCE},
             "executables": {"cache_directory": run_folder.programs()},
         }
         for section, values in (options or {}).items():

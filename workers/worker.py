@@ -125,7 +125,7 @@ class Worker:
         engine = self._engine = Engine(options, self._inbox, self._regions, device_name.gpu, check)
         self._page, self._sequences, self._models = engine.page, engine.sequences, engine.models
         self._dispatcher = engine.dispatcher
-        in_place = device_name.platform == "cpu" and options.executables.place_outputs and output_memory.attach()
+        in_place = device_name.platform == "cpu" and options.expert.place_outputs and output_memory.attach()
         self._page.outputs = Outputs.IN_PLACE if in_place else Outputs.COPIED
         outside = options.executables.compile_processes if device_name.platform == "cpu" else 0
         target = LoadTarget.configured(
@@ -133,7 +133,7 @@ class Worker:
             device,
             device_name.gpu,
             self._cuda,
-            outside_compiler(outside, options.executables.long_compile),
+            outside_compiler(outside, options.expert.long_compile),
             bool(device_name.model),
         )
         thread = WorkThread("loader", self._inbox)
@@ -164,7 +164,7 @@ class Worker:
         self._epoll.register(channel.fileno(), select.EPOLLIN)
         self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
         self._control_writing = False
-        look_ns = options.lanes.spin_us * 1000
+        look_ns = options.expert.spin_us * 1000
         self._poller = (
             FastPath(
                 self._epoll,

@@ -51,7 +51,7 @@ max_byte_size = {arena}
 device = "{device}"
 gpu_memory_fraction = 0.4
 
-[supervisor]
+[expert]
 start_timeout = 110.0
 """
 #: Seconds that a measurement needs at most besides its own: clients start and register.

@@ -55,7 +55,7 @@ class GrpcFront(Front):
             Forwarding(pattern) if pattern else None,
             self.tracer,
             options.requests.make_ids,
-            options.requests.max_prepared,
+            options.expert.max_prepared,
         )
         methods: dict[str, Callable[[Stream], Call]] = {
             **dict(Management(endpoints).methods()),

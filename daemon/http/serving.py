@@ -70,15 +70,14 @@ class HttpServing:
     compression: int = field(init=False)
 
     def __post_init__(self) -> None:
-        http = self.options.http
-        requests = self.options.requests
-        self.makes_ids = requests.make_ids
+        http, expert = self.options.http, self.options.expert
+        self.makes_ids = self.options.requests.make_ids
         self.answered = Answered(self.counters, self.submitter.refusals, "http", self.options.log.access)
-        self.prepared = PreparedRequests(requests.max_prepared, self.submitter.inline_byte_size)
+        self.prepared = PreparedRequests(expert.max_prepared, self.submitter.inline_byte_size)
         self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
         self.joins = self.tracer is not None and self.tracer.joins
         self.has_rules = not (self.infer_rule is None and self.forwarding is None and self.cross_origin is None)
         self.heads = Heads(
-            http.max_head_byte_size, http.max_head_fields, not self.has_rules, requests.max_prepared, self.joins
+            http.max_head_byte_size, http.max_head_fields, not self.has_rules, expert.max_prepared, self.joins
         )

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tensord.config.options import SupervisorOptions
+from tensord.config.options import Expert
 from tensord.daemon.processes.child import Child
 from tensord.daemon.processes.memory_kills import MemoryKills
 from tensord.shm import child_process
@@ -35,7 +35,7 @@ _MAX_START_DEATHS = 5
 class ProcessSlots:
     """Keeps the history of each slot, and starts replacements of dead processes."""
 
-    def __init__(self, options: SupervisorOptions, supervisor: Supervisor) -> None:
+    def __init__(self, options: Expert, supervisor: Supervisor) -> None:
         self._options = options
         self._supervisor = supervisor
         self._chance = random.Random()

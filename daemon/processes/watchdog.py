@@ -84,7 +84,7 @@ def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses)
         return limit > 0 and now_ns - since_ns - pauses.within(since_ns, now_ns) > limit * 1e9
 
     if not child.ready:
-        limit = options.supervisor.start_timeout
+        limit = options.expert.start_timeout
         return f"did not report within {limit:g} s" if past(child.started_ns, limit) else ""
     limits = options.workers
     if child.owes_since_ns and past(child.owes_since_ns, limits.idle_timeout):

@@ -92,7 +92,7 @@ class Submitter:
         #: Tensors up to this size travel inside their record.
         self.inline_byte_size = arenas.inline_byte_size
         #: Those of the kinds of requests that its clients repeat.
-        self.numbers: Numbers[PreparedRequest] = Numbers(on_number, options.requests.max_prepared)
+        self.numbers: Numbers[PreparedRequest] = Numbers(on_number, options.expert.max_prepared)
         #: An id for the next request; never used again.
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
@@ -105,7 +105,7 @@ class Submitter:
         self._loading: set[asyncio.Future[None]] = set()
         loop = self._loop = asyncio.get_running_loop()
         self.refusals = Refusals(loop, counted)
-        spin_ns = options.lanes.spin_us * 1000
+        spin_ns = options.expert.spin_us * 1000
         #: Keeps this front awake while answers are about to come; None: the operator does not want that.
         self._busy_poll = BusyPoll(loop, Spin(spin_ns), self._in_flight) if spin_ns else None
         self._routing = Routing(table, row, self._in_flight, options.requests.max_sequences)
@@ -121,7 +121,7 @@ class Submitter:
         self._outstanding: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int, WorkerLink]] = {}
         self._nobody = Account(Client("nobody", sys.maxsize, (0, 0, 0)), sys.maxsize)
         #: A request's responses that were taken are acknowledged when they are so many bytes.
-        self._acknowledged_at = options.responses.max_ahead // 4
+        self._acknowledged_at = options.expert.max_ahead // 4
         #: Workers to be flushed when this iteration of the loop ends; and whether anything is to be done then.
         self._dirty: list[WorkerLink] = []
         self._ends_iteration = False

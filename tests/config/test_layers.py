@@ -114,7 +114,7 @@ def test_addresses(tmp_path: Path, text: str, addresses: tuple[str, ...]) -> Non
         ("[repository]\nload = ['a']", "needs repository.control_mode"),
         ("[http]\naddress = []", "http.address: expected array of length >= 1, given \\[\\]"),
         ("[arenas]\nbyte_size = 2097152\nmax_byte_size = 1048576", "arenas.max_byte_size: expected at least"),
-        ("[supervisor]\nrestart_delay = 20", "max_restart_delay: expected at least"),
+        ("[expert]\nrestart_delay = 20", "max_restart_delay: expected at least"),
         ('[workers]\ncores = ["0-x"]', "workers.cores: expected cores such as '0-3,8', at most 8191, given '0-x'"),
         ('[workers]\ncores = ["0", "1"]', r"one entry for each CPU worker \(workers.cpu = 1\), given 2"),
         (

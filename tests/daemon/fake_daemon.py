@@ -81,7 +81,8 @@ class FakeDaemon:
             "metrics": {"port": 0},
             # A test of a bound sets that one.
             "workers": {"device": "cpu", "cpu": 2, "idle_timeout": PATIENCE},
-            "supervisor": {"control_socket": str(self.control), "restart_delay": 0.05, "start_timeout": 2 * PATIENCE},
+            "supervisor": {"control_socket": str(self.control)},
+            "expert": {"restart_delay": 0.05, "start_timeout": 2 * PATIENCE},
         }
         for section, values in options.items():
             self.sections.setdefault(section, {}).update(values)

@@ -102,7 +102,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     (tmp_path / "slurm.conf").write_text(CONFIGURATION.format(node=NODE, folder=tmp_path, ctld=ctld, slurmd=slurmd))
     (tmp_path / "tensord.toml").write_text(
         f'[repository]\npaths = ["{models}"]\n[workers]\ndevice = "cpu"\npin = false\nidle_timeout = {PATIENCE}\n'
-        "[grpc]\nenabled = false\n[metrics]\nport = 0\n[supervisor]\nstart_timeout = 240.0\n"
+        "[grpc]\nenabled = false\n[metrics]\nport = 0\n[expert]\nstart_timeout = 240.0\n"
     )
     for name in ("tensord.sbatch", "clients.sbatch", "find_tensord.py"):
         shutil.copy(DEPLOY / name, tmp_path)

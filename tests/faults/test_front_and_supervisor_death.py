@@ -186,8 +186,8 @@ def test_a_pause_of_everybody(start_daemon: Callable[..., DaemonProcess], tmp_pa
     Result: nobody is killed for it; the same processes answer.
     """
     # On a busy machine each of them may get its next turn seconds after the others: the limit is far from that.
-    workers, supervisor = {"device": "cpu", "idle_timeout": 4.0}, {"start_timeout": PATIENCE}
-    daemon = start_daemon(repositories.scale_model(tmp_path / "repository"), workers=workers, supervisor=supervisor)
+    workers, expert = {"device": "cpu", "idle_timeout": 4.0}, {"start_timeout": PATIENCE}
+    daemon = start_daemon(repositories.scale_model(tmp_path / "repository"), workers=workers, expert=expert)
     daemon.wait_ready()
     family = daemon.family()
     for process in family:

@@ -1,6 +1,6 @@
 """A daemon that remembers kinds of requests gives byte for byte the answers of one that reads each as if it were the first.
 
-1. Two daemons serve the same models; one of them has ``requests.max_prepared = 0``.
+1. Two daemons serve the same models; one of them has ``expert.max_prepared = 0``.
 2. Requests are generated, valid ones and others, and each goes to both: over HTTP, unary gRPC and a gRPC stream, on several
    connections; many are like earlier ones but for what is their own.
 3. In between models are loaded anew with other parameters, one is taken away and comes back, regions are registered anew.
@@ -149,7 +149,7 @@ def sides(leaves_nothing: None, tmp_path: Path, repository: Path) -> Iterator[tu
     (tmp_path / "two").mkdir()
     options: dict[str, dict[str, Any]] = {"repository": explicit}
     second = DaemonProcess(
-        tmp_path / "two", [repository], options if OTHER else {**options, "requests": {"max_prepared": 0}}
+        tmp_path / "two", [repository], options if OTHER else {**options, "expert": {"max_prepared": 0}}
     )
     if OTHER:
         second.cwd = Path(OTHER)

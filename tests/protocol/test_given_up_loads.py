@@ -54,7 +54,7 @@ def compiles(daemon: DaemonProcess) -> bool:
 @pytest.fixture
 def apart(tmp_path: Path) -> dict[str, dict[str, object]]:
     """Options of a daemon with a cache of its own, whose programs are soon held to take very long."""
-    return {"executables": {"cache_directory": str(tmp_path / "cache"), "long_compile": 1.0}}
+    return {"executables": {"cache_directory": str(tmp_path / "cache")}, "expert": {"long_compile": 1.0}}
 
 
 def test_a_compilation_that_has_become_pointless(

@@ -282,7 +282,7 @@ def test_a_process_that_cannot_start_fails_its_model_alone(
     monkeypatch.setenv("PYTHONPATH", str(models.parent / "site"))
     options = {"max_restart_delay": 0.2, "restart_delay": 0.05}
     repository = {"control_mode": "explicit", "load": ["neighbour", "alone"], "strict_readiness": False}
-    daemon = serve(models, [sys.executable, "-m", "tensord"], repository=repository, supervisor=options)
+    daemon = serve(models, [sys.executable, "-m", "tensord"], repository=repository, expert=options)
     with asking(daemon) as client:
         assert not client.is_model_ready("alone")
         said = refusal(client.load_model, "alone")

@@ -173,7 +173,8 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         "workers": {"devices_per_worker": 4, "single_thread_flops": 4000},
         "repository": {"paths": [str(folder / "models")], "strict_readiness": False, "exit_on_error": False},
         "executables": {"cache_directory": str(folder / "cache")},
-        "supervisor": {"control_socket": str(folder / "control.sock"), "start_timeout": PATIENCE},
+        "supervisor": {"control_socket": str(folder / "control.sock")},
+        "expert": {"start_timeout": PATIENCE},
     }
     with DaemonProcess(folder, (folder / "models",), options) as daemon:
         daemon.wait_ready()

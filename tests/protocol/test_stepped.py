@@ -21,7 +21,7 @@ FAILED = "model 'counts' version 1 failed with "
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("stepped")
     write_stepped_models(folder / "models")
-    sections = {"responses": {"max_ahead": 4096}, "repository": {"control_mode": "explicit", "load": ["*"]}}
+    sections = {"expert": {"max_ahead": 4096}, "repository": {"control_mode": "explicit", "load": ["*"]}}
     with DaemonProcess(folder, [folder / "models"], sections) as running:
         running.wait_ready()
         yield running

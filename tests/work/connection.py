@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from tensord.config.options import Lanes, Options
+from tensord.config.options import Expert, Options
 from tensord.daemon.control.shared_counters import SharedCounters
 from tensord.daemon.http.connection import Http1Connection
 from tensord.daemon.http.serving import HttpServing
@@ -34,7 +34,7 @@ MIB = 1 << 20
 #: The worker has so many sequences of the model ``sumseq``, with ids from there on.
 SEQUENCES, FIRST_SEQUENCE = 16, 1000
 #: The front never looks for an answer instead of sleeping: how often it would look depends on the machine.
-OPTIONS = Options(lanes=Lanes(spin_us=0))
+OPTIONS = Options(expert=Expert(spin_us=0))
 #: What a read of the transport takes at most, as uvloop's.
 _READ = 256_000
 #: Turns of the loop that are more than enough for anything here.

@@ -51,7 +51,7 @@ OURS = {
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     options = {
-        "lanes": {"spin_us": 0},
+        "expert": {"spin_us": 0},
         "arenas": {"byte_size": 32 * MIB},
         "regions": {"access": "guarded"},
         "repository": {"control_mode": "explicit", "load": ["addsub", "identity"]},

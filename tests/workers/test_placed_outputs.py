@@ -17,7 +17,7 @@ import posix_ipc
 import pytest
 
 from bench import regions as measured_regions
-from tensord.config.options import Arenas, ExecutablesOptions, Lanes, Options, RegionsOptions
+from tensord.config.options import Arenas, Expert, Options, RegionsOptions
 from tensord.shm.arena import Lease
 from tensord.shm.arrays import Array, array
 from tensord.shm.control_records import ControlCall, Reply
@@ -579,7 +579,7 @@ def test_a_name_that_means_another_region(loop: WorkerLoop, client: Object, mode
 def test_a_full_arena(models: Path, monkeypatch: pytest.MonkeyPatch, leaves_nothing: None) -> None:
     """An answer waits for room, and for no longer than is said; a region needs none."""
     arenas = Arenas(byte_size=MIB, max_byte_size=2 * MIB, keep_byte_size=0, wait=0.2)
-    options = Options(lanes=Lanes(spin_us=0), executables=OPTIONS.executables, arenas=arenas)
+    options = Options(expert=Expert(spin_us=0), executables=OPTIONS.executables, arenas=arenas)
     with a_loop(options, monkeypatch) as loop:
         loop.load(models / "double")
         with an_object(loop) as client:
@@ -614,7 +614,7 @@ def test_the_operator_is_told_whether_outputs_are_written_in_place(
     daemon = start_daemon(
         ROOT / "bench" / "models",
         repository={"control_mode": "explicit", "load": ["identity"]},
-        executables={"place_outputs": placed},
+        expert={"place_outputs": placed},
         supervisor={"control_socket": str(control)},
         workers={"cpu": 2},
     )
@@ -629,4 +629,4 @@ def test_the_operator_is_told_whether_outputs_are_written_in_place(
 
 
 def test_the_option() -> None:
-    assert ExecutablesOptions().place_outputs
+    assert Expert().place_outputs

@@ -13,7 +13,7 @@ from jax._src import compilation_cache
 from msgspec.structs import replace
 
 from tensord.config import model_config
-from tensord.config.options import ExecutablesOptions, Lanes, Options
+from tensord.config.options import ExecutablesOptions, Expert, Options
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.channel import Channel, new_buffer, pair
 from tensord.shm.control_records import (
@@ -40,7 +40,7 @@ from tests.records import Tensor, WholeAnswer, WholeRequest
 from tests.work.counter import Work
 
 #: It never looks, and in ``WorkerLoop`` it never sleeps: a turn takes what is there.
-OPTIONS = Options(lanes=Lanes(spin_us=0), executables=ExecutablesOptions(cache_directory=run_folder.programs()))
+OPTIONS = Options(expert=Expert(spin_us=0), executables=ExecutablesOptions(cache_directory=run_folder.programs()))
 PATIENCE_SECONDS = 240.0
 LIMITS = LaneLimits(in_flight=16, segments=4, segment_byte_size=64 << 20, response_byte_size=32 << 20)
 #: As a worker opens it, which decides how programs run here: before any test does it in another way.

@@ -3,7 +3,7 @@
     ModelCall ─▶ server (loop): an inner request ─▶ answered, answered, ... ─▶ next, next, ... in whichever thread takes them
                                                                   ◀─ took: there is room for a further response
 
-Where the model that is called answers with many responses, at most ``responses.max_ahead`` bytes of them wait here.
+Where the model that is called answers with many responses, at most ``expert.max_ahead`` bytes of them wait here.
 """
 
 from __future__ import annotations

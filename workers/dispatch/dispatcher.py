@@ -88,7 +88,7 @@ class Dispatcher:
         self._agenda: Agenda[AgendaPart] = Agenda()
         self._outbox = Outbox(options.arenas, self._agenda)
         self._cached = CachedAnswers(self._outbox, clock)
-        self.responses = Responses(options.arenas, self._outbox, post, clock, options.responses.max_ahead, self._agenda)
+        self.responses = Responses(options.arenas, self._outbox, post, clock, options.expert.max_ahead, self._agenda)
         self.took = self.responses.took
         self.limiter = RateLimiter(rate_limits.limits(options.rate_limit, gpu) or {})
         self.ensembles = EnsembleRuns(

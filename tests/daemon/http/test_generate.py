@@ -262,7 +262,7 @@ def test_a_client_that_takes_nothing_holds_its_model_up() -> None:
     """Its worker is told of no more responses than were written; these are what the sockets hold, and one more."""
     content = bytes(range(256)) * 256
     ahead = {"max_ahead": 4 * len(content)}
-    with serving(send_buffer=SMALL_BUFFER, responses=ahead) as (front, (worker,)), front.client(SMALL_BUFFER) as client:
+    with serving(send_buffer=SMALL_BUFFER, expert=ahead) as (front, (worker,)), front.client(SMALL_BUFFER) as client:
         client.send(asked("generate_stream", b'{"x":1}', "Connection: close"))
         request = worker.next()
         count = 200

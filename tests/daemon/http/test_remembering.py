@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from tensord.config.options import Requests
+from tensord.config.options import Expert
 from tensord.shm.control_records import ModelGone, ModelState
 from tests.daemon.http.large_client import SIZE, EchoingWorker, LargeBench, connection_of, exchange, head_size, turns
 from tests.daemon.http.large_client import request as plain_request
 from tests.work.connection import OPTIONS, KeptTransport
 
-UNREMEMBERING = msgspec.structs.replace(OPTIONS, requests=Requests(max_prepared=0))
+UNREMEMBERING = msgspec.structs.replace(OPTIONS, expert=Expert(max_prepared=0))
 CONNECTIONS = 4
 MODELS = (*("addsub", "identity") * 5, "none")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from tensord.config.options import SupervisorOptions
+from tensord.config.options import Expert
 from tensord.daemon.operator import process_list
 from tensord.daemon.processes.child import FrontProcess, WorkerProcess
 from tensord.daemon.processes.fronts import Fronts
@@ -18,7 +18,7 @@ MODELS = {"digits": [1, 2], "scale": [3]}
 
 
 def slots() -> ProcessSlots:
-    return ProcessSlots(SupervisorOptions(), cast(Any, None))  # nobody dies
+    return ProcessSlots(Expert(), cast(Any, None))  # nobody dies
 
 
 def test_workers() -> None:

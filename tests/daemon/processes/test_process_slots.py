@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.config.options import SupervisorOptions
+from tensord.config.options import Expert
 from tensord.daemon.processes.child import Child
 from tensord.daemon.processes.process_slots import HEALTHY_NS, SERVED_MAXIMUM, Backoff, ProcessSlots
 from tensord.shm import child_process
@@ -33,7 +33,7 @@ class Dead:
 
 def slots(needed: Callable[[Child], bool] = lambda _: True, give_up: Callable[[Child], bool] = lambda _: False) -> Any:
     supervisor: Any = SimpleNamespace(needs=needed, gives_up=give_up)
-    return ProcessSlots(SupervisorOptions(restart_delay=0.001, max_restart_delay=0.01), supervisor)
+    return ProcessSlots(Expert(restart_delay=0.001, max_restart_delay=0.01), supervisor)
 
 
 def dead(**fields: Any) -> Child:

@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tensord.config.options import Options, SupervisorOptions, Workers
+from tensord.config.options import Expert, Options, Workers
 from tensord.daemon.processes.watchdog import ChildSnapshot, Pauses, overdue
 from tensord.shm.status_page import WorkerState
 
-OPTIONS = Options(
-    supervisor=SupervisorOptions(start_timeout=10), workers=Workers(execute_timeout=20, load_timeout=30, idle_timeout=5)
-)
+OPTIONS = Options(expert=Expert(start_timeout=10), workers=Workers(execute_timeout=20, load_timeout=30, idle_timeout=5))
 S = 10**9
 #: A worker at second 100 whose loop has just turned.
 IDLE = ChildSnapshot(True, 0, WorkerState.IDLE, 99 * S, 100 * S)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.config.options import Arenas, ExecutablesOptions, Lanes, Options
+from tensord.config.options import Arenas, ExecutablesOptions, Expert, Options
 from tensord.shm.arena import Lease
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
@@ -510,7 +510,9 @@ def test_where_the_answers_are_not_taken_they_wait(models: Path, leaves_nothing:
     """The response arena has room for two: the third waits in Python until one is given back."""
     arenas = Arenas(byte_size=4 << 20, max_byte_size=4 << 20)
     loop = WorkerLoop(
-        Options(lanes=Lanes(spin_us=0), arenas=arenas, executables=ExecutablesOptions(cache_directory="/dev/null/none"))
+        Options(
+            expert=Expert(spin_us=0), arenas=arenas, executables=ExecutablesOptions(cache_directory="/dev/null/none")
+        )
     )
     try:
         asker = Asker(loop, models, "double", 1 << 18)
@@ -542,7 +544,9 @@ def test_segments_of_their_own(models: Path, leaves_nothing: None) -> None:
     """Tensors larger than a block of the first segment; one that is closed is announced to the other end before anything else."""
     arenas = Arenas(byte_size=1 << 20, max_byte_size=64 << 20, keep_byte_size=4 << 20)
     loop = WorkerLoop(
-        Options(lanes=Lanes(spin_us=0), arenas=arenas, executables=ExecutablesOptions(cache_directory="/dev/null/none"))
+        Options(
+            expert=Expert(spin_us=0), arenas=arenas, executables=ExecutablesOptions(cache_directory="/dev/null/none")
+        )
     )
     try:
         asker = Asker(loop, models, "double")

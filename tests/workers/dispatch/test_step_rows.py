@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensord.config.options import Lanes, Options, ResponsesOptions
+from tensord.config.options import Expert, Options
 from tensord.shm.messages import RequestedOutput
 from tensord.workers.dispatch.step_rows import MANY
 from tensord.workers.models.model_version import ModelVersion
@@ -47,13 +47,7 @@ BYTE_SIZE = 256 + 4 + 8
 @pytest.fixture
 def counting(leaves_nothing: None, tmp_path: Path) -> Iterator[WorkerLoop]:
     """Twenty responses may be ahead of a client."""
-    made = WorkerLoop(
-        Options(
-            lanes=Lanes(spin_us=0),
-            executables=OPTIONS.executables,
-            responses=ResponsesOptions(max_ahead=BYTE_SIZE * 20),
-        )
-    )
+    made = WorkerLoop(Options(executables=OPTIONS.executables, expert=Expert(spin_us=0, max_ahead=BYTE_SIZE * 20)))
     write_model(tmp_path, "counts", COUNTS, 'backend: "jax"')
     made.load(tmp_path / "counts")
     yield made
