@@ -20,10 +20,12 @@ from tensord.config import accounts
 _UNIT = "tensord.service"
 _PROPERTIES = (
     *("LoadState", "User", "Group", "SupplementaryGroups", "WorkingDirectory"),
-    *("CacheDirectory", "CacheDirectoryMode", "Environment"),
+    *("CacheDirectory", "CacheDirectoryMode", "Environment", "ProtectHome"),
 )
 #: Where systemd makes the directories of CacheDirectory=.
 _CACHES = "/var/cache"
+#: Where nothing is to be seen for a service with ProtectHome=.
+_HOMES = ("/home/", "/root/", "/run/user/")
 #: Variables that name places of the one who asks, which the service does not have.
 _OWN_PLACES = ("TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
 #: Seconds within which systemd answers.
@@ -51,6 +53,8 @@ class Service:
     cache_mode: int = 0o755
     #: Variables that the unit sets.
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: Whether users' home directories are hidden from it.
+    without_homes: bool = False
 
 
 def installed() -> Service | None:
@@ -81,6 +85,7 @@ def parsed(shown: str) -> Service | None:
         os.path.join(_CACHES, caches[0].partition(":")[0]) if caches else "",
         int(found.get("CacheDirectoryMode") or "0755", 8),
         dict(each.split("=", 1) for each in shlex.split(found.get("Environment", "")) if "=" in each),
+        found.get("ProtectHome") in ("yes", "tmpfs"),
     )
 
 
@@ -119,7 +124,12 @@ def become(service: Service) -> None:
         raise UnknownUser(
             f"user {user.pw_name} cannot enter the working directory {folder or 'of this call'}: {error.strerror}"
         ) from None
-    for needed in (sys.executable, __file__):
-        if not os.access(needed, os.R_OK | (os.X_OK if needed == sys.executable else 0)):
+    for needed in map(os.path.realpath, (sys.executable, __file__)):
+        if service.without_homes and needed.startswith(_HOMES):
+            raise UnknownUser(
+                f"{needed} is hidden from {_UNIT} by ProtectHome=: install tensord and its Python elsewhere, or say "
+                "ProtectHome=read-only in a drop-in"
+            )
+        if not os.access(needed, os.R_OK):
             place = Path(needed).parent
             raise UnknownUser(f"user {user.pw_name} cannot use {place}: install tensord and its Python where it can")

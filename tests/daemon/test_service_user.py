@@ -24,13 +24,14 @@ SupplementaryGroups=4 5
 WorkingDirectory=!{folder}
 CacheDirectory=tensord:link other
 CacheDirectoryMode=0700
+ProtectHome={home}
 Environment=TENSORD_LOG_VERBOSE=1 "TENSORD_SERVER_NAME=two words"
 """
 
 
 def test_what_systemd_shows() -> None:
     assert service_user.parsed(
-        SHOWN.format(user="tensord", group="tensord", folder="/var/lib/tensord")
+        SHOWN.format(user="tensord", group="tensord", folder="/var/lib/tensord", home="yes")
     ) == service_user.Service(
         "tensord",
         "tensord",
@@ -39,6 +40,7 @@ def test_what_systemd_shows() -> None:
         "/var/cache/tensord",
         0o700,
         {"TENSORD_LOG_VERBOSE": "1", "TENSORD_SERVER_NAME": "two words"},
+        without_homes=True,
     )
     assert service_user.parsed("LoadState=not-found\nUser=\n") is None
     assert service_user.parsed("LoadState=loaded\nUser=\n") == service_user.Service("root")
@@ -95,7 +97,9 @@ def test_root_checks_as_the_service(place: Path, python: str) -> None:
     )
     fake = programs / "systemctl"
     # The cache of this test is not systemd's.
-    shown = SHOWN.format(user="nobody", group=user.pw_gid, folder=place / "served").replace("tensord:link other", "")
+    shown = SHOWN.format(user="nobody", group=user.pw_gid, folder=place / "served", home="read-only").replace(
+        "tensord:link other", ""
+    )
     fake.write_text(f"#!/bin/sh\ncat <<'END'\n{shown}END\n")
     fake.chmod(0o755)
     done = check(python, programs, "../tensord.toml")

@@ -140,3 +140,14 @@ def test_the_first_start_found_what_the_check_had_compiled(host: Machine) -> Non
 def test_systemd_warns_of_nothing_but_the_refused_reload(host: Machine) -> None:
     warnings = host.run("journalctl -u tensord -o cat -p warning _PID=1 + UNIT=tensord.service -p warning")
     assert [line for line in warnings.splitlines() if "tensord" in line and "Reload failed" not in line] == []
+
+
+def test_a_check_finds_what_the_service_could_not_see(host: Machine) -> None:
+    """The unit hides root's files, and the check says so where the start would end with status=203/EXEC."""
+    host.run("cp -r /opt/tensord /root/")
+    done = host.try_run("/root/tensord/venv/bin/python -m tensord check /etc/tensord/tensord.toml")
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"tensord: /root/tensord/venv/\S+ is hidden from tensord\.service by ProtectHome=: install tensord .*\n",
+        done.stdout,
+    )
