@@ -28,9 +28,9 @@ Document = dict[str, Any]
 
 
 def files() -> list[Path]:
-    """Returns every file of whole documents; kustomize alone reads the others, among them the patches of overlays."""
-    names = KUBERNETES.rglob("*.yaml")
-    return [path for path in sorted(names) if path.name != "kustomization.yaml" and "overlays" not in path.parts]
+    """Returns every file of whole documents; kustomize alone reads the others, among them patches of overlays and components."""
+    patches = {KUBERNETES / "components/fetch/deployment.yaml", *KUBERNETES.glob("overlays/*/*.yaml")}
+    return [path for path in sorted(set(KUBERNETES.rglob("*.yaml")) - patches) if path.name != "kustomization.yaml"]
 
 
 def written(path: Path) -> list[Document]:

@@ -221,6 +221,32 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
+@needs_kustomize
+def test_models_are_fetched_into_the_repository(leaves_nothing: None, tmp_path: Path) -> None:
+    """With a folder of this host in the place of a bucket."""
+    deployment = manifests.found(manifests.built("overlays/gpu"), "Deployment")["spec"]["template"]["spec"]
+    (container,) = deployment["initContainers"]
+    program, command, url, folder = container["command"]
+    assert (program, command) == ("tensord", "fetch")
+    assert url.startswith("s3://")
+    assert str(Path(folder).parent) in load(_IMAGE).repository.paths
+    (volume,) = (each for each in deployment["volumes"] if each["name"] == "models")
+    assert set(volume) == {"name", "emptyDir"}
+    repositories.scale_model(tmp_path / "bucket")
+    (tmp_path / "models").mkdir()
+    target = tmp_path / "models" / "scale"
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    done = subprocess.run(
+        [sys.executable, "-m", "tensord", command, str(tmp_path / "bucket" / "scale"), str(target)],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (target / "1" / "model.py").exists()
+
+
 def probes(container: Document) -> Iterator[tuple[str, str]]:
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
         if name in container:
