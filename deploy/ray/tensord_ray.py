@@ -52,10 +52,11 @@ RENEW_SECONDS = 10.0
 ALONE_SECONDS = 600.0
 #: Sets of parameters that the directory keeps for nodes that come later; each lies in Ray's object store.
 MAX_SETS = 64
-#: Runs a daemon and ends it with the replica, however that ends: its end of the pipe is closed then.
+#: Runs a daemon and ends it with the replica, however that ends: its end of the pipe is closed then. Ray kills what is left of a
+#: replica, so the daemon hears (PR_SET_PDEATHSIG, SIGTERM) of the end of this process as well.
 _GUARD = """
-import subprocess, sys, threading
-daemon = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+import ctypes, subprocess, sys, threading
+daemon = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=lambda: ctypes.CDLL(None).prctl(1, 15))
 def watch():
     sys.stdin.buffer.read()
     daemon.terminate()
@@ -143,7 +144,10 @@ class Directory:
         async with self._news:
             self._seen[replica] = time.monotonic()
             if done:
-                self._answers.setdefault(replica, {})[done] = error
+                waited = {push["serial"] for push in self._pushes.values()}
+                former = self._answers.get(replica, {})
+                answers = {serial: said for serial, said in former.items() if serial in waited}
+                self._answers[replica] = {**answers, done: error}
                 self._news.notify_all()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait_for(lambda: self._next(done) is not None), wait)
@@ -190,7 +194,7 @@ class Directory:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._news.wait(), 1.0)
             for replica in self._seen:
-                said = self._answers[replica].pop(serial)
+                said = self._answers[replica][serial]
                 refused += [f"{replica}: {said}"] if said else []
             if refused:
                 # Nodes that come later get what was there before.
@@ -208,7 +212,7 @@ class Directory:
     health_check_period_s=2,
     health_check_timeout_s=30,
     graceful_shutdown_wait_loop_s=0.5,
-    graceful_shutdown_timeout_s=STOP_SECONDS + 30,
+    graceful_shutdown_timeout_s=2 * STOP_SECONDS + 30,
     request_router_config=RequestRouterConfig(
         request_router_class="tensord_ray:Nearest", request_routing_stats_period_s=2, request_routing_stats_timeout_s=10
     ),
@@ -303,7 +307,10 @@ class Daemon:
             "grpc": {"enabled": False},
             "metrics": {"port": 0, "agent_port": self._agent_port},
             "clients": {"socket": os.path.join(self._folder, "clients.sock")},
-            "supervisor": {"control_socket": os.path.join(self._folder, "control.sock"), "exit_timeout": STOP_SECONDS},
+            "supervisor": {
+                "control_socket": os.path.join(self._folder, "control.sock"),
+                "exit_timeout": STOP_SECONDS / 2,
+            },
         }
         with open(os.path.join(self._folder, "tensord.toml"), "w") as file:
             for section in dict.fromkeys([*configuration, *ours]):
@@ -357,7 +364,11 @@ class Daemon:
                 subprocess.run(drain, capture_output=True, timeout=STOP_SECONDS, check=False)
             assert process.stdin is not None
             process.stdin.close()
-            process.wait()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _catch_up(self) -> tuple[str, int]:
