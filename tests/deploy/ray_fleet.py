@@ -164,6 +164,8 @@ def main() -> None:
         errors=load.errors + near[0][1] + near[1][1],
         values=values,
     )
+    # Who asked another node meanwhile comes back to its own.
+    wait_until(lambda: all("<LaneConnection" in client for _, client in asked()), "lanes to the new daemons")
     say("as before", near=asked())
 
     load = Load(fleet)
