@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 class File:
     """A file of the model where it comes from; or a folder, whose name ends with a slash: an empty one may be a version."""
 
-    #: Its path as its file system names it.
+    #: Its path as its file system names it; "" of an archive, whose URL may hold a signature.
     path: str
     #: Its path in the model's folder, or the name of an archive.
     name: str
@@ -88,7 +88,7 @@ class Source:
         """Asks which files there are, in the order of their names. Raises: NotFound, InvalidArgument, Unavailable."""
         if self.is_archive:
             info = self._tried(lambda: self._files.info(self._path))
-            return (_file(self._path, self.shown.rpartition("/")[2], info),)
+            return (_file("", self.shown.rpartition("/")[2], info),)
         found: Mapping[str, Mapping[str, Any]] = self._tried(
             lambda: self._files.find(self._path, withdirs=True, detail=True)
         )
@@ -172,9 +172,9 @@ class Source:
         if begin == end:
             return b""
         if not self._over_http:
-            return bytes(self._files.cat_file(file.path, start=begin, end=end))
+            return bytes(self._files.cat_file(file.path or self._path, start=begin, end=end))
         # ``cat_file`` there would take whatever comes for the part.
-        with self._files.open(file.path, size=file.byte_size, cache_type="none") as opened:
+        with self._files.open(file.path or self._path, size=file.byte_size, cache_type="none") as opened:
             if not opened.seekable():
                 return None
             opened.seek(begin)
@@ -186,7 +186,7 @@ class Source:
     def _stream(self, file: File) -> Iterator[tuple[File, int, bytes]]:
         begin = 0
         with self._errors():
-            opened = self._files.open(file.path, block_size=0)
+            opened = self._files.open(file.path or self._path, block_size=0)
         with opened:
             while True:
                 with self._errors():

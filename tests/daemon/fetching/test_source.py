@@ -168,10 +168,15 @@ def test_no_url(url: str, words: str) -> None:
     assert words in error.value.message
 
 
-def test_secrets_are_not_shown() -> None:
+def test_secrets_are_not_shown(served: Callable[[Answers], str]) -> None:
+    """Neither in messages nor in what is kept of a file. Another signature is no other file."""
     source = Source("https://user:password@127.0.0.1:1/m.tar.gz?signature=secret")
     assert source.shown == "https://127.0.0.1:1/m.tar.gz"
     assert source.is_archive
+    url = served(answer)
+    assert "secret" not in repr(Source(f"{url}?signature=secret").files())
+    assert Source(f"{url}?signature=secret").files() == Source(f"{url}?signature=other").files()
+    assert joined(Source(f"{url}?signature=secret"))[0] == CONTENT
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a//b", "/a", "a/../b", "a\\b", "a\0"])
