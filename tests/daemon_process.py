@@ -248,8 +248,9 @@ class DaemonProcess:
 
 def tensorctl_status(control: Path) -> dict[str, Any]:
     """Returns what ``tensorctl status`` says of the daemon with a control socket."""
-    command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(control), "--json", "status"]
-    return dict(json.loads(subprocess.check_output(command, cwd=ROOT)))
+    done = prepared.run(["tensord.daemon.ctl", "--socket", str(control), "--json", "status"])
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 def wait_until(condition: Any, what: str, daemon: DaemonProcess | None = None) -> None:

@@ -291,7 +291,7 @@ def test_no_client_reads_what_is_anothers(start: Callable[..., DaemonProcess]) -
                     segment = lane.open_segment(number, 1 << 19)
                     segment[:] = bytes([byte]) * len(segment) if number == 2 else bytes(len(segment))
             leases: list[list[tuple[int, int, int]]] = [[], []]
-            for _ in range(150):
+            for _ in range(min(3 * KILLS, 150)):
                 each = chance.randrange(1, 6)
                 for lane, requests_of in zip(lanes, asked, strict=True):
                     for _ in range(each):

@@ -33,7 +33,7 @@ from tests.fakes import Client
 from tests.faults.varied import OUTPUTS_AT, Asked, Dice, write_models
 from tests.scrapes import scrape
 
-COUNT = int(os.environ.get("TENSORD_REMEMBERED_REQUESTS", "2000"))
+COUNT = int(os.environ.get("TENSORD_REMEMBERED_REQUESTS", "1000"))
 SEED = int(os.environ.get("TENSORD_REMEMBERED_SEED", "1"))
 OTHER = os.environ.get("TENSORD_REMEMBERED_OTHER", "")
 #: Of each protocol.

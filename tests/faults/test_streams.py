@@ -13,7 +13,7 @@ from tests.daemon_process import PATIENCE, DaemonProcess, nothing_left_behind, w
 _CLIENTS = 16
 _KILLS = 2
 #: Requests before each of them, and at the end.
-_REQUESTS = 60
+_REQUESTS = 30
 #: How a request may end when its worker died.
 _DIED = "error: the worker process died while it executed the request, which may not be run twice"
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests import repositories
+from tests import prepared, repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess, wait_until
@@ -121,15 +121,9 @@ class Served:
         self.daemon.start()
 
     def tensorctl(self, *arguments: str) -> str:
-        command = [
-            sys.executable,
-            "-m",
-            "tensord.daemon.ctl",
-            "--socket",
-            str(self.folder / "control.sock"),
-            *arguments,
-        ]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        done = prepared.run(["tensord.daemon.ctl", "--socket", str(self.folder / "control.sock"), *arguments])
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def records(self) -> dict[str, dict[str, Any]]:
         return {record["name"]: record for record in json.loads(self.tensorctl("--json", "regions", "list"))}

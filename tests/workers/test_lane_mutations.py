@@ -19,7 +19,7 @@ from tests.faults.lane_mutations import SEGMENT, Said, life
 from tests.raw_lane import RawLane, addsub, memory
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
-ROUNDS = int(os.environ.get("TENSORD_TEST_LANE_LIVES", "2000"))
+ROUNDS = int(os.environ.get("TENSORD_TEST_LANE_LIVES", "500"))
 LIMITS = LaneLimits(in_flight=16, segments=4, segment_byte_size=8 * SEGMENT, response_byte_size=1 << 20)
 #: What nobody else may ever read.
 SECRET = np.frombuffer(b"SeCrEt!?" * 8, np.float32)

@@ -122,7 +122,12 @@ def test_what_there_is_no_lane_for(start: Start, tmp_path: Path) -> None:
     """Models that are unknown, did not load, or are being loaded; a client waits for the last as long as it says."""
     for name in ("fails", "never"):
         write_model(tmp_path / "models", name)
-    daemon = start(repository={"control_mode": "explicit", "load": ["good", "fails"]})
+    # The load that never ends is waited for as long when it stops.
+    options = {
+        "repository": {"control_mode": "explicit", "load": ["good", "fails"]},
+        "supervisor": {"exit_timeout": 0.5},
+    }
+    daemon = start(**options)
     with client(daemon) as asking, contextlib.closing(daemon.front(daemon.fronts[0].pid)) as loading:
         unknown = asking.open("unknown")
         assert unknown == {"error": "Request for unknown model: 'unknown' is not found", "code": "NOT_FOUND"}

@@ -23,7 +23,7 @@ from tests.daemon.grpc.test_prepared_messages import Front, meaning
 from tests.daemon.grpc.test_request_codec import reader
 from tests.records import whole_request
 
-COUNT = int(os.environ.get("TENSORD_SPELLED_MESSAGES", "2000"))
+COUNT = int(os.environ.get("TENSORD_SPELLED_MESSAGES", "800"))
 SEED = int(os.environ.get("TENSORD_SPELLED_SEED", "1"))
 #: Messages that one front meets.
 _A_FRONT = 250

@@ -21,7 +21,7 @@ from tests.workers.parameters.pushing import (
     write_numbered,
 )
 
-SWAPS = 1000
+SWAPS = int(os.environ.get("TENSORD_TEST_SWAPS", "250"))
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_host_model(loop: PushingLoop, tmp_path: Path) -> None:
     source = path / "1" / "model.py"
     source.write_text(source.read_text().replace("jnp.", "np."))
     loop.load(path)
-    swap(loop, "m", swaps=300)
+    swap(loop, "m", swaps=SWAPS // 3)
 
 
 def test_a_fused_ensemble_sees_the_new_sets_of_its_models_at_once(loop: PushingLoop, tmp_path: Path) -> None:
