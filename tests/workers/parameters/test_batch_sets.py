@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 import tensord.testing
 from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.operations import MemorySource
+from tensord.workers.parameters import layout
+from tensord.workers.parameters.layout import SealedMemory
 from tests.repositories import write_model
+from tests.workers.parameters.made_sets import sealed
 from tests.workers.parameters.pushing import PushingLoop, said, value
 from tests.workers.parameters.test_named_sets import figures, of_workers
 
@@ -171,6 +176,19 @@ def test_what_sets_have_in_common_is_mains(loop: PushingLoop, tmp_path: Path) ->
     assert [value(loop.ask_value("m", set=name)) for name in (None, "a")] == [105, 101]
     sizes = {each.name: each.byte_size for each in figures(loop).sets}
     assert sizes == {"main": 64, "a": 32}
+
+
+def test_a_part_of_what_a_set_has_of_its_own(loop: PushingLoop, tmp_path: Path) -> None:
+    """The rest is main's for a set that is new, without what all sets share."""
+    loop.load(write(tmp_path, SOME))
+    loop.push("m", whole(5, 100), 1)
+    fd = sealed({"adapter.w": own(9)["adapter.w"]})
+    made = loop.make("m", MemorySource(os.fstat(fd).st_size), fd, set="a", partial=True)
+    assert layout.read(SealedMemory(made).view, "these").keys() == own(9).keys()
+    loop.push("m", made, 1, "a")
+    (tensor,) = loop.ask_value("m", set="a").outputs
+    assert isinstance(tensor.place, bytes)
+    assert np.frombuffer(tensor.place, np.float32).tolist() == [109] * 4 + [105] * 4
 
 
 def test_told_of_requests(loop: PushingLoop, tmp_path: Path) -> None:
