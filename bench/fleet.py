@@ -158,7 +158,7 @@ def _overhead(daemon: Daemon, balancer: Balancer, pid: int, arguments: argparse.
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     rows = {row.name: row for row in [*closed_loop.rows(), *grpc_connection.rows()]}
-    for name in ("small-http-c16", "1MiB-http-c1", "small-grpc-c16", "1MiB-grpc-c1"):
+    for name in ("small-http-c16", "1MiB-http-c1", "small-grpc-c16"):
         row = dataclasses.replace(rows[name], connections=_CONNECTIONS)
         ports = (daemon.grpc, balancer.grpc) if "grpc" in name else (daemon.http, balancer.http)
         direct, through = (f"127.0.0.1:{port}" for port in ports)
