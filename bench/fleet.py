@@ -3,7 +3,8 @@
     python -m bench.fleet [--rounds 5] [--seconds 2] [--hosts 3]
 
 1. One daemon, asked in turn directly and through HAProxy, by as many connections; with the processor time that a request
-   takes in HAProxy.
+   takes in HAProxy. HAProxy has the last core to itself, as it has a host of its own elsewhere; daemons and clients have the
+   others, whether it is asked or not.
 2. One, two, three daemons behind HAProxy with a model that waits for 5 ms as one on a device does, and leaves the processor
    alone: on one host daemons share the processor, so that a model that computes would say nothing about several hosts.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import re
 import shutil
 import statistics
@@ -115,19 +117,17 @@ def _daemon(number: int, repository: Path, logs: Path) -> Iterator[Daemon]:
 
 
 @contextlib.contextmanager
-def _balanced(daemons: Sequence[Daemon], folder: Path, logs: Path) -> Iterator[tuple[Balancer, int]]:
-    """HAProxy before these daemons while the block runs, once it finds all of them; its addresses and process id."""
-    program = shutil.which("haproxy") or "/usr/sbin/haproxy"
+def _balanced(
+    daemons: Sequence[Daemon], folder: Path, program: str, core: int, logs: Path
+) -> Iterator[tuple[Balancer, int]]:
+    """HAProxy before these daemons, on a core, while the block runs, once it finds all of them; its addresses and process id."""
     first = _FIRST_PORT + 9 * _PORTS
     balancer = Balancer(first, first + 1, first + 2, folder / "admin.sock")
     file = folder / "haproxy.cfg"
     file.write_text(configuration(daemons, balancer))
     with log_file(logs / "bench-fleet-haproxy.log") as output:
-        command = [program, "-db", "-f", str(file)]
-        try:
-            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        except FileNotFoundError:
-            raise SystemExit("haproxy is not installed") from None
+        command = ["taskset", "--cpu-list", str(core), program, "-db", "-f", str(file)]
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:
         _wait(balancer, len(daemons))
         yield balancer, process.pid
@@ -158,7 +158,8 @@ def _overhead(daemon: Daemon, balancer: Balancer, pid: int, arguments: argparse.
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     rows = {row.name: row for row in [*closed_loop.rows(), *grpc_connection.rows()]}
-    for name in ("small-http-c16", "1MiB-http-c1", "small-grpc-c16"):
+    rows["waiting-http-c16"] = _waiting(_CONNECTIONS)
+    for name in ("small-http-c16", "1MiB-http-c1", "small-grpc-c16", "waiting-http-c16"):
         row = dataclasses.replace(rows[name], connections=_CONNECTIONS)
         ports = (daemon.grpc, balancer.grpc) if "grpc" in name else (daemon.http, balancer.http)
         direct, through = (f"127.0.0.1:{port}" for port in ports)
@@ -180,17 +181,21 @@ def _overhead(daemon: Daemon, balancer: Balancer, pid: int, arguments: argparse.
         )
 
 
-def _hosts(daemons: Sequence[Daemon], folder: Path, arguments: argparse.Namespace) -> None:
+def _waiting(connections: int) -> closed_loop.Row:
+    values = np.arange(16, dtype=np.float32).reshape(1, 16)
+    request = closed_loop.infer_request("waiting", [("INPUT0", values)], "OUTPUT0")
+    return closed_loop.Row("waiting", connections, request, values)
+
+
+def _hosts(daemons: Sequence[Daemon], folder: Path, program: str, core: int, arguments: argparse.Namespace) -> None:
     """Prints the second table."""
     print(
         f"\n| daemons, a model of {_WAIT * 1000:g} ms, {_CONNECTIONS} connections each | HAProxy/s | p50 us | p99 us |"
     )
     print("| --- | --- | --- | --- |")
-    values = np.arange(16, dtype=np.float32).reshape(1, 16)
-    request = closed_loop.infer_request("waiting", [("INPUT0", values)], "OUTPUT0")
     for count in range(1, len(daemons) + 1):
-        row = closed_loop.Row("waiting", _CONNECTIONS * count, request, values)
-        with _balanced(daemons[:count], folder, arguments.logs) as (balancer, _):
+        row = _waiting(_CONNECTIONS * count)
+        with _balanced(daemons[:count], folder, program, core, arguments.logs) as (balancer, _):
             address = f"127.0.0.1:{balancer.http}"
             closed_loop.measure(address, row, 0.5)
             figures = [closed_loop.measure(address, row, arguments.seconds) for _ in range(arguments.rounds)]
@@ -208,6 +213,13 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=3, choices=(1, 2, 3), help="daemons of the second table")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the logs go")
     arguments = parser.parse_args()
+    program = shutil.which("haproxy") or shutil.which("/usr/sbin/haproxy")
+    if program is None:
+        parser.error("haproxy is not installed")
+    *others, core = sorted(os.sched_getaffinity(0))
+    if not others:
+        parser.error("two cores are needed: one is HAProxy's")
+    os.sched_setaffinity(0, others)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         repository = folder / "models"
@@ -219,9 +231,9 @@ def main() -> int:
         daemons = [
             stack.enter_context(_daemon(number, repository, arguments.logs)) for number in range(arguments.hosts)
         ]
-        with _balanced(daemons[:1], folder, arguments.logs) as (balancer, pid):
+        with _balanced(daemons[:1], folder, program, core, arguments.logs) as (balancer, pid):
             _overhead(daemons[0], balancer, pid, arguments)
-        _hosts(daemons, folder, arguments)
+        _hosts(daemons, folder, program, core, arguments)
     return 0
 
 
