@@ -177,6 +177,17 @@ def test_a_job_that_is_cancelled(cluster: Cluster) -> None:
     assert not address.exists()
 
 
+@with_slurm
+def test_a_daemon_that_does_not_start(cluster: Cluster) -> None:
+    """The job fails with what it says."""
+    (cluster.folder / "tensord.toml").write_text("[nonsense]\n")
+    job = cluster.run("sbatch", "--parsable", "--output=daemon.log", "tensord.sbatch").strip()
+    wait_until(lambda: job not in cluster.jobs(), "the end of the job")
+    assert "unknown section [nonsense]" in (cluster.folder / "daemon.log").read_text()
+    assert "JobState=FAILED" in cluster.run("scontrol", "show", "job", job)
+    assert os.listdir(cluster.folder / "addresses") == []
+
+
 def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what was tried; a daemon that is gone, or an address that is half gone, is passed over."""
     monkeypatch.syspath_prepend(str(DEPLOY))
