@@ -6,7 +6,7 @@
 3. In between models are loaded anew with other parameters, one is taken away and comes back, regions are registered anew.
 Result: equal answers and equal contents of the regions, always; and one of them has remembered something.
 
-TENSORD_REMEMBERED_REQUESTS=N asks N of them instead of two thousand (20000: the promise, some minutes); TENSORD_REMEMBERED_SEED
+TENSORD_REMEMBERED_REQUESTS=N asks N of them instead of a thousand (20000: the promise, some minutes); TENSORD_REMEMBERED_SEED
 another series. TENSORD_REMEMBERED_OTHER=DIR: the second one is served by another checkout of ours, with its ``.venv``, and
 remembers as well: so it is seen what a change of ours has changed for clients.
 """

@@ -1,4 +1,7 @@
-"""Thousands of hostile clients' lives, one after the other and beside each other: the worker stays, and others notice nothing."""
+"""Hundreds of hostile clients' lives, one after the other and beside each other: the worker stays, and others notice nothing.
+
+TENSORD_TEST_LANE_LIVES=N lives N of them instead of five hundred.
+"""
 
 from __future__ import annotations
 

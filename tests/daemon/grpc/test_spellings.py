@@ -5,7 +5,7 @@
 2. It goes to a front that has met those before it, by either of its ways.
 3. The request is that of the message which protobuf writes after it has read this one, to a front that has met none.
 
-TENSORD_SPELLED_MESSAGES=N makes N of them instead of two thousand (50000: the promise); TENSORD_SPELLED_SEED another series.
+TENSORD_SPELLED_MESSAGES=N makes N of them instead of eight hundred (50000: the promise); TENSORD_SPELLED_SEED another series.
 """
 
 from __future__ import annotations

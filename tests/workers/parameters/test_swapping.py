@@ -1,4 +1,7 @@
-"""Parameters are exchanged between two batches: every answer is of exactly one set, and none older than what was committed."""
+"""Parameters are exchanged between two batches: every answer is of exactly one set, and none older than what was committed.
+
+TENSORD_TEST_SWAPS=N exchanges them N times instead of 250.
+"""
 
 from __future__ import annotations
 
