@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cuda_stub.library import CudaStub
 
 #: Imports JAX once; each line that it reads is a driver's version, and a process of its own, which opens the devices.
@@ -34,6 +36,11 @@ for line in sys.stdin:
         print(ExecutableCache.key(["a"]), *(path.name for path in Path(folder).glob("*.program")), flush=True)
     os._exit(0)
 """
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    return CudaStub(tmp_path_factory.mktemp("cuda"))
 
 
 class Keys:
