@@ -29,7 +29,7 @@ from tensord.daemon.grpc.walk import Walked, walk
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.model_states import ModelStates
-from tensord.daemon.submit.placement import UnsentRequest, begin, place
+from tensord.daemon.submit.placement import begin, place
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.daemon.submit.submitter import Submitter
 from tensord.daemon.tracing.tracer import Trace, Tracer
@@ -149,21 +149,24 @@ class Infer:
         Raises: RefusedRequest: it is no request, or cannot be begun.  Unavailable: too many requests are in flight.
           Nothing stays on loan.
         """
-        by_number = not waited_ns and self._forwarding is None
+        by_number, sampled = self._forwarding is None, None
         if isinstance(message, ArrivingMessage):
             try:
-                return self._ask_placed(call, message, streamed, by_number, waited_ns, read_ns)
+                return self._ask_placed(call, message, streamed, by_number and not waited_ns, waited_ns, read_ns)
             except BaseException:
                 message.drop()
                 raise
         walked = walk(message, start, end, self._inline)
         known = None if walked is None else self._prepared[walked[0]]
         if known is not None and walked is not None and by_number:
-            asked = self._ask_known(call, walked, known, streamed)
+            if waited_ns:
+                # Sampled here, so that those that are not traced go by their number all the same.
+                sampled, waited_ns = self._sample(known.decoded.model, call.stream.head, waited_ns, read_ns), 0
+            asked = self._ask_known(call, walked, known, streamed) if sampled is None else None
             if asked is not None:
                 return asked
         understood = self._prepared.read(message, start, end, walked, known)
-        return self._ask_read(call, understood, streamed, waited_ns, read_ns)
+        return self._ask_read(call, understood, streamed, waited_ns, read_ns, sampled)
 
     def _ask_known(self, call: InferCall, walked: Walked, known: PreparedMessage, streamed: bool) -> CallRequest | None:
         """Sends a message that came whole and whose kind is known. Returns None if it must be read exactly."""
@@ -248,9 +251,15 @@ class Infer:
         return asked
 
     def _ask_read(
-        self, call: InferCall, understood: Understood, streamed: bool, waited_ns: int, read_ns: int
+        self,
+        call: InferCall,
+        understood: Understood,
+        streamed: bool,
+        waited_ns: int,
+        read_ns: int,
+        sampled: Trace | None = None,
     ) -> CallRequest:
-        """Sends a request that was read exactly, after adding forwarded headers as parameters."""
+        """Sends a request that was read exactly, after adding forwarded headers as parameters. ``sampled``: its trace."""
         decoded, request, state = understood
         stream = call.stream
         request.deadline_ns = stream.deadline_ns
@@ -266,7 +275,10 @@ class Infer:
             if state.streams and not streamed:
                 raise Unsupported(DECOUPLED)
             if waited_ns:
-                self._sample(request, stream.head, waited_ns, read_ns)
+                sampled = self._sample(request.model, stream.head, waited_ns, read_ns)
+            if sampled is not None:
+                sampled.client_id = request.id
+                request.trace = sampled
             asked = CallRequest(
                 call,
                 decoded,
@@ -289,14 +301,14 @@ class Infer:
                 error = Internal(DEFECT)
             raise RefusedRequest(error, request.id, request.trace) from None
 
-    def _sample(self, request: UnsentRequest, head: CallHead, waited_ns: int, read_ns: int) -> None:
-        """Traces the request if it is one of those. ``read_ns``: when its message was whole."""
+    def _sample(self, model: str, head: CallHead, waited_ns: int, read_ns: int) -> Trace | None:
+        """Returns the trace of a request if it is sampled. ``read_ns``: when its message was whole."""
         parent = dict(head.metadata).get("traceparent", "") if self.tracer.joins else ""
-        trace = request.trace = self.tracer.sample(request.model, parent, waited_ns)
+        trace = self.tracer.sample(model, parent, waited_ns)
         if trace is not None:
-            trace.client_id = request.id
             trace.stamp(trace_stamps.GRPC_WAITREAD_START, waited_ns)
             trace.stamp(trace_stamps.GRPC_WAITREAD_END, read_ns)
+        return trace
 
     # --------------------------------------------------------------------------------------------------------- answers
 

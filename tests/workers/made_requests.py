@@ -31,7 +31,7 @@ class ALane:
 
 
 #: Who stands for a submitter that nothing is sent to.
-NOBODY = SimpleNamespace(protocol=0)
+NOBODY = SimpleNamespace(protocol=0, context=None)
 
 
 def request_of(

@@ -169,8 +169,6 @@ class Dispatcher:
             )
             return
         submitter.in_flight[record.request_id] = request
-        if request.timeline is not None:
-            request.timeline.joins(submitter.context, record.request_id)
         self._queue(version, request, now_ns)
 
     def submit_of_client(self, submitter: SubmitterLink[Request], record: RequestRecord, now_ns: int) -> None:

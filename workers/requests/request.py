@@ -18,7 +18,7 @@ from tensord.workers.regions.region_tensor import LateTensor
 from tensord.workers.requests.response_cache import Question
 from tensord.workers.requests.result import Result
 from tensord.workers.requests.submitter_link import SubmitterLink
-from tensord.workers.requests.timeline import RequestTimeline, trace_id_of
+from tensord.workers.requests.timeline import begun, trace_id_of
 from tensord.workers.scheduling.sequence import Controls, Sequenced
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Request(Sequenced):
         self.since_ns = self.arrived_ns
         self.replace_key = own.replace_key
         #: Of a sampled request.
-        self.timeline = RequestTimeline(own.trace & ~TIMING, now_ns) if own.trace & ~TIMING else None
+        self.timeline = begun(own, submitter.context, now_ns) if own.trace & ~TIMING else None
 
     @property
     def arrays(self) -> dict[str, Array]:

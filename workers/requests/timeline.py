@@ -14,7 +14,16 @@ import numpy as np
 from tensord.shm import trace_stamps
 from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import ServingError
-from tensord.shm.messages import AnswerRecord, OwnSpan, Parameter, Timeline, TraceContext, TracedTensor
+from tensord.shm.messages import (
+    TIMING,
+    AnswerRecord,
+    OwnSpan,
+    Parameter,
+    RequestRecord,
+    Timeline,
+    TraceContext,
+    TracedTensor,
+)
 from tensord.workers.requests.result import Result
 
 #: Bits of ``RequestRecord.trace``.
@@ -72,11 +81,6 @@ class RequestTimeline:
         #: Of the children and theirs: how many, and how much their tensors say.
         self._count = self._characters = 0
 
-    def joins(self, context: TraceContext | None, request_id: int) -> None:
-        """Takes over what was said of the request's trace, if it is about that request."""
-        if context is not None and context.request_id == request_id:
-            self.context = context
-
     def within(self, open_here: Span | None) -> Span | None:
         """Returns the span that a new one is a part of; None: of none.
 
@@ -130,6 +134,14 @@ class RequestTimeline:
             parameters=self.parameters,
             spans=_closed(self._spans) if self._spans else (),
         )
+
+
+def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
+    """Returns the timeline of a request that is traced. ``context``: what was said of a trace last, if it is this request's."""
+    timeline = RequestTimeline(own.trace & ~TIMING, queued_ns)
+    if context is not None and context.request_id == own.request_id:
+        timeline.context = context
+    return timeline
 
 
 def _closed(spans: Iterable[Span]) -> tuple[OwnSpan, ...]:
