@@ -106,7 +106,7 @@ def test_what_is_in_the_source_archive(archive: Path) -> None:
     sources = {
         path
         for room in ROOMS
-        for end in ("py", "pyi", "c", "h", "toml", "proto")
+        for end in ("py", "pyi", "c", "h", "toml", "proto", "yaml")
         for path in (ROOT / room).rglob(f"*.{end}")
     }
     sources = {path.relative_to(ROOT) for path in sources}
