@@ -11,11 +11,14 @@ import pwd
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tensord.config import accounts
+
+T = TypeVar("T")
 
 _UNIT = "tensord.service"
 _PROPERTIES = (
@@ -95,12 +98,9 @@ def become(service: Service) -> None:
     Makes the service's cache directory as systemd would, where it is missing. Variables of whoever asks win over the unit's.
     Raises: UnknownUser: there is no such user or group, or it cannot use this Python.
     """
-    try:
-        user = pwd.getpwuid(accounts.user_id(service.user))
-        group = accounts.group_id(service.group) if service.group else user.pw_gid
-        others = [accounts.group_id(name) for name in service.groups]
-    except (KeyError, OverflowError) as error:
-        raise UnknownUser(f"there is no user or group {error.args[0]!r} on this host") from None
+    user = _found(lambda name: pwd.getpwuid(accounts.user_id(name)), service.user)
+    group = _found(accounts.group_id, service.group) if service.group else user.pw_gid
+    others = [_found(accounts.group_id, name) for name in service.groups]
     member = [each.gr_gid for each in grp.getgrall() if user.pw_name in each.gr_mem]
     if service.cache and not os.path.exists(service.cache):
         os.mkdir(service.cache, 0o700)
@@ -133,3 +133,11 @@ def become(service: Service) -> None:
         if not os.access(needed, os.R_OK):
             place = Path(needed).parent
             raise UnknownUser(f"user {user.pw_name} cannot use {place}: install tensord and its Python where it can")
+
+
+def _found(find: Callable[[str], T], name: str) -> T:
+    """Looks up a user or a group. Raises UnknownUser."""
+    try:
+        return find(name)
+    except (KeyError, OverflowError):
+        raise UnknownUser(f"there is no user or group {name!r} on this host") from None

@@ -60,8 +60,8 @@ def test_no_process_of_another_version_joins(tmp_path: Path) -> None:
                 if line.startswith(f'tensord_process_deaths_total{{cause="version",process="{name}"}}')
             ]
 
-        daemon.stop()
-        daemon.start()
+    (tmp_path / "again").mkdir()
+    with installation.daemon(tmp_path / "again", [repository]) as daemon:
         daemon.wait_ready()
         assert json.loads(daemon.get("/v2")[1])["version"] == NEWER
         status, answer = daemon.infer("scale", [tensor])
