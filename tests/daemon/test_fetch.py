@@ -198,7 +198,7 @@ def test_a_model_that_does_not_load_stays_outside(tmp_path: Path) -> None:
 def test_an_ensemble_is_checked_beside_its_members(tmp_path: Path) -> None:
     ensemble(tmp_path / "elsewhere", "both", ["x FP32 4"], ["y FP32 4"], [("scale", {"x": "x"}, {"y": "y"})], 8)
     done = fetch(tmp_path / "elsewhere" / "both", tmp_path / "models" / "both")
-    assert (done.returncode, "depends on 'scale'" in done.stderr) == (1, True)
+    assert (done.returncode, "models that are not available or ambiguous: scale" in done.stderr) == (1, True)
     scale_model(tmp_path / "models")
     assert fetch(tmp_path / "elsewhere" / "both", tmp_path / "models" / "both").returncode == 0
 

@@ -20,10 +20,8 @@ CONTENT = bytes(range(256)) * 40
 Answers = Callable[[BaseHTTPRequestHandler], None]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _loop() -> None:
-    """fsspec has a thread with an event loop, which stays for the life of the process."""
-    fsspec.asyn.get_loop()
+# fsspec has a thread with an event loop, which stays for the life of the process: before anybody counts descriptors.
+fsspec.asyn.get_loop()
 
 
 @pytest.fixture
