@@ -10,7 +10,7 @@
     Fleet ── push ───▶ Directory (an actor) ◀─ what is new? ─ Daemon
     Fleet ══ tensors, by tensord_client ═══════════════════════════════════════════════════════▶ tensord serve
 
-This file has to be importable on every node, beside packages tensord and tensord-client (README.md).
+This file has to be importable on every node, beside packages tensord and tensord-client (docs/fleet.md).
 """
 
 from __future__ import annotations
