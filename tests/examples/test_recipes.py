@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -26,13 +27,17 @@ NAMED = (
     re.compile(r"--load-model=([A-Za-z0-9_.-]+)"),
 )
 #: Files of models that a page brings along.
-BROUGHT = re.compile(r"`(\w+)/(?:config\.pbtxt|1/model\.py)`")
+BROUGHT = re.compile(r"(\w+)/(?:config\.pbtxt|1/model\.py)$|`(\w+)/(?:config\.pbtxt|1/model\.py)`", re.MULTILINE)
 #: Paths of the protocol that stand where a model's name may.
 NOT_MODELS = {"stats"}
 
 
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    """Every block, of a transcript without prompts and without what was printed."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [
+        "".join(re.findall(r"^[#$] (.*\n)", text, re.MULTILINE)) if kind == "console" else text for kind, text in found
+    ]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,9 @@ def test_models_that_are_named_are_served(file: Path) -> None:
     """By ``make serve``, which is what all recipes are for, unless the page says what the model's files are."""
     text = file.read_text()
     found = {name for pattern in NAMED for name in pattern.findall(text)}
-    assert {name for name in found if not name.isupper()} - NOT_MODELS <= MODELS | set(BROUGHT.findall(text))
+    assert {name for name in found if not name.isupper()} - NOT_MODELS <= MODELS | {
+        *itertools.chain(*BROUGHT.findall(text))
+    }
 
 
 def test_the_search_finds_models() -> None:
