@@ -385,9 +385,9 @@ class _Infer(Exchange):
         try:
             for each in said["outputs"]:
                 name, datatype, shape = each["name"], each["datatype"], tuple(each["shape"])
-                size = each.get("parameters", {}).get("binary_data_size")
-                if "shared_memory_region" in each.get("parameters", {}):
-                    outputs[name] = in_place(self._places[name], OutputTensor(name, datatype, shape, True))
+                size, place = each.get("parameters", {}).get("binary_data_size"), self._places.get(name)
+                if place is not None and not isinstance(place, np.ndarray):
+                    outputs[name] = in_place(place, OutputTensor(name, datatype, shape, True))
                 elif size is None:
                     outputs[name] = _from_json(each.get("data", []), datatype, shape)
                 else:
