@@ -357,7 +357,7 @@ def test_an_odd_place(loop: WorkerLoop, models: Path) -> None:
 
 def test_memory_that_is_not_mapped(models: Path, monkeypatch: pytest.MonkeyPatch, leaves_nothing: None) -> None:
     with a_loop(
-        Options(lanes=OPTIONS.lanes, executables=OPTIONS.executables, regions=RegionsOptions(access="snapshot")),
+        Options(expert=OPTIONS.expert, executables=OPTIONS.executables, regions=RegionsOptions(access="snapshot")),
         monkeypatch,
     ) as loop:
         check_copied(loop, models, SIZE, 2 * SIZE)
