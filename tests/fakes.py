@@ -47,6 +47,7 @@ from tensord.shm.messages import (
     RegionSlice,
     RequestRecord,
     Taken,
+    TraceContext,
 )
 from tensord.shm.operations import Settle
 from tensord.shm.prepared import ReceivedNumbers
@@ -88,8 +89,10 @@ class WholeRequests:
         #: What numbers were said to stand for, again and again ones too.
         self.told: list[Prepare] = []
 
-    def read(self, record: Prepare | RequestRecord) -> WholeRequest | None:
+    def read(self, record: Prepare | TraceContext | RequestRecord) -> WholeRequest | None:
         """None: that was no request."""
+        if isinstance(record, TraceContext):
+            return None
         if isinstance(record, Prepare):
             self.told.append(record)
             self._known.learn(record.number, record.prepared)
@@ -152,7 +155,7 @@ class EchoWorker:
                 elif isinstance(record, Taken):
                     self.taken.append((record.request_id, record.byte_size))
                 elif (whole := self.requests.read(record)) is not None:
-                    assert not isinstance(record, Prepare)
+                    assert isinstance(record, RequestRecord)
                     self._requests.append((whole, record))
 
     def next(self) -> WholeRequest:

@@ -353,6 +353,8 @@ class Worker:
                 submitter.learn(record, Preparation(record.prepared, record.number))
                 self._poller.forget(submitter, record.number)
             elif type(record) is TraceContext:
+                if submitter.segments is not None:
+                    raise InvalidArgument("only fronts say which trace a request belongs to")
                 submitter.context = record
             elif type(record) is SegmentClosed:
                 # What was learned may lie there.

@@ -31,6 +31,7 @@ from tensord.daemon.submit.arena_space import ArenaSpace
 from tensord.daemon.submit.routing import Routing
 from tensord.daemon.submit.submitter import Submitter
 from tensord.shm import channel as channel_module
+from tensord.shm.arena import ArenaMap
 from tensord.shm.channel import Channel
 from tensord.shm.control_records import WorkerFenced
 from tensord.shm.errors import InvalidArgument, ServingError
@@ -61,6 +62,10 @@ class Fault:
         self._left = at
         self._error = error or Broken("injected")
         self.happened = False
+
+    def arm(self, at: int) -> None:
+        """It fails in that call from now."""
+        self._left = at
 
     def disarm(self) -> None:
         """From now on it works."""
@@ -354,7 +359,7 @@ HTTP_FAULTS = [
     (SubmitterLane, "submit_at_once"),
     (http_codec, "encode"),
     (http_codec, "response_head"),
-    (SubmitterLane, "view"),
+    (ArenaMap, "view"),
     (AnswerOrder, "answer_whole"),
     (AnswerOrder, "answer_pieces"),
 ]
@@ -373,6 +378,9 @@ def http_answers(transport: Cut) -> list[int]:
 def test_http(inject: Callable[..., Fault], owner: Any, name: str, row: HttpRow, warm: int) -> None:
     """1. three clients ask, each ``warm`` times; 2. each once more, and one of them meets the fault; 3. each once more."""
 
+    # Lanes keep some of these functions: they are replaced before one is made.
+    fault = inject(owner, name, -1)
+
     async def failing(bench: Bench) -> None:
         bench.transport = Cut
         clients: list[Any] = [bench.connect() for _ in range(3)]
@@ -380,7 +388,7 @@ def test_http(inject: Callable[..., Fault], owner: Any, name: str, row: HttpRow,
             for client in clients:
                 client.arrive(row.request(number))
                 await work_off(bench, row.complete)
-        fault = inject(owner, name, 1)
+        fault.arm(1)
         for client in clients:
             client.arrive(row.request(7))
             await work_off(bench, row.complete)
@@ -414,7 +422,7 @@ GRPC_FAULTS = [
     (SubmitterLane, "submit"),
     (SubmitterLane, "submit_at_once"),
     (AnswerLayout, "__init__"),
-    (SubmitterLane, "view"),
+    (ArenaMap, "view"),
     (Stream, "answer"),
     (Stream, "send"),
 ]
@@ -428,6 +436,8 @@ def test_grpc(
 ) -> None:
     """The same over gRPC. On a stream nobody else's messages are the fault's affair, nor the stream's other ones."""
 
+    fault = inject(owner, name, -1)
+
     async def failing(bench: GrpcBench) -> None:
         bench.transport = Cut
         clients = [GrpcClient(bench, row) for _ in range(3)]
@@ -435,7 +445,7 @@ def test_grpc(
             for client in clients:
                 client.ask()
                 await work_off(bench, row.complete)
-        fault = inject(owner, name, 1)
+        fault.arm(1)
         for client in clients:
             client.ask()
             await work_off(bench, row.complete)
