@@ -60,6 +60,8 @@ def pushed_to(start_daemon: Callable[..., DaemonProcess], folder: Path, **option
     }
     daemon = start_daemon(repository, **sections)
     daemon.wait_ready()
+    # It is ready with one of them.
+    daemon.wait_log("model 'm' version 1 is ready", int(str(sections["workers"]["cpu"])))
     return daemon
 
 
