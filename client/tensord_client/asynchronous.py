@@ -16,7 +16,7 @@ from tensord_client.connection import Connection
 from tensord_client.errors import DeadlineExceeded
 from tensord_client.latest import Newest
 from tensord_client.model import Calls
-from tensord_client.parameters import ParameterSets
+from tensord_client.parameters import ModelParameters
 from tensord_client.results import Answer, Array, Tensor
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class AsyncModel(Calls):
         return AsyncLatest(self.submit)
 
     @property
-    def parameters(self) -> AsyncParameterSets:
+    def parameters(self) -> AsyncModelParameters:
         """Returns the model's parameter sets. As ``Model.parameters``."""
-        return AsyncParameterSets(ParameterSets(self._connection, self.name, self._asked_version))
+        return AsyncModelParameters(ModelParameters(self._connection, self.name, self._asked_version))
 
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
         """Makes a sequence of requests. As ``Model.sequence``."""
@@ -213,14 +213,14 @@ class AsyncModelSequence:
             await self._model.end_sequence(self.sequence_id)
 
 
-class AsyncParameterSets:
-    """The parameter sets of one model, each change to be awaited; it goes on in a thread of the loop. As ``ParameterSets``."""
+class AsyncModelParameters:
+    """The parameter sets of one model, each change to be awaited; it goes on in a thread of the loop. As ``ModelParameters``."""
 
-    def __init__(self, sets: ParameterSets) -> None:
+    def __init__(self, sets: ModelParameters) -> None:
         self._sets = sets
 
     async def update(self, parameters: Any, **how: Any) -> int:
-        """Pushes parameters, which may not be written to meanwhile. Arguments and errors as of ``ParameterSets.update``."""
+        """Pushes parameters, which may not be written to meanwhile. Arguments and errors as of ``ModelParameters.update``."""
         return await _in_a_thread(functools.partial(self._sets.update, parameters, **how))
 
     async def list(self) -> list[dict[str, Any]]:

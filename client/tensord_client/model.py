@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from tensord_client.connection import Connection, Pending, PreparedCall
-    from tensord_client.parameters import ParameterSets
+    from tensord_client.parameters import ModelParameters
 
 
 class Calls:
@@ -152,11 +152,11 @@ class Model(Calls):
         return Prepared(self._connection.prepare(call), self.timeout)
 
     @property
-    def parameters(self) -> ParameterSets:
+    def parameters(self) -> ModelParameters:
         """Returns the model's parameter sets, into which new ones are pushed while it is served."""
-        from tensord_client.parameters import ParameterSets
+        from tensord_client.parameters import ModelParameters
 
-        return ParameterSets(self._connection, self.name, self._asked_version)
+        return ModelParameters(self._connection, self.name, self._asked_version)
 
     def latest(self) -> Latest:
         """Makes a ``Latest``: it takes inputs at any rate, drops those that newer ones replace, and returns the newest answer."""

@@ -49,7 +49,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 Buffer = Union[bytes, memoryview]
 
 
-class ParameterSets:
+class ModelParameters:
     """The parameter sets of one model. Any thread may use it."""
 
     def __init__(self, connection: Connection, model: str, version: int) -> None:
@@ -114,7 +114,7 @@ class ParameterSets:
         return int(self._connection.revert_parameters(self._model, self._version, set)["number"])
 
     def __repr__(self) -> str:
-        return f"<ParameterSets of {self._model}>"
+        return f"<ModelParameters of {self._model}>"
 
 
 def layout(parameters: Any) -> Iterator[Buffer]:

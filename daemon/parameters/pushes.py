@@ -29,7 +29,7 @@ import msgspec
 from tensord.config.options import Options
 from tensord.daemon.models.versions import IndexState
 from tensord.daemon.parameters import push_checks
-from tensord.daemon.parameters.parameter_sets import Content, ParameterSet, ParameterSets, VersionKey, words_of
+from tensord.daemon.parameters.pushed_sets import Content, PushedSet, PushedSets, VersionKey, words_of
 from tensord.shm import descriptors
 from tensord.shm.control_records import Load, Loaded, ServeLoaded, Unload
 from tensord.shm.errors import UNKNOWN_MODEL, InvalidArgument, NotFound, Replaced, ServingError, Unavailable
@@ -76,7 +76,7 @@ class Parameters:
         self._options = options.workers
         self._worker_wait = options.requests.worker_wait
         self._owners = options.supervisor.parameter_owners
-        self.sets = ParameterSets(options.supervisor.parameter_byte_size)
+        self.sets = PushedSets(options.supervisor.parameter_byte_size)
         self._next = itertools.count(1).__next__
         #: Name of a model -> its turn, and how many have it or wait for it.
         self._turns: dict[str, asyncio.Lock] = {}
@@ -578,7 +578,7 @@ def _answer(key: VersionKey, name: str, content: Content) -> bytes:
     return json.dumps(found).encode()
 
 
-def _described(found: ParameterSet | None) -> dict[str, Any]:
+def _described(found: PushedSet | None) -> dict[str, Any]:
     if found is None:
         return Content(0).describe()
     former = {} if found.former is None else {"number_before": found.former.number}

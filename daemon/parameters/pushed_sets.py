@@ -73,7 +73,7 @@ def words_of(peer: Peer) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class ParameterSet:
+class PushedSet:
     """A set of one model version, by its name."""
 
     newest: Content
@@ -84,22 +84,22 @@ class ParameterSet:
 
 
 @dataclass(slots=True)
-class ParameterSets:
+class PushedSets:
     """The sets of all models. ``limit``: bytes of memory that all contents may take together."""
 
     limit: int
     byte_size: int = 0
-    _sets: dict[VersionKey, dict[str, ParameterSet]] = field(default_factory=dict)
+    _sets: dict[VersionKey, dict[str, PushedSet]] = field(default_factory=dict)
 
-    def of(self, key: VersionKey) -> Mapping[str, ParameterSet]:
+    def of(self, key: VersionKey) -> Mapping[str, PushedSet]:
         """Returns the sets that were pushed into a version, by name."""
         return self._sets.get(key, {})
 
-    def find(self, key: VersionKey, name: str) -> ParameterSet | None:
+    def find(self, key: VersionKey, name: str) -> PushedSet | None:
         """Returns a set; ``main`` of a version into which nothing was pushed is None as well."""
         return self.of(key).get(name)
 
-    def __iter__(self) -> Iterator[tuple[VersionKey, str, ParameterSet]]:
+    def __iter__(self) -> Iterator[tuple[VersionKey, str, PushedSet]]:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
@@ -115,7 +115,7 @@ class ParameterSets:
         there = sets.get(name)
         if there is None:
             former = Content(0) if name == MAIN_SET else None
-            there = sets[name] = ParameterSet(content, former)
+            there = sets[name] = PushedSet(content, former)
         else:
             if there.former is not None and there.former is not content:
                 self._drop(there.former)
