@@ -106,6 +106,7 @@ class Worker:
         self._pinned: PinnedMemory | None = None
         self._look: IdleLook | None = None
         self._staging: StagingPool | None = None
+        budget: PinnedBudget | None = None
         if device_name.gpu is not None:
             try:
                 context = self._driver.context(0)  # its process sees one device
@@ -135,6 +136,7 @@ class Worker:
             self._cuda,
             outside_compiler(outside, options.expert.long_compile),
             bool(device_name.model),
+            budget,
         )
         thread = WorkThread("loader", self._inbox)
         loader = Loader(target, self._inbox, self._page, self._dispatcher.calls, thread.standing_aside)

@@ -8,6 +8,7 @@ import jax
 
 from tensord.config.options import Options
 from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.devices.pinned_budget import PinnedBudget
 from tensord.workers.gpu.gpu import Gpu
 from tensord.workers.parameters.device_room import DeviceRoom
 from tensord.workers.processor.outside_compiler import OutsideCompiler
@@ -42,17 +43,20 @@ class LoadTarget:
         cuda: CudaDevice | None = None,
         outside: OutsideCompiler | None = None,
         alone: bool = False,
+        pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
         """Makes the target of a worker process, with the configured cache, and turns JAX's own on in the process.
 
         Args:
           outside: compiles for the cache.
           alone: whether one model has the process to itself, and may change its state.
+          pinned: host memory that may be page-locked for parameters that leave a GPU.
         """
         directory = cache_directory(options.executables.cache_directory)
         cache = ExecutableCache(directory, use_persistent_cache(directory), outside)
         execution = Gpu(cuda) if cuda is not None else Processor.opened(device, options.workers.single_thread_flops)
-        return cls(options, device, gpu, cache, execution, alone, DeviceRoom(options.workers.parameter_byte_size))
+        room = DeviceRoom(options.workers.parameter_byte_size, pinned)
+        return cls(options, device, gpu, cache, execution, alone, room)
 
     @classmethod
     def borrowed(cls, options: Options, device: jax.Device, gpu: int | None, cache: ExecutableCache) -> LoadTarget:

@@ -1,18 +1,21 @@
 """The room that pushed parameters have on a worker's device, all models' together.
 
 What is asked stays, or comes back; the set that was not asked for the longest time leaves for it. ``main`` of a model never
-leaves, nor does what is staged.
+leaves, nor does what is staged. What has left a GPU lies in page-locked host memory, as far as there is some
+(``workers.pinned_byte_size``), and comes back at the speed of the bus.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.workers.devices.pinned_budget import PinnedBudget
 
 if TYPE_CHECKING:
     from tensord.workers.parameters.parameter_set import ParameterSet
@@ -22,9 +25,10 @@ if TYPE_CHECKING:
 class DeviceRoom:
     """Counts the pushed sets that are on a device. Any thread may use it; ``lock`` is held while sets come and leave."""
 
-    def __init__(self, byte_size: int) -> None:
-        """``byte_size``: what all of them may take."""
+    def __init__(self, byte_size: int, pinned: PinnedBudget | None = None) -> None:
+        """``byte_size``: what all of them may take. ``pinned``: what may be page-locked of those that leave; None: nothing."""
         self._limit = byte_size
+        self.pinned = pinned or PinnedBudget(0)
         self.lock = threading.RLock()
         #: Those that are on the device, for as long as anybody has them.
         self._resident: weakref.WeakSet[ParameterSet] = weakref.WeakSet()
@@ -70,8 +74,10 @@ class DeviceRoom:
         resident = [each for each in self._resident if each is not parameters]
         needed, taken = parameters.placed_byte_size, sum([each.placed_byte_size for each in resident], self._stacked)
         if needed and taken + needed > self._limit:
-            for each in sorted([each for each in resident if each.may_leave], key=lambda each: each.used):
-                each.leave()
+            for each in sorted(resident, key=operator.attrgetter("used")):
+                if not each.may_leave:
+                    continue
+                each.evict()
                 each.sets.evictions += 1
                 taken -= each.placed_byte_size
                 if taken + needed <= self._limit:

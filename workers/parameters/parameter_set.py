@@ -4,7 +4,7 @@
                           │  ▲
                    evicted│  │a batch asks for it
                           ▼  │
-                     in the host's memory
+                     in the host's memory, that of a GPU's page-locked
 
 Whoever begins a run asks for a set once, and its answers are of that set, whatever is committed meanwhile. A set that is not in
 use any more is freed when the last run with it has ended. The worker's loop changes what is in use; every thread may ask.
@@ -30,7 +30,9 @@ from tensord.workers.parameters.set_stack import BatchSets, SetStack
 #: In place of parameters that are not there.
 _ABSENT: Any = object()
 #: Places leaves, in the order of the model's tree, on the device; None for those that every set has of the model.
-Place = Callable[[Sequence[Array | None]], Any]
+Place = Callable[[Sequence[Any]], Any]
+#: Copies a tree from a GPU to page-locked memory. Returns the leaves, as ``Place`` takes them; None: there is no memory.
+Pin = Callable[[Any], "Sequence[Any] | None"]
 #: Returns the bytes of leaves that are used where they lie, so that they take no room on the device.
 Lying = Callable[[Sequence[Array | None]], int]
 
@@ -41,6 +43,7 @@ class ParameterSet:
     __slots__ = (
         "__weakref__",
         "_host",
+        "_pinned",
         "_trees",
         "byte_size",
         "name",
@@ -59,6 +62,8 @@ class ParameterSet:
         self.name = name
         self.number = number
         self._host: Sequence[Array | None] | None = None
+        #: Its leaves in page-locked memory, once it has left a GPU.
+        self._pinned: Sequence[Any] | None = None
         named = name != MAIN_SET
         #: Bytes of its leaves, and of those that take room on the device for it alone: others lie in a stack, or where the host
         #: has them in any case.
@@ -91,7 +96,7 @@ class ParameterSet:
             if trees[0] is _ABSENT:
                 room.admit(self)
                 try:
-                    trees[0] = self.sets.place(self.hosted())
+                    trees[0] = self._placed()
                 except BaseException:
                     room.left(self)
                     raise
@@ -100,6 +105,9 @@ class ParameterSet:
                 assert self.sets.share is not None
                 trees[placement] = self.sets.share(trees[0])
             return trees[placement]
+
+    def _placed(self) -> Any:
+        return self.sets.place(self.hosted() if self._pinned is None else self._pinned)
 
     @property
     def on_device(self) -> bool:
@@ -136,6 +144,23 @@ class ParameterSet:
                 self.sets.room.left(self)
             return trees
 
+    def evict(self) -> None:
+        """Leaves the device for others, by way of page-locked memory where there is some; the room's lock is held."""
+        pin, pinned, tree = self.sets.pin, self.sets.room.pinned, self._trees[0]
+        kept = self.sets.keeps(self) and self._pinned is None and tree is not _ABSENT
+        if pin is not None and kept and pinned.take(self.placed_byte_size):
+            self._pinned = pin(tree)
+            if self._pinned is None:
+                pinned.give_back(self.placed_byte_size)
+        self.leave()
+
+    def unpin(self) -> None:
+        """Gives its page-locked memory back. Idempotent."""
+        with self.sets.room.lock:
+            if self._pinned is not None:
+                self._pinned = None
+                self.sets.room.pinned.give_back(self.placed_byte_size)
+
     def fill(self, host: Sequence[Array | None]) -> None:
         """Sets its leaves, before it is in use."""
         self._host = host
@@ -151,7 +176,7 @@ class ParameterSet:
             with room.lock:
                 room.admit(self)
             try:
-                self._trees[0] = self.sets.place(self.hosted())
+                self._trees[0] = self._placed()
             except BaseException:
                 with room.lock:
                     room.left(self)
@@ -197,6 +222,7 @@ class ParameterSets:
         stack: SetStack | None = None,
         lying: Lying = lambda _: 0,
         on_demand: bool = False,
+        pin: Pin | None = None,
     ) -> None:
         """
         Args:
@@ -207,12 +233,15 @@ class ParameterSets:
           stack: of a model that computes several sets in one batch.
           lying: says what of a set is used where it lies.
           on_demand: whether main leaves the device as the others do; then ``tree`` is placed by ``prepare``.
+          pin: copies what leaves the device to page-locked memory; None: that is no faster there.
         """
         self.leaves = leaves
         self.lying = lying
         self.on_demand = on_demand
         self.stack = stack
         self.place = place
+        self.pin = pin
+        self._closed = False
         #: Returns parameters in the same memory for small programs, once there are any.
         self.share: Callable[[Any], Any] | None = None
         self.room = room or DeviceRoom(0)
@@ -311,7 +340,9 @@ class ParameterSets:
         self.find(name)
         if self.stack is not None:
             self.stack.forget(self._named[name])
-        unused: list[object] = [self._named.pop(name), self._before.get(name)]
+        dropped = self._named.pop(name)
+        unused: list[object] = [dropped, self._before.get(name)]
+        dropped.unpin()
         self.forget_before(self._before.get(name))
         return unused
 
@@ -319,10 +350,20 @@ class ParameterSets:
         """Forgets what was in use before the newest of its name."""
         if before is not None and self._before.get(before.name) is before:
             del self._before[before.name]
+            before.unpin()
             self.room.forget(before)
+
+    def keeps(self, parameters: ParameterSet) -> bool:
+        """Returns whether a set may be asked for, or put into use, again."""
+        newest, before = self.newest(parameters.name), self._before.get(parameters.name)
+        return not self._closed and (parameters is newest or parameters is before)
 
     def close(self) -> None:
         """Forgets all that is kept beside what is in use, because the load has ended."""
+        with self.room.lock:
+            self._closed = True
+        for each in (self.main, *self._named.values()):
+            each.unpin()
         for before in list(self._before.values()):
             self.forget_before(before)
         if self.stack is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of
@@ -19,6 +21,10 @@ from tensord.workers.parameters.parameter_set import ParameterSets
 from tensord.workers.parameters.set_stack import SetDeclaration, SetStack
 from tensord.workers.programs.precision import precision
 from tensord.workers.tensors.signature import Signature
+
+_log = logging.getLogger(__name__)
+#: The kind of memory, as JAX calls it, from which a device reads without help of the processor.
+PINNED = "pinned_host"
 
 
 def placed_sets(
@@ -52,8 +58,9 @@ def placed_sets(
     #: Leaves that every set has of the model: they cannot be pushed.
     fixed = [None if leaf.plain else array for leaf, array in zip(described, leaves, strict=True)]
 
-    def place(host: Sequence[Array | None]) -> Any:
-        arrays = [own if given is None else given for given, own in zip(host, fixed, strict=True)]
+    def place(host: Sequence[Any]) -> Any:
+        arrays: list[Any] = [own if given is None else given for given, own in zip(host, fixed, strict=True)]
+        pinned = any(isinstance(given, jax.Array) for given in host)
         with precision(signature):
             if several is None:
                 here = jax.local_devices()[:1]
@@ -61,6 +68,10 @@ def placed_sets(
                     device_memory.check(
                         signature.model, "pushed parameters need", described.byte_size_of(named=False), here
                     )
+            if pinned:
+                # They go back to where they came from.
+                placed = jax.device_put(arrays, [_on_device(array.sharding) for array in arrays])
+            elif several is None:
                 # On a processor they are used where they lie, if they are aligned.
                 placed = jax.device_put(arrays)
             else:
@@ -81,14 +92,31 @@ def placed_sets(
             ]
         )
 
+    def pin(tree: Any) -> list[jax.Array | None] | None:
+        """Copies leaves to page-locked memory, each piece near the device that has it."""
+        arrays = [array if leaf.plain else None for array, leaf in zip(jax.tree.leaves(tree), described, strict=True)]
+        try:
+            with precision(signature):
+                copies = [
+                    None if array is None else jax.device_put(array, array.sharding.with_memory_kind(PINNED))
+                    for array in arrays
+                ]
+                # The device has no room for what comes instead before all of them are there.
+                jax.block_until_ready(copies)
+                return copies
+        except jax.errors.JaxRuntimeError as error:
+            _log.debug("parameters of model '%s' leave the device and are not page-locked: %s", signature.model, error)
+            return None
+
+    pins = pin if remote and _has_pinned_memory() else None
     if not on_demand:
-        sets = ParameterSets(described, parameters, place, room, lying=lying)
+        sets = ParameterSets(described, parameters, place, room, lying=lying, pin=pins)
         return sets
     with precision(signature):
         fixed = [None if array is None else jax.device_put(array) for array in fixed]
         host = [np.asarray(array) if leaf.plain else None for leaf, array in zip(described, leaves, strict=True)]
     del parameters, leaves
-    sets = ParameterSets(described, None, place, room, host, lying=lying, on_demand=True)
+    sets = ParameterSets(described, None, place, room, host, lying=lying, on_demand=True, pin=pins)
     # Nobody evicts it while it is placed.
     sets.staged.add(sets.main)
     try:
@@ -98,6 +126,16 @@ def placed_sets(
     finally:
         sets.staged.discard(sets.main)
     return sets
+
+
+def _has_pinned_memory() -> bool:
+    return PINNED in [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
+
+
+def _on_device(sharding: Sharding) -> Sharding:
+    """Returns where an array in page-locked memory lies on the device."""
+    kind = jax.local_devices()[0].default_memory().kind
+    return sharding.with_memory_kind(kind)
 
 
 def _stacked(

@@ -100,6 +100,45 @@ def test_sets_leave_the_device_and_come_back(model: JaxModel) -> None:
     assert (model.sets.misses, model.sets.evictions) == (15, 17)
 
 
+def test_what_left_the_device_is_page_locked(model: JaxModel) -> None:
+    """It comes back from there, not from the memory that was pushed; beyond what may be locked that is where it comes from."""
+    sets, room = model.sets, model.sets.room
+    room.pinned = PinnedBudget(4 * 32)
+    given: list[set[str]] = []
+    place = sets.place
+
+    def seen(host: Any) -> Any:
+        given.append({leaf.sharding.memory_kind if isinstance(leaf, jax.Array) else "pageable" for leaf in host})
+        return place(host)
+
+    sets.place = seen
+    for number in range(1, 7):
+        push(model, number, f"c{number}")
+    # Two of those that leave for others find nothing left to lock.
+    for _ in range(3):
+        for number in range(1, 7):
+            assert run(model, 8, f"c{number}") == (number, 8 * 32)
+    assert room.pinned.byte_size == 4 * 32
+    given.clear()
+    for number in range(1, 7):
+        assert run(model, 8, f"c{number}") == (number, 8 * 32)
+    assert given == [{"pinned_host"}] * 4 + [{"pageable"}] * 2
+    # Those that are replaced, dropped and forgotten give it back, whoever still has them.
+    push(model, 10, "c1")
+    assert room.pinned.byte_size == 4 * 32, "the one before may be put into use again"
+    push(model, 11, "c1")
+    assert room.pinned.byte_size == 3 * 32
+    held = sets.find("c2")
+    sets.drop("c2")
+    assert room.pinned.byte_size == 2 * 32
+    assert np.asarray(held.on(0)["w"]).tolist() == [2] * 4
+    held.evict()
+    assert room.pinned.byte_size == 2 * 32, "nobody asks for it any more"
+    sets.close()
+    assert room.pinned.byte_size == 0
+    assert run(model, 1, "c3") == (3, 32)
+
+
 def test_a_batch_of_several_sets_is_one_run(cuda_stub: CudaStub) -> None:
     """Each row is of its set, and inputs are copied as in any batch; a set that has a slot stays there."""
     driver = Driver()
