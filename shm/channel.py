@@ -137,6 +137,16 @@ class Channel:
         else:
             self._queue.append(encoded)
 
+    def put_apart(self, *records: Record) -> None:
+        """Queues small records without descriptors that travel together, and with no others. Raises: as ``put``."""
+        encoded = [_encode(record) for record in records]
+        if sum(map(len, encoded)) > _ROOM:
+            for record in records:
+                self.put(record)
+            return
+        self._queue.append((b"".join((_WHOLE, _array_head(len(encoded)), *encoded)), ()))
+        self._alone += 1
+
     def put_encoded(self, records: list[bytes]) -> None:
         """Queues small records that were encoded elsewhere."""
         self._queue.extend(records)

@@ -110,15 +110,22 @@ class SubmitterLane:
             if lease.place.segment not in announced:
                 self._announcer.announce(lease.place.segment)
 
-    def trace(self, context: TraceContext) -> None:
-        """Queues which trace a request belongs to; the request comes next."""
-        self._channel.put(context)
-
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
         """Queues a request whose inputs are in place and announced. ``numbered``: what its number stands for."""
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         self._channel.put(record)
+
+    def submit_traced(
+        self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
+    ) -> None:
+        """Queues a request as ``submit``, and before it which trace it belongs to, in a datagram of their own.
+
+        A worker reads such a datagram in Python; requests that came at the same time are not to pay for that.
+        """
+        if numbered is not None and numbered not in self._published:
+            self._published.publish(numbered)
+        self._channel.put_apart(context, record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
         """Sends a request at once if nothing else waits. Returns False if it was queued and needs a flush.

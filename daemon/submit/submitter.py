@@ -262,7 +262,10 @@ class Submitter:
             if request.leases:
                 worker.lane.announce(request.leases)
             if request.context is not None:
-                worker.lane.trace(TraceContext(record.request_id, *request.context))
+                worker.lane.submit_traced(TraceContext(record.request_id, *request.context), record, numbered)
+                if not worker.dirty:
+                    self._flush_later(worker)
+                return
             if len(in_flight) > 1 or worker.writing:
                 worker.lane.submit(record, numbered)
                 if not worker.dirty:

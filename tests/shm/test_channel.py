@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from typing import Any
@@ -66,6 +67,26 @@ def test_what_is_queued_together_travels_together() -> None:
     assert received is not None
     assert len(received[0]) == 500
     assert worker.receive() is None
+    submitter.close()
+    worker.close()
+
+
+@pytest.mark.parametrize("count", [2, 20_000])
+def test_what_is_put_apart_shares_no_datagram(count: int) -> None:
+    """However many it is; what is larger than a datagram comes all the same, and nothing changes its place."""
+    submitter, worker = channels()
+    apart = [Cancel(1 << 40)] * count
+    submitter.put(Cancel(1))
+    submitter.put_apart(*apart)
+    submitter.put(Cancel(2))
+    submitter.put(Cancel(3))
+    assert submitter.flush()
+    received: list[list[Any]] = []
+    while (datagram := worker.receive()) is not None:
+        received.append(datagram[0])
+    assert list(itertools.chain(*received)) == [Cancel(1), *apart, Cancel(2), Cancel(3)]
+    if count == 2:
+        assert list(map(len, received)) == [1, 2, 2]
     submitter.close()
     worker.close()
 
