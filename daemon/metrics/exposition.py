@@ -1,30 +1,24 @@
 """Renders a snapshot as the text that Prometheus reads: Triton's names where it has the metric, ``tensord_`` before all others.
 
-Runs in a thread of its own; nothing here is kept between two scrapes. Source: Triton docs/user_guide/metrics.md; the Prometheus
-exposition format 0.0.4 and OpenMetrics 1.0.
+Runs in a thread of its own; nothing is kept between two scrapes but how labels are written. Source: Triton
+docs/user_guide/metrics.md; the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import itertools
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client import exposition
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    UnknownMetricFamily,
-)
 from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.utils import floatToGoString
 
 from tensord import __version__
+from tensord.daemon.metrics.family import Counter, Family, Gauge, Histogram, Unknown, escaped
 from tensord.daemon.metrics.own_metrics import OwnFamily
 from tensord.daemon.metrics.snapshot import Exemplars, MetricsSnapshot
 from tensord.daemon.models.versions import IndexState
@@ -33,6 +27,8 @@ from tensord.shm.control_records import Footprint
 from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
 from tensord.shm.refusals import Refusal
 
+#: Patterns of histograms that are kept: three or four for each model version and protocol.
+_MAX_HISTOGRAMS = 4096
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _EOF = b"# EOF\n"
 #: Name and help of each histogram of durations, in the order of ``durations.KINDS``.
@@ -124,10 +120,11 @@ def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
     Args:
       accept: the request's header; names OpenMetrics where that is wanted.
     """
-    collector = _Snapshots(snapshot)
-    if wants_openmetrics(accept):
-        return _text(collector.collect(), True) + _durations(snapshot, True) + _EOF, openmetrics.CONTENT_TYPE_LATEST
-    return _text(collector.collect(), False) + _durations(snapshot, False), exposition.CONTENT_TYPE_PLAIN_0_0_4
+    is_openmetrics = wants_openmetrics(accept)
+    text = families(snapshot, is_openmetrics) + _durations(snapshot, is_openmetrics)
+    if is_openmetrics:
+        return text + _EOF, openmetrics.CONTENT_TYPE_LATEST
+    return text, exposition.CONTENT_TYPE_PLAIN_0_0_4
 
 
 def wants_openmetrics(accept: str) -> bool:
@@ -135,58 +132,48 @@ def wants_openmetrics(accept: str) -> bool:
     return "application/openmetrics-text" in {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
 
 
-def _text(families: Iterable[Metric], is_openmetrics: bool) -> bytes:
-    """Writes families as the library does, in half of its time: most of them have the same labels, which are written once."""
-    lines: list[str] = []
-    written: dict[tuple[tuple[str, str], ...], str] = {}
-    for family in families:
-        kind, help_ = family.type, family.documentation.replace("\\", r"\\").replace("\n", r"\n")
-        # In the older format the name of a counter is that of its samples. The library knows no counters but those that end in
-        # _total; Triton's do not, and are unknown there.
-        name = f"{family.name}_total" if kind == "counter" and not is_openmetrics else family.name
-        if kind == "unknown" and not is_openmetrics:
-            kind = "counter"
-        if is_openmetrics:
-            help_ = help_.replace('"', r"\"")
-        lines.append(f"# HELP {name} {help_}\n# TYPE {name} {kind}\n")
-        for sample in family.samples:
-            key = tuple(sample.labels.items())
-            labels = written.get(key)
-            if labels is None:
-                listed = ",".join([f'{label}="{_escaped(value)}"' for label, value in sorted(key)])
-                labels = written[key] = f"{{{listed}}}" if listed else ""
-            lines.append(f"{sample.name}{labels} {floatToGoString(sample.value)}\n")
-    return "".join(lines).encode()
+def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
+    """Returns everything but the histograms of durations."""
+    return "".join([family.text(is_openmetrics) for family in _families(snapshot)]).encode()
 
 
 def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
     """Returns the histograms of durations, whose text both formats share but for the exemplars.
 
-    They are most of what there is, with many models: the library would take five times as long for them.
+    They are most of what there is, with many models.
     """
-    lines: list[str] = []
-    buckets = [*map(str, snapshot.buckets), "+Inf"]
-    row = len(buckets) + 1
+    found: list[str] = []
+    bounds = (*map(str, snapshot.buckets), "+Inf")
+    row = len(bounds) + 1
     known = _of_version(snapshot.exemplars) if exemplars else {}
     for kind, (name, text) in enumerate(_DURATIONS):
-        described = [f"# HELP {name} {text}", f"# TYPE {name} histogram"]
+        described = f"# HELP {name} {text}\n# TYPE {name} histogram\n"
         for total in snapshot.models:
             for protocol, counts in total.durations.items():
                 *counted, sum_ns = counts[kind * row : (kind + 1) * row]
                 within = list(itertools.accumulate(counted))
                 if not within[-1]:
                     continue
-                labels = f'model="{_escaped(total.name)}",protocol="{protocol}",version="{total.version}"'
-                lines += described
-                described = []
-                of = known.get((total.name, total.version, protocol), {})
-                lines += [
-                    f'{name}_bucket{{{labels},le="{bound}"}} {count}'
-                    + (of.get((kind, number), "") if of and counted[number] else "")
-                    for number, (bound, count) in enumerate(zip(buckets, within, strict=True))
-                ]
-                lines += [f"{name}_count{{{labels}}} {within[-1]}", f"{name}_sum{{{labels}}} {sum_ns / 1e9}"]
-    return "".join([line + "\n" for line in lines]).encode()
+                pattern = _histogram(name, total.name, total.version, protocol, bounds)
+                written = pattern % (*within, within[-1], sum_ns / 1e9)
+                of = known.get((total.name, total.version, protocol))
+                if of is not None:
+                    lines = written.split("\n")
+                    for number, count in enumerate(counted):
+                        if count:
+                            lines[number] += of.get((kind, number), "")
+                    written = "\n".join(lines)
+                found += (described, written)
+                described = ""
+    return "".join(found).encode()
+
+
+@functools.lru_cache(_MAX_HISTOGRAMS)
+def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple[str, ...]) -> str:
+    """Returns the lines of a histogram as a pattern (``%``) for the counts of its buckets, all of them, and the sum."""
+    labels = f'model="{escaped(model)}",protocol="{protocol}",version="{version}"'.replace("%", "%%")
+    lines = [f'{name}_bucket{{{labels},le="{bound}"}} %d' for bound in bounds]
+    return "\n".join([*lines, f"{name}_count{{{labels}}} %d", f"{name}_sum{{{labels}}} %s", ""])
 
 
 def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[int, int], str]]:
@@ -198,45 +185,29 @@ def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[i
     return found
 
 
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+def _families(snapshot: MetricsSnapshot) -> Iterator[Family]:
+    yield from _readiness(snapshot)
+    yield from _configuration(snapshot)
+    yield from _models(snapshot)
+    yield from _footprints(snapshot)
+    yield from _regions(snapshot)
+    yield from _workers(snapshot)
+    yield from _clients(snapshot)
+    yield from _parameters(snapshot)
+    yield from _fronts(snapshot)
+    yield from _gpus(snapshot)
+    yield _memory(snapshot.processes)
+    for own in snapshot.own:
+        yield _own(own)
+    yield Gauge("tensord_build_info", "Always 1", labels=["version"]).fill([((__version__,), 1)])
 
 
-class _Snapshots:
-    """Presents one snapshot as the library's families."""
+def _readiness(snapshot: MetricsSnapshot) -> Iterator[Family]:
+    yield Gauge("tensord_ready", "Whether the daemon is ready, as /v2/health/ready says", snapshot.ready)
+    served = Gauge("tensord_model_served", "Whether a version is served of a model that should be", labels=["model"])
+    yield served.fill([((name,), served_now) for name, served_now in snapshot.wanted.items()])
 
-    def __init__(self, snapshot: MetricsSnapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[Metric]:
-        # A name without samples would say that there is something to see.
-        return (family for family in self._families() if family.samples)
-
-    def _families(self) -> Iterator[Metric]:
-        yield from _readiness(self._snapshot)
-        yield from _configuration(self._snapshot)
-        yield from _models(self._snapshot)
-        yield from _footprints(self._snapshot)
-        yield from _regions(self._snapshot)
-        yield from _workers(self._snapshot)
-        yield from _clients(self._snapshot)
-        yield from _parameters(self._snapshot)
-        yield from _fronts(self._snapshot)
-        yield from _gpus(self._snapshot)
-        yield _memory(self._snapshot.processes)
-        for own in self._snapshot.own:
-            yield _own(own)
-        yield _filled(GaugeMetricFamily("tensord_build_info", "Always 1", labels=["version"]), [((__version__,), 1)])
-
-
-def _readiness(snapshot: MetricsSnapshot) -> Iterator[Metric]:
-    yield GaugeMetricFamily("tensord_ready", "Whether the daemon is ready, as /v2/health/ready says", snapshot.ready)
-    served = GaugeMetricFamily(
-        "tensord_model_served", "Whether a version is served of a model that should be", labels=["model"]
-    )
-    yield _filled(served, [((name,), served_now) for name, served_now in snapshot.wanted.items()])
-
-    state = GaugeMetricFamily(
+    state = Gauge(
         "tensord_model_state",
         "1 for the state that a version is in, of the repository index's",
         labels=[*_MODEL, "state"],
@@ -244,44 +215,42 @@ def _readiness(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     rows = [
         ((name, str(version), each), each == now) for name, version, now in snapshot.states for each in _INDEX_STATES
     ]
-    yield _filled(state, rows)
+    yield state.fill(rows)
 
 
-def _configuration(snapshot: MetricsSnapshot) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
+def _configuration(snapshot: MetricsSnapshot) -> Iterator[Family]:
+    yield Gauge(
         "tensord_config_last_reload_successful",
         "Whether the last reload of the configuration, or else the start, was successful",
         snapshot.reloaded,
     )
-    yield GaugeMetricFamily(
+    yield Gauge(
         "tensord_config_last_reload_success_timestamp_seconds",
         "When the configuration was last read with success",
         snapshot.reloaded_at,
     )
 
 
-def _models(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+def _models(snapshot: MetricsSnapshot) -> Iterator[Family]:
     models = [((total.name, str(total.version)), total) for total in snapshot.models]
-    failure = UnknownMetricFamily(
+    failure = Unknown(
         "nv_inference_request_failure",
         "Failed inference requests: rejected by the queue, cancelled, replaced there, refused by the model, or otherwise",
         labels=[*_MODEL, "reason"],
     )
-    yield _filled(failure, [((*labels, why), of(total.counts)) for labels, total in models for why, of in _FAILURES])
-    refused = CounterMetricFamily(
+    yield failure.fill([((*labels, why), of(total.counts)) for labels, total in models for why, of in _FAILURES])
+    refused = Counter(
         "tensord_model_refused_total", "Requests that a worker answered 503, by reason", labels=[*_MODEL, "reason"]
     )
     rows = [((*labels, why.value), of(total.counts)) for labels, total in models for why, of in _REFUSALS]
-    yield _filled(refused, rows)
+    yield refused.fill(rows)
     cached = [(labels, total) for labels, total in models if total.cached]
     for counters, counted in ((_COUNTERS, models), (_CACHE_COUNTERS, cached)):
         for name, text, of in counters:
-            family = UnknownMetricFamily(name, text, labels=_MODEL)
-            yield _filled(family, [(labels, of(total.counts)) for labels, total in counted])
-    first = HistogramMetricFamily(
-        "nv_inference_first_response_histogram_ms",
-        "Time from arrival to the first response, of models with several",
-        labels=_MODEL,
+            family = Unknown(name, text, labels=_MODEL)
+            yield family.fill([(labels, of(total.counts)) for labels, total in counted])
+    first = Histogram(
+        "nv_inference_first_response_histogram_ms", "Time from arrival to the first response, of models with several"
     )
     for labels, total in models:
         if total.streams:
@@ -289,120 +258,106 @@ def _models(snapshot: MetricsSnapshot) -> Iterator[Metric]:
             within = counts.first_within_0, counts.first_within_1, counts.first_within_2, counts.first_within_3
             bounds = [str(bound) for bound in FIRST_RESPONSE_MS]
             buckets = [*zip(bounds, within, strict=True), ("+Inf", counts.first)]
-            first.add_metric(labels, buckets, counts.first_ns / 1e6)
+            first.observe(_MODEL, labels, buckets, counts.first_ns / 1e6)
     yield first
-    pending = GaugeMetricFamily(
-        "nv_inference_pending_request_count", "Inference requests that wait in queues now", labels=_MODEL
-    )
-    yield _filled(pending, [(labels, total.pending) for labels, total in models])
+    pending = Gauge("nv_inference_pending_request_count", "Inference requests that wait in queues now", labels=_MODEL)
+    yield pending.fill([(labels, total.pending) for labels, total in models])
     stateful = [(labels, total, total.sequences) for labels, total in models if total.sequences is not None]
-    live = GaugeMetricFamily(
+    live = Gauge(
         "tensord_model_sequences", "Sequences that have a slot, or wait for one, now", labels=[*_MODEL, "state"]
     )
     rows = [((*labels, state), count) for labels, _, of in stateful for state, count in zip(_STATES, of, strict=True)]
-    yield _filled(live, rows)
-    lost = CounterMetricFamily(
+    yield live.fill(rows)
+    lost = Counter(
         "tensord_model_sequences_lost_total",
         "Sequences whose state went with an execution that failed",
         labels=_MODEL,
     )
-    yield _filled(lost, [(labels, total.counts.lost_sequences) for labels, total, _ in stateful])
-    copied = CounterMetricFamily(
+    yield lost.fill([(labels, total.counts.lost_sequences) for labels, total, _ in stateful])
+    copied = Counter(
         "tensord_copied_bytes_total",
         "Bytes of tensors that workers have copied for requests, in and out",
         labels=_MODEL,
     )
-    yield _filled(copied, [(labels, total.counts.copied_byte_size) for labels, total in models])
-    busy = CounterMetricFamily(
+    yield copied.fill([(labels, total.counts.copied_byte_size) for labels, total in models])
+    busy = Counter(
         "tensord_model_busy_seconds_total",
         "Time of all runs of it, each once however many requests it was for; an ensemble's are its steps'",
         labels=_MODEL,
     )
-    yield _filled(busy, [(labels, total.counts.busy_ns / 1e9) for labels, total in models])
-    rows_of_nobody = CounterMetricFamily(
+    yield busy.fill([(labels, total.counts.busy_ns / 1e9) for labels, total in models])
+    rows_of_nobody = Counter(
         "tensord_padded_rows_total", "Rows of batches that padded a bucket and belonged to no request", labels=_MODEL
     )
-    yield _filled(rows_of_nobody, [(labels, total.counts.padded_rows) for labels, total in models])
-    padded = CounterMetricFamily(
+    yield rows_of_nobody.fill([(labels, total.counts.padded_rows) for labels, total in models])
+    padded = Counter(
         "tensord_padded_elements_total",
         "Elements of inputs that padded buckets, in rows and in axes",
         labels=_MODEL,
     )
-    yield _filled(padded, [(labels, total.counts.padded_elements) for labels, total in models])
+    yield padded.fill([(labels, total.counts.padded_elements) for labels, total in models])
 
 
-def _gpus(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+def _gpus(snapshot: MetricsSnapshot) -> Iterator[Family]:
     for name, text, of in _GPU:
         rows = [((gpu.uuid,), value) for gpu in snapshot.gpus if (value := of(gpu)) is not None]
-        yield _filled(GaugeMetricFamily(name, text, labels=["gpu_uuid"]), rows)
-    energy = UnknownMetricFamily(
-        "nv_energy_consumption", "Energy in joules since the driver was loaded", labels=["gpu_uuid"]
-    )
-    yield _filled(energy, [((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None])
-    errors = CounterMetricFamily(
+        yield Gauge(name, text, labels=["gpu_uuid"]).fill(rows)
+    energy = Unknown("nv_energy_consumption", "Energy in joules since the driver was loaded", labels=["gpu_uuid"])
+    yield energy.fill([((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None])
+    errors = Counter(
         "tensord_gpu_errors_total",
         "Errors of a GPU: XIDs of the driver, and memory errors",
         labels=["gpu_uuid", "kind"],
     )
-    yield _filled(errors, list(snapshot.gpu_errors.items()))
+    yield errors.fill(list(snapshot.gpu_errors.items()))
 
 
-def _footprints(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+def _footprints(snapshot: MetricsSnapshot) -> Iterator[Family]:
     for name, text, of in _FOOTPRINT:
         rows = [((model, str(version)), of(taken)) for (model, version), taken in snapshot.footprints.items()]
-        yield _filled(GaugeMetricFamily(name, text, labels=_MODEL), rows)
+        yield Gauge(name, text, labels=_MODEL).fill(rows)
 
 
-def _regions(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+def _regions(snapshot: MetricsSnapshot) -> Iterator[Family]:
     kinds = [((regions.kind,), regions) for regions in snapshot.regions]
-    count = GaugeMetricFamily("tensord_regions", "Regions that clients have registered", labels=["kind"])
-    yield _filled(count, [(kind, regions.count) for kind, regions in kinds])
-    size = GaugeMetricFamily("tensord_region_bytes", "Bytes of registered regions", labels=["kind"])
-    yield _filled(size, [(kind, regions.byte_size) for kind, regions in kinds])
-    leases = GaugeMetricFamily("tensord_region_leases", "Tensors of requests in regions now", labels=["kind"])
-    yield _filled(leases, [(kind, regions.leases) for kind, regions in kinds])
-    yield GaugeMetricFamily("tensord_regions_max", "Regions that may be registered", snapshot.max_regions)
-    yield GaugeMetricFamily(
-        "tensord_region_bytes_max", "Bytes that all regions together may have", snapshot.max_region_byte_size
-    )
+    count = Gauge("tensord_regions", "Regions that clients have registered", labels=["kind"])
+    yield count.fill([(kind, regions.count) for kind, regions in kinds])
+    size = Gauge("tensord_region_bytes", "Bytes of registered regions", labels=["kind"])
+    yield size.fill([(kind, regions.byte_size) for kind, regions in kinds])
+    leases = Gauge("tensord_region_leases", "Tensors of requests in regions now", labels=["kind"])
+    yield leases.fill([(kind, regions.leases) for kind, regions in kinds])
+    yield Gauge("tensord_regions_max", "Regions that may be registered", snapshot.max_regions)
+    yield Gauge("tensord_region_bytes_max", "Bytes that all regions together may have", snapshot.max_region_byte_size)
 
 
-def _workers(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+def _workers(snapshot: MetricsSnapshot) -> Iterator[Family]:
     workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
     labels = ("worker", "device")
-    up = GaugeMetricFamily("tensord_worker_up", "Whether the worker's process is up", labels=labels)
-    yield _filled(up, [(of, slot.up) for of, slot in workers])
-    answered = GaugeMetricFamily(
+    up = Gauge("tensord_worker_up", "Whether the worker's process is up", labels=labels)
+    yield up.fill([(of, slot.up) for of, slot in workers])
+    answered = Gauge(
         "tensord_worker_answered",
         "Whether it answered this scrape; if not, its last figures are shown",
         labels=labels,
     )
-    yield _filled(answered, [(of, slot.answered) for of, slot in workers])
-    restarts = CounterMetricFamily("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)
-    yield _filled(restarts, [(of, slot.restarts) for of, slot in workers])
-    deaths = CounterMetricFamily(
+    yield answered.fill([(of, slot.answered) for of, slot in workers])
+    restarts = Counter("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)
+    yield restarts.fill([(of, slot.restarts) for of, slot in workers])
+    deaths = Counter(
         "tensord_process_deaths_total",
         "Processes that died and were to be replaced, by cause: memory, hung, the signal, or exit",
         labels=["process", "cause"],
     )
-    yield _filled(deaths, list(snapshot.deaths.items()))
-    compiles = CounterMetricFamily(
-        "tensord_worker_compiles_total", "Programs that were compiled, or could not be", labels=labels
-    )
-    yield _filled(compiles, [(of, slot.compiles.count) for of, slot in workers])
-    seconds = CounterMetricFamily(
-        "tensord_worker_compile_seconds_total", "Time of all compilations together", labels=labels
-    )
-    yield _filled(seconds, [(of, slot.compiles.ns / 1e9) for of, slot in workers])
-    hits = CounterMetricFamily(
-        "tensord_worker_compile_cache_hits_total", "Programs that were found in the cache", labels=labels
-    )
-    yield _filled(hits, [(of, slot.compiles.cache_hits) for of, slot in workers])
-    lost = CounterMetricFamily(
-        "tensord_worker_sequences_lost_total", "Sequences that had begun on it when it died", labels=labels
-    )
-    yield _filled(lost, [(of, slot.lost_sequences) for of, slot in workers])
-    programs = GaugeMetricFamily(
+    yield deaths.fill(list(snapshot.deaths.items()))
+    compiles = Counter("tensord_worker_compiles_total", "Programs that were compiled, or could not be", labels=labels)
+    yield compiles.fill([(of, slot.compiles.count) for of, slot in workers])
+    seconds = Counter("tensord_worker_compile_seconds_total", "Time of all compilations together", labels=labels)
+    yield seconds.fill([(of, slot.compiles.ns / 1e9) for of, slot in workers])
+    hits = Counter("tensord_worker_compile_cache_hits_total", "Programs that were found in the cache", labels=labels)
+    yield hits.fill([(of, slot.compiles.cache_hits) for of, slot in workers])
+    lost = Counter("tensord_worker_sequences_lost_total", "Sequences that had begun on it when it died", labels=labels)
+    yield lost.fill([(of, slot.lost_sequences) for of, slot in workers])
+    programs = Gauge(
         "tensord_worker_load_programs",
         "Of the model that it loads now: the programs that are made, and all that are to be",
         labels=(*labels, *_MODEL, "state"),
@@ -410,23 +365,20 @@ def _workers(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     for of, at in [(of, slot.loading) for of, slot in workers]:
         if at is not None and at.total:
             model = (*of, at.name, str(at.version))
-            programs.add_metric((*model, "made"), at.number - 1)
-            programs.add_metric((*model, "all"), at.total)
+            programs.fill([((*model, "made"), at.number - 1), ((*model, "all"), at.total)])
     yield programs
 
 
-def _parameters(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+def _parameters(snapshot: MetricsSnapshot) -> Iterator[Family]:
     pushed = snapshot.parameters
     labels = {key: (key[0], str(key[1])) for key in pushed.versions}
-    sets = GaugeMetricFamily(
-        "tensord_parameter_sets", "Parameter sets that were pushed and are in force", labels=_MODEL
-    )
-    yield _filled(sets, [(labels[key], count) for key, (count, _) in pushed.versions.items()])
-    number = GaugeMetricFamily(
+    sets = Gauge("tensord_parameter_sets", "Parameter sets that were pushed and are in force", labels=_MODEL)
+    yield sets.fill([(labels[key], count) for key, (count, _) in pushed.versions.items()])
+    number = Gauge(
         "tensord_parameter_version", "Number of the parameters of the set main; 0: the repository's", labels=_MODEL
     )
-    yield _filled(number, [(labels[key], main) for key, (_, main) in pushed.versions.items()])
-    yield GaugeMetricFamily(
+    yield number.fill([(labels[key], main) for key, (_, main) in pushed.versions.items()])
+    yield Gauge(
         "tensord_parameter_kept_bytes",
         "Pushed parameters that are kept for workers that are replaced",
         pushed.byte_size,
@@ -434,126 +386,111 @@ def _parameters(snapshot: MetricsSnapshot) -> Iterator[Metric]:
     moved = [
         ((total.name, str(total.version)), total) for total in snapshot.models if total.set_byte_size or total.misses
     ]
-    size = GaugeMetricFamily(
+    size = Gauge(
         "tensord_parameter_device_bytes", "Parameter sets that lie on devices now, of all workers", labels=_MODEL
     )
-    yield _filled(size, [(of, total.set_byte_size) for of, total in moved])
-    evictions = CounterMetricFamily(
+    yield size.fill([(of, total.set_byte_size) for of, total in moved])
+    evictions = Counter(
         "tensord_parameter_evictions_total", "Parameter sets that left a device to make room for others", labels=_MODEL
     )
-    yield _filled(evictions, [(of, total.evictions) for of, total in moved])
-    misses = CounterMetricFamily(
+    yield evictions.fill([(of, total.evictions) for of, total in moved])
+    misses = Counter(
         "tensord_parameter_misses_total",
         "Runs whose parameter set had to be brought to the device first",
         labels=_MODEL,
     )
-    yield _filled(misses, [(of, total.misses) for of, total in moved])
-    outcomes = CounterMetricFamily(
+    yield misses.fill([(of, total.misses) for of, total in moved])
+    outcomes = Counter(
         "tensord_parameter_changes_total",
         "Changes of parameter sets, by what came of them",
         labels=["model", "outcome"],
     )
-    yield _filled(outcomes, list(pushed.outcomes.items()))
+    yield outcomes.fill(list(pushed.outcomes.items()))
 
 
-def _clients(snapshot: MetricsSnapshot) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "tensord_clients", "Clients that are connected to the clients' socket now", snapshot.clients
-    )
-    yield CounterMetricFamily(
-        "tensord_client_lanes_refused_total", "Requests for lanes that were refused", snapshot.refused_lanes
-    )
+def _clients(snapshot: MetricsSnapshot) -> Iterator[Family]:
+    yield Gauge("tensord_clients", "Clients that are connected to the clients' socket now", snapshot.clients)
+    yield Counter("tensord_client_lanes_refused_total", "Requests for lanes that were refused", snapshot.refused_lanes)
     workers = [((slot.name, slot.device), slot) for slot in snapshot.workers]
     labels = ("worker", "device")
-    lanes = GaugeMetricFamily("tensord_client_lanes", "Lanes that clients have to the worker now", labels=labels)
-    yield _filled(lanes, [(of, slot.lanes) for of, slot in workers])
-    requests = CounterMetricFamily(
+    lanes = Gauge("tensord_client_lanes", "Lanes that clients have to the worker now", labels=labels)
+    yield lanes.fill([(of, slot.lanes) for of, slot in workers])
+    requests = Counter(
         "tensord_client_lane_requests_total", "Inference requests that came on clients' lanes", labels=labels
     )
-    yield _filled(requests, [(of, slot.lane_requests) for of, slot in workers])
-    answers = CounterMetricFamily(
+    yield requests.fill([(of, slot.lane_requests) for of, slot in workers])
+    answers = Counter(
         "tensord_client_lane_answers_total",
         "Final answers to requests on clients' lanes, by code; OK: good ones",
         labels=(*labels, "code"),
     )
     rows = [((*of, code), count) for of, slot in workers for code, count in slot.lane_answers.items()]
-    yield _filled(answers, rows)
-    size = GaugeMetricFamily(
-        "tensord_client_segment_bytes", "Bytes of clients' segments that lanes have open now", labels=labels
-    )
-    yield _filled(size, [(of, slot.lane_byte_size) for of, slot in workers])
+    yield answers.fill(rows)
+    size = Gauge("tensord_client_segment_bytes", "Bytes of clients' segments that lanes have open now", labels=labels)
+    yield size.fill([(of, slot.lane_byte_size) for of, slot in workers])
 
 
-def _fronts(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
     fronts = [((slot.name, slot.protocol), slot) for slot in snapshot.fronts]
     labels = ("front", "protocol")
-    up = GaugeMetricFamily("tensord_front_up", "Whether the front's process is up", labels=labels)
-    yield _filled(up, [(of, slot.up) for of, slot in fronts])
-    connections = GaugeMetricFamily("tensord_front_connections", "Connections of clients now", labels=labels)
-    yield _filled(connections, [(of, slot.connections) for of, slot in fronts])
-    refused = CounterMetricFamily(
+    up = Gauge("tensord_front_up", "Whether the front's process is up", labels=labels)
+    yield up.fill([(of, slot.up) for of, slot in fronts])
+    connections = Gauge("tensord_front_connections", "Connections of clients now", labels=labels)
+    yield connections.fill([(of, slot.connections) for of, slot in fronts])
+    refused = Counter(
         "tensord_front_refused_total", "Requests that the front answered 503, by reason", labels=(*labels, "reason")
     )
     rows = [((*of, why.value), count) for of, slot in fronts for why, count in slot.refused.items()]
-    yield _filled(refused, rows)
-    answers: Counter[tuple[str, str]] = Counter()
+    yield refused.fill(rows)
+    answers: collections.Counter[tuple[str, str]] = collections.Counter()
     for slot in snapshot.fronts:
         for number, (code, count) in enumerate(slot.answers.items()):
             if count or not number:
                 answers[slot.protocol, code] += count
-    requests = CounterMetricFamily(
+    requests = Counter(
         "tensord_front_requests_total",
         "Requests that fronts have answered, of any kind, by code of the protocol",
         labels=["protocol", "code"],
     )
-    yield _filled(requests, list(answers.items()))
-    known = GaugeMetricFamily(
+    yield requests.fill(list(answers.items()))
+    known = Gauge(
         "tensord_front_prepared_requests", "Prepared requests that have a number on the lanes now", labels=labels
     )
-    yield _filled(known, [(of, slot.prepared_requests) for of, slot in fronts])
-    numbered = CounterMetricFamily(
+    yield known.fill([(of, slot.prepared_requests) for of, slot in fronts])
+    numbered = Counter(
         "tensord_front_prepared_requests_numbered_total", "Prepared requests that were given a number", labels=labels
     )
-    yield _filled(numbered, [(of, slot.prepared_numbered) for of, slot in fronts])
-    evicted = CounterMetricFamily(
+    yield numbered.fill([(of, slot.prepared_numbered) for of, slot in fronts])
+    evicted = Counter(
         "tensord_front_prepared_requests_evicted_total",
         "Prepared requests that were forgotten because others took their numbers",
         labels=labels,
     )
-    yield _filled(evicted, [(of, slot.prepared_evicted) for of, slot in fronts])
-    restarts = CounterMetricFamily("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
-    yield _filled(restarts, [(of, slot.restarts) for of, slot in fronts])
+    yield evicted.fill([(of, slot.prepared_evicted) for of, slot in fronts])
+    restarts = Counter("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
+    yield restarts.fill([(of, slot.restarts) for of, slot in fronts])
 
 
-def _memory(processes: Mapping[str, int]) -> Metric:
-    family = GaugeMetricFamily(
+def _memory(processes: Mapping[str, int]) -> Family:
+    family = Gauge(
         "tensord_process_resident_memory_bytes", "Resident memory, shared pages included", labels=["process"]
     )
     for name, pid in processes.items():
         with contextlib.suppress(OSError):  # it has just ended
-            family.add_metric([name], int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE)
+            family.fill([((name,), int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE)])
     return family
 
 
-def _own(own: OwnFamily) -> Metric:
+def _own(own: OwnFamily) -> Family:
     """Makes the family of a model's own metric, under the names that it has given."""
-    kinds = {"counter": UnknownMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-    family: Metric = kinds[own.kind](own.name, own.description)
+    histogram = Histogram(own.name, own.description) if own.kind == "histogram" else None
+    family = histogram or (Unknown if own.kind == "counter" else Gauge)(own.name, own.description)
     for labels, metric in own.metrics.items():
-        if own.kind != "histogram":
-            family.add_sample(own.name, dict(labels), metric.value)
-            continue
-        within = list(itertools.accumulate(metric.counts))
-        for bound, count in zip((*map(str, metric.buckets), "+Inf"), within, strict=True):
-            family.add_sample(f"{own.name}_bucket", {**dict(labels), "le": bound}, count)
-        family.add_sample(f"{own.name}_count", dict(labels), within[-1])
-        family.add_sample(f"{own.name}_sum", dict(labels), metric.value)
-    return family
-
-
-def _filled(
-    family: CounterMetricFamily | GaugeMetricFamily | UnknownMetricFamily, rows: Iterable[tuple[Sequence[str], float]]
-) -> Metric:
-    for labels, value in rows:
-        family.add_metric(labels, value)
+        names, values = [name for name, _ in labels], [value for _, value in labels]
+        if histogram is None:
+            family.add(names, values, metric.value)
+        else:
+            within = itertools.accumulate(metric.counts)
+            buckets = zip((*map(str, metric.buckets), "+Inf"), within, strict=True)
+            histogram.observe(names, values, buckets, metric.value)
     return family

@@ -81,8 +81,8 @@ class Ledger:
             sequences: tuple[int, int] | None = None
             for versions in self._workers.values():
                 if (version := versions.get(key)) is not None:
-                    counts += version.counts
-                    durations = total(durations, version.durations)
+                    counts = version.counts if counts is _NOTHING[0] else counts + version.counts
+                    durations = total(durations, version.durations) if durations else version.durations
                     moves = _moved(moves, version)
                     sets = () if version.parameters is None else version.parameters.sets
                     set_byte_size += sum(each.byte_size for each in sets if each.on_device)
