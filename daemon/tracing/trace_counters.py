@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 
+#: The most requests that a front passes over for one look at the shared counter: a front that is asked seldom keeps no more back.
+_MAX_BLOCK = 64
+
 
 class TraceBudget:
     """Counts the traces that may still be taken. It owns its descriptor."""
@@ -46,32 +49,48 @@ class TraceBudget:
 class SampleCounter:
     """Samples one request in every ``rate``. It owns its descriptor.
 
-    The counter holds how many requests are passed over before the next one is traced. Each request takes one; the one that finds
-    none is traced, and puts them back for the next round. When two fronts find none at the same moment both are traced, and so
-    many more are passed over then: over time it is exactly one in ``rate``.
+    The counter holds blocks of requests that are passed over before the next one is traced. A front takes a block, and passes
+    over that many requests without asking anybody; the request for which there is no block left is traced, and puts them back for
+    the next round. When two fronts find none at the same moment both are traced, and so many more are passed over then: over time
+    it is one in ``rate``, however the requests are shared out.
     """
 
     def __init__(self, fd: int, rate: int) -> None:
         """Takes over a descriptor that ``create`` made in another process with the same ``rate``, at least 1."""
         self.fd = fd
-        self._skipped = rate - 1
+        self._block = _block(rate)
+        #: What is passed over between two traced requests: whole blocks, and the rest, by the front that traced the first one.
+        self._blocks, self._rest = divmod(rate - 1, self._block)
+        #: Requests that are passed over before the counter is asked again.
+        self.passes = self._rest
 
     @classmethod
     def create(cls, rate: int) -> SampleCounter:
         """Makes a counter with ``rate`` from 1 to 2^32 - 1; the first request sampled is the one with this number."""
-        return cls(os.eventfd(rate - 1, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
+        blocks = (rate - 1) // _block(rate)
+        return cls(os.eventfd(blocks, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC), rate)
 
     def take(self) -> bool:
         """Counts a request. Returns whether it is sampled."""
-        if not self._skipped:
+        if self.passes:
+            self.passes -= 1
+            return False
+        if not self._blocks:
             return True
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
-            os.eventfd_write(self.fd, self._skipped)
+            os.eventfd_write(self.fd, self._blocks)
+            self.passes = self._rest
             return True
+        self.passes = self._block - 1
         return False
 
     def close(self) -> None:
         """Closes the descriptor; call it once."""
         os.close(self.fd)
+
+
+def _block(rate: int) -> int:
+    """Returns how many requests a front passes over for each system call: few enough that fronts share a round."""
+    return min(_MAX_BLOCK, max(1, rate // 8))

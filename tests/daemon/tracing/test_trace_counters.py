@@ -33,6 +33,34 @@ def test_all_fronts_count_together(rate: int) -> None:
     theirs.close()
 
 
+@pytest.mark.parametrize("rate", [16, 100, 101, 1000])
+def test_one_in_rate_where_fronts_take_blocks(rate: int) -> None:
+    """A front alone finds each ``rate``-th request; of two, whoever is asked how often, the traced ones are as many."""
+    alone = SampleCounter.create(rate)
+    traced = [number for number in range(1, 5 * rate + 1) if alone.take()]
+    assert traced == [rate * round_ for round_ in range(1, 6)]
+    theirs = SampleCounter(os.dup(alone.fd), rate)
+    count = sum((alone if number % 3 else theirs).take() for number in range(50 * rate))
+    assert 49 <= count <= 50
+    alone.close()
+    theirs.close()
+
+
+def test_most_requests_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    read = os.eventfd_read
+
+    def ask(fd: int) -> int:
+        asked.append(fd)
+        return read(fd)
+
+    monkeypatch.setattr(os, "eventfd_read", ask)
+    turn = SampleCounter.create(100)
+    assert sum(turn.take() for _ in range(1000)) == 10
+    assert len(asked) <= 100
+    turn.close()
+
+
 def test_the_largest_rate() -> None:
     turn = SampleCounter.create((1 << 32) - 1)
     assert not any(turn.take() for _ in range(100))
