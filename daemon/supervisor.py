@@ -57,12 +57,14 @@ from tensord.daemon.processes.watchdog import Watchdog
 from tensord.daemon.processes.worker_pool import Leftovers, WorkerPool
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.daemon.regions.region_registry import RegionRegistry
-from tensord.daemon.tracing import spans
+from tensord.daemon.tracing import span_exporter
+from tensord.daemon.tracing.span_exporter import SpanExporter
 from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.channel import pair
 from tensord.shm.control_records import (
     ControlCall,
+    EndedTrace,
     LaneClosed,
     LaneOpened,
     Loaded,
@@ -134,6 +136,8 @@ class Supervisor:
         self._clients = ClientSocket(options, environment, self._regions, self.fronts, self._lanes, self.parameters)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self.fronts.publish)
+        #: None: no spans are sent.
+        self._spans: SpanExporter | None = None
         self._operations = Operations(
             self._models,
             self.parameters,
@@ -167,7 +171,7 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         _raise_open_files(self.options)
-        if self.options.trace.otlp and not spans.installed():
+        if self.options.trace.otlp and not span_exporter.installed():
             raise InvalidArgument(
                 "trace.otlp is set, and what sends spans is not installed: pip install 'tensord[otel]'"
             )
@@ -189,6 +193,9 @@ class Supervisor:
             await control.open()
             self._clients.serve()
             self.workers.start_all(self._spawned)
+            if self.options.trace.otlp:
+                # The libraries take long to import, as what the workers import does.
+                self._spans = await asyncio.to_thread(SpanExporter, self.options.trace.otlp, self.options.server_name)
             found = await self._models.scan(self.options.repository)
             outcomes = self._models.begin(found, self.options.repository)
             self.fronts.start_all(max(1, len(os.sched_getaffinity(0)) - len(self._spawned)))
@@ -211,6 +218,8 @@ class Supervisor:
             self._clients.close()
             self._regions.close()
             self._trace_settings.close()
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.close)
             self._notifier.close()
             self.fronts.close()
         return self._shutdown.exit_status
@@ -303,6 +312,11 @@ class Supervisor:
     def front_asked(self, front: FrontProcess, call: ControlCall, fds: list[int]) -> None:
         """Answers a front's call, and owns the descriptors that came with it."""
         self._tasks.spawn(self._answer(front, call, fds))
+
+    def traces_ended(self, traces: Sequence[EndedTrace]) -> None:
+        """Sends traces of a front to the collector."""
+        if self._spans is not None:
+            self._spans.export(traces)
 
     def worker_joined(self, worker: WorkerProcess) -> None:
         """Gives a worker that is ready its regions, lanes and models."""

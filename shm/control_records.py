@@ -5,7 +5,7 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 supervisor --> front                     front --> supervisor
     control     Start Serve Stop LaneOpened              ChildReady ControlCall
                 WorkerFenced ModelState ModelGone        StateAcknowledged
-                Readiness RegionPlace Reply              Reply
+                Readiness RegionPlace Reply              Reply TracesEnded
                 StatePublished LogChanged
                 TraceChanged TraceCleared
                 ControlCall RequestsRefused
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tensord.shm.messages import Timeline
 from tensord.shm.operations import ANONYMOUS, Operation, Peer
 from tensord.shm.progress import Loading, Readiness
 from tensord.shm.record import Record
@@ -169,6 +170,31 @@ class TraceCleared(Record, frozen=True, tag="untrace"):
     """Removes a model's own trace settings."""
 
     model: str
+
+
+class EndedTrace(Record, frozen=True, tag="ended"):
+    """Tells what is known of a sampled request that was answered, for whoever makes spans of it."""
+
+    #: In hexadecimal digits as W3C Trace Context has them; ``parent_id``: the client's span, "": a trace begins with the request.
+    trace_id: str
+    span_id: str
+    parent_id: str
+    #: CLOCK_MONOTONIC ns.
+    began_ns: int
+    moments: tuple[tuple[str, int], ...]
+    model: str
+    #: Of the request's own span.
+    attributes: dict[str, str | int]
+    #: What its worker has said, but for tensors.
+    timeline: Timeline | None = None
+    #: What it was answered instead of outputs; "": it was answered well.
+    error: str = ""
+
+
+class TracesEnded(Record, frozen=True, tag="traces"):
+    """Hands over what is to be sent to a collector."""
+
+    traces: tuple[EndedTrace, ...]
 
 
 class WorkerFenced(Record, frozen=True, tag="fenced"):
@@ -336,7 +362,7 @@ ToFront = (
     | ControlCall
     | Reply
 )
-FromFront = ChildReady | StateAcknowledged | ControlCall | Reply
+FromFront = ChildReady | StateAcknowledged | ControlCall | Reply | TracesEnded
 ToWorkerControl = (
     Start | Stop | LogChanged | LaneOpened | LaneClosed | Load | ServeLoaded | CancelLoad | Unload | ControlCall | Reply
 )

@@ -65,6 +65,17 @@ class ControlChannel:
         self._channel.close()
 
     @property
+    def waiting(self) -> int:
+        """Counts records and datagrams that the socket did not take yet."""
+        return 0 if self._closed else self._channel.waiting
+
+    def finish(self) -> None:
+        """Handles what the peer, which is gone, has sent last, and closes."""
+        if not self._closed:
+            self._readable()
+        self.close()
+
+    @property
     def closed(self) -> bool:
         return self._closed
 

@@ -52,6 +52,7 @@ from tensord.shm.control_records import (
     ToFront,
     TraceChanged,
     TraceCleared,
+    TracesEnded,
     WorkerFenced,
 )
 from tensord.shm.errors import Unsupported
@@ -64,6 +65,8 @@ from tensord.shm.record import decoder
 _KEPT_BYTE_SIZE = 64 << 20
 #: Between two looks whether anything is in flight, when the supervisor asks.
 _IDLE_POLL_SECONDS = 0.02
+#: Records that may wait for the supervisor before traces are dropped.
+_MAX_WAITING = 64
 #: The most connections that are described.
 _MAX_CONNECTIONS = 1000
 
@@ -107,6 +110,7 @@ class Front(ABC):
             await self._serve_until_stopped(start)
         self.tracer.close()
         self.submitter.close()
+        await asyncio.sleep(0)  # what was sent last leaves
         self._connection.close()
 
     async def _serve_until_stopped(self, start: Start) -> None:
@@ -151,7 +155,7 @@ class Front(ABC):
                 stack_report.enable(*fds)
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
-                self.tracer = Tracer(record.incarnation, options.trace, options.server_name, options.metrics.buckets)
+                self.tracer = Tracer(record.incarnation, options.trace, options.metrics.buckets, self._hand_over)
                 row = self.place.row
                 counters = self.place.counters.front(row)
                 self._submitter = Submitter(
@@ -211,6 +215,13 @@ class Front(ABC):
         while self.submitter.in_flight() or self.is_busy():
             await asyncio.sleep(_IDLE_POLL_SECONDS)
         self._connection.send(Reply(call.call_id))
+
+    def _hand_over(self, traces: TracesEnded) -> bool:
+        """Sends traces to the supervisor. Returns False if it does not take what was sent before."""
+        if self._connection.waiting >= _MAX_WAITING:
+            return False
+        self._connection.send(traces)
+        return True
 
     def _orphaned(self) -> None:
         """Exits the process, because the supervisor is gone and nobody else would stop it."""

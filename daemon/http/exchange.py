@@ -38,7 +38,7 @@ from tensord.daemon.http.serving import HttpServing
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.in_flight import InFlight
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from tensord.daemon.tracing.tracer import Trace
+from tensord.daemon.tracing.tracer import Trace, Tracer
 from tensord.shm import trace_stamps
 from tensord.shm.arena import Lease
 from tensord.shm.errors import DEFECT, InvalidArgument, ServingError, Unavailable, Unsupported
@@ -140,10 +140,13 @@ class Exchange(InFlight):
             head.edition = table.edition
         tracer = self._serving.tracer
         if tracer is not None and tracer.on:
-            self._trace = tracer.sample(self._head.model, self._head.trace_parent)
-            if self._trace is not None:
-                self.context = self._trace.context
-                self._trace.stamp(trace_stamps.HTTP_RECV_START)
+            self._sample(tracer)
+
+    def _sample(self, tracer: Tracer) -> None:
+        trace = tracer.sample(self._head.model, self._head.trace_parent)
+        if trace is not None:
+            self._trace, self.context = trace, trace.context
+            trace.stamp(trace_stamps.HTTP_RECV_START)
 
     def receive(self, chunk: bytes) -> None:
         """Takes a piece of the body. Raises BodyTooLarge."""
@@ -196,10 +199,12 @@ class Exchange(InFlight):
         serving, head = self._serving, self._head
         tracer = serving.tracer
         try:
-            if head.edition != serving.table.edition or (tracer is not None and tracer.on):
+            if head.edition != serving.table.edition:
                 self._admit()
-                if self._trace is not None:
-                    self._trace.stamp(trace_stamps.HTTP_RECV_END)
+            elif tracer is not None and tracer.on:
+                self._sample(tracer)
+            if self._trace is not None:
+                self._trace.stamp(trace_stamps.HTTP_RECV_END)
             ends = begins + head.text_size
             text = data[begins:ends]
             known = serving.prepared

@@ -171,11 +171,12 @@ class Child:
 
     def _exited(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
+        if self._connection is not None:
+            # What it said last may lie there still.
+            self._connection.finish()
         os.close(self._pidfd)
         assert self._process is not None
         self.returncode = self._process.wait()
-        if self._connection is not None:
-            self._connection.close()
         for line in stack_report.read(self._stack_fd):
             _log.error("%s (process %d) died: %s", self.name, self.pid, line)
         os.close(self._stack_fd)

@@ -25,7 +25,7 @@ from tensord.daemon.processes import listening, socket_activation
 from tensord.daemon.processes.child import FrontProcess, MissingParts, front_name
 from tensord.daemon.processes.listening import Listener, ListenError
 from tensord.shm import descriptors
-from tensord.shm.control_records import ChildReady, ControlCall, Reply, Serve, StateAcknowledged
+from tensord.shm.control_records import ChildReady, ControlCall, Reply, Serve, StateAcknowledged, TracesEnded
 from tensord.shm.record import Record
 from tensord.shm.refusals import Refusal
 
@@ -181,6 +181,8 @@ class Fronts:
                 else:
                     front.serves = True
                     front.send(Serve())
+            case TracesEnded(traces):
+                self._supervisor.traces_ended(traces)
             case ChildReady(missing=missing):
                 self._missing.say(missing)
                 urls = " and ".join(self.urls(front.protocol))

@@ -1,164 +1,96 @@
-"""Exports sampled requests as spans of OpenTelemetry, over OTLP, joined to the traces of whoever asked.
+"""Joins sampled requests to the traces of whoever asked, and hands the ended ones over to be sent to a collector.
 
-    infer m      [----------------------------------------]     kind server; parent: the client's span, from ``traceparent``
-      receive    [--]
-      queue          [-----]
-      compute               [--------------------]
-        tokenize                [---]                           what the model's code has named (``tensord.models.span``)
-      send                                         [-----]
-      infer step            [--------]                          of a request that was made for this one, with its own parts
+    sample ─▶ SpanIds ─▶ the request ─▶ EndedTrace ─▶ several at a time ─▶ the supervisor: ``span_exporter``
 
-A request's own span begins when it is sampled, so that its ids are known; the others are made from the trace's stamps once it has
-ended. The library sends them in a thread of its own, keeps a bounded number of
-them while the collector does not answer, and drops what is beyond. Source: OpenTelemetry's specification of traces; W3C Trace
-Context.
+Ids are made here, because a worker and the log name them while the request runs. All else about spans is the supervisor's work:
+what it costs to make and to send them is not taken from requests. Source: W3C Trace Context.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
+import asyncio
+import logging
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from tensord.shm import trace_stamps as stamps
-from tensord.shm.messages import OwnSpan, Timeline
+import msgspec
 
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Span
+from tensord.config.log import Seldom
+from tensord.shm.control_records import EndedTrace, TracesEnded
+from tensord.shm.messages import Timeline
 
-_CLOSE_SECONDS = 2.0
-#: Part of a request -> the stamps at its two ends.
-_PARTS = (
-    ("receive", stamps.HTTP_RECV_START, stamps.HTTP_RECV_END),
-    ("receive", stamps.GRPC_WAITREAD_START, stamps.GRPC_WAITREAD_END),
-    ("queue", stamps.QUEUE_START, stamps.COMPUTE_START),
-    ("compute", stamps.COMPUTE_START, stamps.COMPUTE_END),
-    ("send", stamps.HTTP_SEND_START, stamps.HTTP_SEND_END),
-    ("send", stamps.GRPC_SEND_START, stamps.GRPC_SEND_END),
-)
+_log = logging.getLogger(__name__)
+#: Traces that are handed over together, and seconds after which fewer are.
+_TOGETHER = 64
+_SECONDS = 0.5
+_TRACEPARENT = re.compile(r"[ \t]*([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?[ \t]*")
+_SAMPLED = 1
 
 
-def installed() -> bool:
-    """Returns whether the libraries that export spans are there (the extra ``otel``)."""
-    try:
-        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:
-        return False
+@dataclass(frozen=True, slots=True)
+class SpanIds:
+    """Names a span, in hexadecimal digits as W3C Trace Context has it."""
+
+    trace_id: str
+    span_id: str
+
+    @classmethod
+    def parse(cls, traceparent: str) -> SpanIds | None:
+        """Returns what a ``traceparent`` refers to, if its sender has sampled it; else None, also where it is malformed."""
+        found = _TRACEPARENT.fullmatch(traceparent)
+        if found is None:
+            return None
+        version, trace_id, span_id, flags, more = found.groups()
+        if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+            return None
+        return cls(trace_id, span_id) if int(flags, 16) & _SAMPLED else None
+
+    @classmethod
+    def within(cls, parent: SpanIds | None) -> SpanIds:
+        """Makes the ids of a span. ``parent``: None: a trace begins with it."""
+        trace_id = f"{random.getrandbits(128) or 1:032x}" if parent is None else parent.trace_id
+        return cls(trace_id, f"{random.getrandbits(64) or 1:016x}")
 
 
 class Spans:
-    """Sends finished traces to a collector.
+    """Hands over the ended traces of a front. Belongs to its loop."""
 
-    Args:
-      url: where OTLP over HTTP is taken, such as ``http://127.0.0.1:4318/v1/traces``.
-      service: the name of this server in the collector.
-    """
+    def __init__(self, hand_over: Callable[[TracesEnded], bool]) -> None:
+        """Takes ``hand_over``, which returns False if too much waits and the traces are dropped."""
+        self._hand_over = hand_over
+        self._waiting: list[EndedTrace] = []
+        self._timer: asyncio.TimerHandle | None = None
+        #: Traces that were dropped so far.
+        self.dropped = 0
+        self._seldom = Seldom()
 
-    def __init__(self, url: str, service: str) -> None:
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    def ended(self, trace: EndedTrace) -> None:
+        """Takes a trace, which is handed over a moment later."""
+        self._waiting.append(trace)
+        if len(self._waiting) >= _TOGETHER:
+            self.flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_SECONDS, self.flush)
 
-        self._trace = trace
-        self._propagator = TraceContextTextMapPropagator()
-        # What is sampled was decided before.
-        self._provider = TracerProvider(ALWAYS_ON, Resource.create({SERVICE_NAME: service}), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
-        self._tracer = self._provider.get_tracer("tensord")
-
-    def parent(self, traceparent: str) -> Context | None:
-        """Returns what a ``traceparent`` refers to, if its sender has sampled it; else None, also where it is malformed."""
-        context = self._propagator.extract({"traceparent": traceparent})
-        span = self._trace.get_current_span(context).get_span_context()
-        return context if span.is_valid and span.trace_flags.sampled else None
-
-    def begin(self, model: str, parent: Context | None, began_ns: int) -> Span:
-        """Begins the span of a request. It is sent once ``export`` was called.
-
-        Args:
-          parent: the client's span. None: the trace begins here.
-          began_ns: CLOCK_MONOTONIC.
-        """
-        span: Span = self._tracer.start_span(
-            f"infer {model}", parent, self._trace.SpanKind.SERVER, start_time=began_ns + _since_1970()
-        )
-        return span
-
-    def export(
-        self,
-        span: Span,
-        moments: Sequence[tuple[str, int]],
-        attributes: Mapping[str, str | int],
-        timeline: Timeline | None,
-        error: str,
-    ) -> None:
-        """Ends the span of a request, and makes those of its parts.
-
-        Args:
-          moments: names and CLOCK_MONOTONIC ns.
-          attributes: of the request's own span.
-          timeline: what its worker has said: its model's own spans, and the requests that were made for it.
-          error: what it was answered instead; "": it was answered well.
-        """
-        if moments:
-            self._export(span, moments, attributes, timeline, error, _since_1970())
-
-    def _export(
-        self,
-        span: Span,
-        moments: Sequence[tuple[str, int]],
-        attributes: Mapping[str, str | int],
-        timeline: Timeline | None,
-        error: str,
-        offset: int,
-    ) -> None:
-        trace, at = self._trace, {name: ns + offset for name, ns in moments}
-        span.set_attributes({f"tensord.{name}": value for name, value in attributes.items()})
-        own = run = trace.set_span_in_context(span)
-        for name, begins, ends in _PARTS:
-            if begins in at and ends in at:
-                part = self._tracer.start_span(name, own, start_time=at[begins])
-                part.end(max(at[begins], at[ends]))
-                if name == "compute":
-                    run = trace.set_span_in_context(part)
-        if timeline is not None:
-            self._named(timeline.spans, run, offset)
-        for child in () if timeline is None else timeline.children:
-            if child.moments:
-                began = min(ns for _, ns in child.moments) + offset
-                made = self._tracer.start_span(f"infer {child.model}", own, start_time=began)
-                said: dict[str, str | int] = {"model": child.model, "version": child.version}
-                self._export(made, child.moments, said, child, "", offset)
-        if error:
-            span.set_status(trace.StatusCode.ERROR, error)
-        span.end(max(at.values()))
-
-    def _named(self, spans: Sequence[OwnSpan], run: Context, offset: int) -> None:
-        """Makes the spans that a model's code has named, each as a part of the run or of another one."""
-        contexts = [run]
-        for own in spans:
-            span = self._tracer.start_span(
-                own.name, contexts[own.parent], attributes=own.attributes, start_time=own.began_ns + offset
-            )
-            contexts.append(self._trace.set_span_in_context(span))
-            if own.error:
-                span.set_status(self._trace.StatusCode.ERROR, own.error)
-            span.end(own.ended_ns + offset)
-
-    def close(self) -> None:
-        """Sends what waits, for a moment at most: a collector that is gone holds nobody up."""
-        closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
-        closing.start()
-        closing.join(_CLOSE_SECONDS)
+    def flush(self) -> None:
+        """Hands over what waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._waiting:
+            return
+        traces, self._waiting = tuple(self._waiting), []
+        if not self._hand_over(TracesEnded(traces)):
+            self.dropped += len(traces)
+            if self._seldom.is_due():
+                _log.warning("the supervisor does not take traces: %d were dropped so far", self.dropped)
 
 
-def _since_1970() -> int:
-    """Returns what makes a time of CLOCK_MONOTONIC one of the clock that everybody has, in ns."""
-    return time.time_ns() - time.monotonic_ns()
+def without_tensors(timeline: Timeline) -> Timeline:
+    """Returns a timeline as spans have it: no span shows tensors."""
+    if timeline.tensors or timeline.children:
+        children = tuple(map(without_tensors, timeline.children))
+        return msgspec.structs.replace(timeline, tensors=(), children=children)
+    return timeline

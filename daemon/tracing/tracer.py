@@ -2,8 +2,8 @@
 
     sample ─▶ Trace: stamps of the front ─▶ RequestRecord.trace ─▶ worker ─▶ AnswerRecord.trace ─▶ more stamps ─▶ end: written
 
-A request that is not sampled costs one look at ``Tracer.on``. Times are CLOCK_MONOTONIC in nanoseconds, which all processes
-share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
+A request that is not sampled costs one look at ``Tracer.on``, and where anything is traced a subtraction. Times are
+CLOCK_MONOTONIC in nanoseconds, which all processes share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from tensord.config.options import TraceOptions
 from tensord.daemon.tracing.exemplars import Exemplars
-from tensord.daemon.tracing.spans import Spans
+from tensord.daemon.tracing.spans import SpanIds, Spans, without_tensors
 from tensord.daemon.tracing.trace_counters import SampleCounter, TraceBudget
 from tensord.daemon.tracing.trace_file import TraceFiles
 from tensord.daemon.tracing.trace_settings import LEVELS
 from tensord.shm import trace_stamps
-from tensord.shm.control_records import TraceChanged, TraceCleared
+from tensord.shm.control_records import EndedTrace, TraceChanged, TraceCleared, TracesEnded
 from tensord.shm.messages import Timeline
-
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Span
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
 #: Trace ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
@@ -39,16 +35,20 @@ class Tracer:
     """Samples the requests of a front."""
 
     def __init__(
-        self, incarnation: int, options: TraceOptions, service: str = "tensord", buckets: Sequence[float] = ()
+        self,
+        incarnation: int,
+        options: TraceOptions,
+        buckets: Sequence[float] = (),
+        hand_over: Callable[[TracesEnded], bool] = lambda _: False,
     ) -> None:
         """
         Args:
-          service: the server's name in a collector of spans.
           buckets: upper bounds of the histograms that traced requests are exemplars of, in seconds.
+          hand_over: takes traces for a collector, where there is one; returns False if it drops them.
         """
         #: Traced requests that stand for buckets.
         self.exemplars = Exemplars(buckets)
-        self._spans = Spans(options.otlp, service) if options.otlp else None
+        self._spans = Spans(hand_over) if options.otlp else None
         #: Whether a request is traced whose ``traceparent`` says that its sender traces it.
         self.joins = self._spans is not None
         #: Whether any request may be sampled at all.
@@ -86,9 +86,16 @@ class Tracer:
         sampler = self._samplers.get(model) or self._samplers.get("")
         if sampler is None:
             return None
-        parent = self._spans.parent(traceparent) if traceparent and self._spans is not None else None
-        if parent is None and not sampler.hit():
-            return None
+        parent = SpanIds.parse(traceparent) if traceparent and self._spans is not None else None
+        if parent is None:
+            turn = sampler.turn
+            if turn is None:
+                return None
+            if turn.passes:
+                turn.passes -= 1
+                return None
+            if not sampler.hit():
+                return None
         trace = Trace(self._next_id, sampler, model, self.exemplars)
         if self._spans is not None:
             trace.join(self._spans, parent, began_ns or time.monotonic_ns())
@@ -105,7 +112,7 @@ class Tracer:
         self.on = self.joins = False
         self._files.close()
         if self._spans is not None:
-            self._spans.close()
+            self._spans.flush()
 
 
 class Sampler:
@@ -114,7 +121,8 @@ class Sampler:
     def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
         """Takes the descriptors that travel with the settings."""
         self.level = settings.level
-        self._turn = SampleCounter(fds[0], settings.rate) if fds else None
+        #: None: nothing is traced.
+        self.turn = SampleCounter(fds[0], settings.rate) if fds else None
         self._budget = TraceBudget(fds[1]) if len(fds) > 1 else None
         self._log_frequency = settings.log_frequency
         self._path = settings.file
@@ -125,14 +133,17 @@ class Sampler:
 
     def hit(self) -> bool:
         """Counts a request. Returns whether to trace it."""
-        if self._turn is None:
+        if self.turn is None:
             return False
-        return self._turn.take() and (self._budget is None or self._budget.take())
+        return self.turn.take() and (self._budget is None or self._budget.take())
+
+    @property
+    def writes(self) -> bool:
+        """Returns whether there is a file for traces."""
+        return bool(self._path and self.level)
 
     def write(self, trace: bytes) -> None:
-        """Writes or collects a finished trace, where there is a file for it."""
-        if not (self._path and self.level):
-            return
+        """Writes or collects a finished trace. Call it only if ``writes``."""
         if not self._log_frequency:
             self._files.write(self._path, trace, indexed=False)
             return
@@ -149,7 +160,7 @@ class Sampler:
         """Ends the sampler, as other settings replace it; traces under way are still written."""
         self._closed = True
         self._flush()
-        for counter in (self._turn, self._budget):
+        for counter in (self.turn, self._budget):
             if counter is not None:
                 counter.close()
 
@@ -159,13 +170,14 @@ class Trace:
 
     __slots__ = (
         *(
-            "_entries",
+            "_began_ns",
             "_exemplars",
             "_id",
             "_model",
             "_next_id",
+            "_own",
+            "_parent",
             "_sampler",
-            "_span",
             "_spans",
             "_stamps",
             "_timeline",
@@ -177,14 +189,16 @@ class Trace:
     def __init__(self, next_id: Callable[[], int], sampler: Sampler, model: str, exemplars: Exemplars) -> None:
         self._exemplars = exemplars
         self._spans: Spans | None = None
-        self._span: Span | None = None
+        #: Where it is sent to a collector: the request's own span, the client's, and when it began.
+        self._own: SpanIds | None = None
+        self._parent: SpanIds | None = None
+        self._began_ns = 0
         self._next_id = next_id
         self._id = next_id()
         self._sampler = sampler
         self._model = model
         self._version = -1
         self._stamps: list[tuple[int, str]] = []
-        self._entries: list[dict[str, Any]] = []
         #: What the worker has said.
         self._timeline: Timeline | None = None
         #: Ids of the trace and of the request's span there, in hexadecimal digits; else its number in its file, and "".
@@ -194,12 +208,11 @@ class Trace:
         #: What it was answered instead of outputs.
         self.error = ""
 
-    def join(self, spans: Spans, parent: Context | None, began_ns: int) -> None:
+    def join(self, spans: Spans, parent: SpanIds | None, began_ns: int) -> None:
         """Makes the request a span. ``parent``: the client's; None: a trace begins with it."""
-        self._spans = spans
-        self._span = spans.begin(self._model, parent, began_ns)
-        known = self._span.get_span_context()
-        self.context = f"{known.trace_id:032x}", f"{known.span_id:016x}"
+        self._spans, self._parent, self._began_ns = spans, parent, began_ns
+        self._own = SpanIds.within(parent)
+        self.context = self._own.trace_id, self._own.span_id
 
     @property
     def level(self) -> int:
@@ -215,29 +228,33 @@ class Trace:
         self._version = version or self._version
         if timeline is not None:
             self._stamps += [(ns, name) for name, ns in timeline.moments]
-            self._entries += _tensors(self._id, timeline)
             self._timeline = timeline
         self.stamp(trace_stamps.REQUEST_END)
 
     def end(self) -> None:
-        """Writes the trace, and those of the requests made for it, each of which names its parent."""
+        """Writes the trace, and those of the requests made for it, each of which names its parent; hands it over as well."""
         timeline = self._timeline or _UNTOLD
-        entries = self._head(self._id, self._model, self._version, timeline.parameters)
-        entries += self._stamped(self._id, [*self._stamps, *_ends(timeline)])
-        entries += self._entries
-        for child in timeline.children:
-            entries += self._of_child(child, self._id)
-        self._sampler.write(b",".join(map(msgspec.json.encode, entries)))
-        moments = [(name, ns) for ns, name in self._stamps]
+        if self._sampler.writes:
+            entries = self._head(self._id, self._model, self._version, timeline.parameters)
+            entries += self._stamped(self._id, [*self._stamps, *_ends(timeline)])
+            entries += _tensors(self._id, timeline)
+            for child in timeline.children:
+                entries += self._of_child(child, self._id)
+            self._sampler.write(b",".join(map(msgspec.json.encode, entries)))
+        moments = tuple([(name, ns) for ns, name in self._stamps])
         if not self.error and self._version > 0:
             self._exemplars.note(self._model, self._version, self.context[0], dict(moments))
-        if self._spans is not None and self._span is not None:
+        if self._spans is not None and self._own is not None:
             said: dict[str, str | int] = {"model": self._model}
             if self._version > 0:
                 said["version"] = self._version
             if self.client_id:
                 said["request_id"] = self.client_id
-            self._spans.export(self._span, moments, said, self._timeline, self.error)
+            told = None if self._timeline is None else without_tensors(self._timeline)
+            parent_id = "" if self._parent is None else self._parent.span_id
+            self._spans.ended(
+                EndedTrace(*self.context, parent_id, self._began_ns, moments, self._model, said, told, self.error)
+            )
 
     def _of_child(self, child: Timeline, parent_id: int) -> list[dict[str, Any]]:
         number = self._next_id()

@@ -1,0 +1,170 @@
+"""Makes spans of ended traces, and sends them to a collector over OTLP. Belongs to the supervisor: no request waits for it.
+
+    infer m      [----------------------------------------]     kind server; parent: the client's span, from ``traceparent``
+      receive    [--]
+      queue          [-----]
+      compute               [--------------------]
+        tokenize                [---]                           what the model's code has named (``tensord.models.span``)
+      send                                         [-----]
+      infer step            [--------]                          of a request that was made for this one, with its own parts
+
+The library sends them in a thread of its own, keeps a bounded number of them while the collector does not answer, and drops what
+is beyond. Source: OpenTelemetry's specification of traces.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from tensord.shm import trace_stamps as stamps
+from tensord.shm.control_records import EndedTrace
+from tensord.shm.messages import Parameter, Timeline
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext, SpanKind
+
+_CLOSE_SECONDS = 2.0
+#: Part of a request -> the stamps at its two ends.
+_PARTS = (
+    ("receive", stamps.HTTP_RECV_START, stamps.HTTP_RECV_END),
+    ("receive", stamps.GRPC_WAITREAD_START, stamps.GRPC_WAITREAD_END),
+    ("queue", stamps.QUEUE_START, stamps.COMPUTE_START),
+    ("compute", stamps.COMPUTE_START, stamps.COMPUTE_END),
+    ("send", stamps.HTTP_SEND_START, stamps.HTTP_SEND_END),
+    ("send", stamps.GRPC_SEND_START, stamps.GRPC_SEND_END),
+)
+
+
+def installed() -> bool:
+    """Returns whether the libraries that export spans are there (the extra ``otel``)."""
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class SpanExporter:
+    """Sends ended traces to a collector.
+
+    Args:
+      url: where OTLP over HTTP is taken, such as ``http://127.0.0.1:4318/v1/traces``.
+      service: the name of this server in the collector.
+    """
+
+    def __init__(self, url: str, service: str) -> None:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        class QuickResource(Resource):
+            """Is hashed by identity: the library's own hash writes all attributes as JSON, once for each span that is sent."""
+
+            def __hash__(self) -> int:
+                return id(self)
+
+        self._trace = trace
+        self._span = ReadableSpan
+        self._flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+        known = Resource.create({SERVICE_NAME: service})
+        self._resource = QuickResource(known.attributes, known.schema_url)
+        self._scope = InstrumentationScope("tensord")
+        self._fine, self._internal = trace.Status(trace.StatusCode.UNSET), trace.SpanKind.INTERNAL
+        self._processor = BatchSpanProcessor(OTLPSpanExporter(url))
+
+    def export(self, traces: Iterable[EndedTrace]) -> None:
+        """Queues the spans of traces, or drops them where too many wait."""
+        offset = _since_1970()
+        for ended in traces:
+            if ended.moments:
+                own = self._context(int(ended.trace_id, 16), int(ended.span_id, 16))
+                parent = self._context(own.trace_id, int(ended.parent_id, 16), True) if ended.parent_id else None
+                self._parts(own, ended.moments, ended.timeline, offset)
+                self._request(own, parent, ended, offset)
+
+    def _request(self, own: SpanContext, parent: SpanContext | None, ended: EndedTrace, offset: int) -> None:
+        """Makes the span of a request that a client sent. ``offset``: makes a moment a time since 1970."""
+        began_ns, ended_ns = ended.began_ns + offset, max(ns for _, ns in ended.moments) + offset
+        attributes, server = _named(ended.attributes), self._trace.SpanKind.SERVER
+        self._end(own, parent, f"infer {ended.model}", began_ns, ended_ns, attributes, ended.error, server)
+
+    def _parts(
+        self, own: SpanContext, moments: Sequence[tuple[str, int]], timeline: Timeline | None, offset: int
+    ) -> None:
+        """Makes the spans of a request's parts, and of requests that were made for it."""
+        at = {name: ns + offset for name, ns in moments}
+        run = own
+        for name, begins, ends in _PARTS:
+            if begins in at and ends in at:
+                part = self._within(own)
+                self._end(part, own, name, at[begins], max(at[begins], at[ends]))
+                if name == "compute":
+                    run = part
+        if timeline is None:
+            return
+        contexts = [run]
+        for span in timeline.spans:
+            context = self._within(run)
+            contexts.append(context)
+            began_ns, ended_ns = span.began_ns + offset, span.ended_ns + offset
+            self._end(context, contexts[span.parent], span.name, began_ns, ended_ns, span.attributes, span.error)
+        for child in timeline.children:
+            if child.moments:
+                made, times = self._within(own), [ns + offset for _, ns in child.moments]
+                self._parts(made, child.moments, child, offset)
+                attributes = _named({"model": child.model, "version": child.version})
+                self._end(made, own, f"infer {child.model}", min(times), max(times), attributes)
+
+    def _end(
+        self,
+        context: SpanContext,
+        parent: SpanContext | None,
+        name: str,
+        began_ns: int,
+        ended_ns: int,
+        attributes: Mapping[str, Parameter] | None = None,
+        error: str = "",
+        kind: SpanKind | None = None,
+    ) -> None:
+        span = self._span(
+            name,
+            context,
+            parent,
+            self._resource,
+            attributes,
+            kind=self._internal if kind is None else kind,
+            status=self._trace.Status(self._trace.StatusCode.ERROR, error) if error else self._fine,
+            start_time=began_ns,
+            end_time=ended_ns,
+            instrumentation_scope=self._scope,
+        )
+        self._processor.on_end(span)
+
+    def _within(self, parent: SpanContext) -> SpanContext:
+        """Makes the ids of a part of that span."""
+        return self._context(parent.trace_id, random.getrandbits(64) or 1)
+
+    def _context(self, trace_id: int, span_id: int, is_remote: bool = False) -> SpanContext:
+        return self._trace.SpanContext(trace_id, span_id, is_remote, self._flags)
+
+    def close(self) -> None:
+        """Sends what waits, for a moment at most: a collector that is gone holds nobody up."""
+        closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+
+
+def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {f"tensord.{name}": value for name, value in attributes.items()}
+
+
+def _since_1970() -> int:
+    """Returns what makes a time of CLOCK_MONOTONIC one of the clock that everybody has, in ns."""
+    return time.time_ns() - time.monotonic_ns()
