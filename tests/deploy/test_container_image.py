@@ -99,6 +99,7 @@ export PIP_NO_INDEX=1 PIP_NO_DEPS=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USE
 # The libraries' folders may be root's alone.
 for packages in "$root"/opt/tensord/venv/lib/python3*/site-packages; do echo "$libraries" > "$packages/libraries.pth"; done
 for folder in $libraries; do
+  [ -e "$root$folder" ] || { echo "$folder is on a file system that the tree has not" >&2; exit 77; }
   while [ "$folder" != / ]; do chmod o+rx "$root$folder"; folder=$(dirname "$folder"); done
 done
 cp -r models/. "$root/var/lib/tensord/models/"
@@ -228,7 +229,7 @@ def test_steps_and_entry_point(tmp_path: Path) -> None:
         check=False,
     )
     if done.returncode == 77 or "unshare failed" in done.stderr:
-        pytest.skip(f"this host allows no namespaces of our own: {done.stderr.strip()}")
+        pytest.skip(f"this host allows no such tree in namespaces of our own: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr + done.stdout
     told = json.loads(done.stdout.splitlines()[-1])
     assert (told["user"], told["metrics"], told["health"], told["status"]) == (10001, 200, 0, 0)
