@@ -42,7 +42,7 @@ _FIRST_PORT = 18400
 #: Each daemon has ten ports, the last ten are HAProxy's.
 _PORTS = 10
 _CONNECTIONS = 16
-#: Of a request for the model that waits.
+#: Seconds that the waiting model takes for a request.
 _WAIT = 0.005
 _WAITING = f"""
     import time

@@ -56,7 +56,7 @@ class Service:
     cache_mode: int = 0o755
     #: Variables that the unit sets.
     environment: Mapping[str, str] = field(default_factory=dict)
-    #: Whether users' home directories are hidden from it.
+    #: Whether the service's sandbox hides users' home directories.
     without_homes: bool = False
 
 

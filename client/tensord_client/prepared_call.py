@@ -130,7 +130,7 @@ class PreparedCall:
         self._error: ServingError | None = None
         #: True: it may be sent again.
         self._astray = False
-        #: Of the lane of the last call, which nothing was wrong with.
+        #: The exchange of messages in C, on the lane of the last call that went well; None: the next call looks for a lane.
         self._exchange: Exchange | None = None
         self.times: bytes | Timing | None = None
         self._lay_out(model)

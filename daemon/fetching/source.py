@@ -36,12 +36,12 @@ BLOCKS_AT_A_TIME = 8
 #: Seconds before each further try of a block that did not come.
 PAUSES = (0.5, 2.0, 8.0)
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
-#: What file systems call the mark of a file's content, or at least of its last change, the most exact first.
+#: Names under which file systems identify a file's content, or at least its last change; the most exact come first.
 _IDENTITIES = (
     *("ETag", "etag", "md5Hash", "content_hash", "blob_id", "Content-MD5", "Digest", "generation"),
     *("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created"),
 )
-#: Of HTTP: seconds to connect, and for the next bytes to come.
+#: Seconds that HTTP waits to connect, and for the next bytes.
 _CONNECT_SECONDS, _READ_SECONDS = 30.0, 60.0
 #: Such exceptions will not go away when the same is asked again.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError)

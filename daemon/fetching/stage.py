@@ -43,7 +43,7 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is fetched."""
+    """Describes the files of a model that are to be fetched from a URL."""
 
     url: str
     #: Whether the only file is an archive of the model.

@@ -65,7 +65,7 @@ class Stream:
     #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
     _begun = b""
     arriving: ArrivingMessage | None = None
-    #: What of ``GrpcServing.collected`` is this stream's.
+    #: Bytes that this stream has added to ``GrpcServing.collected``.
     _kept = 0
     #: Bytes that its client still has to send, where it has said how many; gRPC's clients do not.
     _promised: int | None = None

@@ -37,7 +37,7 @@ class Reception(Receiver):
 
     #: What is wrong with the request; the rest of its body is only counted.
     error: ServingError | None = None
-    #: What of ``HttpServing.collected_byte_size`` is this body's.
+    #: Bytes that this body has added to ``HttpServing.collected_byte_size``.
     _collected_byte_size = 0
     #: Of a compressed body, and whether its next step is due.
     _inflation: Inflation | None = None

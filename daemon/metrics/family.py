@@ -26,7 +26,7 @@ class Family:
 
     __slots__ = ("_help", "_labels", "lines", "name")
 
-    #: What OpenMetrics calls it.
+    #: The type that OpenMetrics names for the family.
     kind: ClassVar[str]
 
     def __init__(self, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:

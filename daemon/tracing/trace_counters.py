@@ -59,7 +59,7 @@ class SampleCounter:
         """Takes over a descriptor that ``create`` made in another process with the same ``rate``, at least 1."""
         self.fd = fd
         self._block = _block(rate)
-        #: What is passed over between two traced requests: whole blocks, and the rest, by the front that traced the first one.
+        #: Requests between two traced ones: so many whole blocks, and a rest that the front of the first one passes over.
         self._blocks, self._rest = divmod(rate - 1, self._block)
         #: Requests that are passed over before the counter is asked again.
         self.passes = self._rest

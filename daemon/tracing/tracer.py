@@ -199,7 +199,7 @@ class Trace:
         self._model = model
         self._version = -1
         self._stamps: list[tuple[int, str]] = []
-        #: What the worker has said.
+        #: The part of the trace that the worker has reported, or None.
         self._timeline: Timeline | None = None
         #: Ids of the trace and of the request's span there, in hexadecimal digits; else its number in its file, and "".
         self.context = str(self._id), ""

@@ -109,7 +109,7 @@ class Directory:
     def __init__(self) -> None:
         self._incarnation = uuid.uuid4().hex
         self._serial = 0
-        #: What was pushed, in order, the newest of each set.
+        #: Pushed parameters by model and set, in the order of their pushes; each set has its newest alone.
         self._pushes: dict[tuple[str, str], dict[str, Any]] = {}
         #: Replica -> when it asked last, and its answers by serial number.
         self._seen: dict[str, float] = {}
