@@ -13,7 +13,8 @@ from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, DaemonProcess
 from tests.repositories import scale_model
 
-_SCRIPT = """
+#: Asks the daemon whose socket and address it is told.
+SCRIPT = """
 import gc, json, sys, urllib.request
 import numpy as np
 import tensord_client
@@ -126,7 +127,7 @@ def test_arrays_on_a_gpu(stub: CudaStub, tmp_path: Path) -> None:
     with DaemonProcess(folder, [repository], sections, environment=environment) as daemon:
         daemon.wait_ready()
         done = subprocess.run(
-            [sys.executable, "-c", _SCRIPT, sections["clients"]["socket"], f"127.0.0.1:{daemon.port}"],
+            [sys.executable, "-c", SCRIPT, sections["clients"]["socket"], f"127.0.0.1:{daemon.port}"],
             env={**os.environ, **stub.environment},
             capture_output=True,
             text=True,

@@ -61,9 +61,10 @@ def start_gpu_daemon(
     started: list[DaemonProcess] = []
 
     def start(**workers: Any) -> DaemonProcess:
-        # The clients' memory is on the same GPU.
-        options = {"workers": {"device": "cuda", "gpu_memory_fraction": 0.3, **workers}}
+        # The clients' memory is on the same GPU, and so are the daemons of tests that run beside this one.
+        options: dict[str, Any] = {"workers": {"device": "cuda", "gpu_memory_fraction": 0.05, **workers}}
         folder = tmp_path_factory.mktemp("daemon")
+        options["clients"] = {"socket": str(folder / "clients.sock")}
         made = DaemonProcess(folder, [gpu_repository], options, environment=gpu_variables)
         started.append(made)
         made.start()

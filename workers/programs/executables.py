@@ -157,12 +157,15 @@ class Executables:
 
     def kept_grouped(
         self, cancellation: Cancellation
-    ) -> Callable[[Shapes, Callable[[], CompiledProgram]], CompiledProgram]:
+    ) -> Callable[[Shapes, int | None, Callable[[int | None], CompiledProgram]], CompiledProgram]:
         """Returns a function that makes programs for grouped calls, or finds them in the cache."""
 
-        def make(shapes: Shapes, compile_it: Callable[[], CompiledProgram]) -> CompiledProgram:
-            parts = ("series", repr(shapes))
-            return self._kept(parts, f"program for several requests of {shapes}", compile_it, cancellation)[0]
+        def make(
+            shapes: Shapes, number: int | None, compile_it: Callable[[int | None], CompiledProgram]
+        ) -> CompiledProgram:
+            parts = ("series", repr(shapes), str(number))
+            what = f"program for {'several' if number is None else number} requests of {shapes}"
+            return self._kept(parts, what, functools.partial(compile_it, number), cancellation)[0]
 
         return make
 

@@ -2,8 +2,8 @@
 
 Nothing is batched inside the model: every request is computed by itself, as if it had come alone. What is saved is the cost of
 a call, which for small models is most of the work. So calls are grouped only for programs that have little to do (``weight.py``)
-with small inputs, and only of requests that wait anyhow. One program is compiled for each shape: at load where the shape is
-known then, else beside the serving, once the program for one request is made.
+with small inputs, and only of requests that wait anyhow. Programs are compiled for each shape, one for any number of requests or
+on a GPU one for each: at load where the shape is known then, else beside the serving, once the program for one request is made.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ LENGTHS = (MOST, 4, 2, 1)
 _LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(MOST + 1)]
 #: Requests with larger inputs gain little: what is saved is a call, and their inputs are better used where they lie.
 _SMALL_BYTE_SIZE = 48 << 10
-#: Makes the program of a shape, or finds it in the cache. Raises as ``GroupedProgramMaker.compile``.
-Make = Callable[[Shapes, Callable[[], CompiledProgram]], CompiledProgram]
+#: Makes the program of a shape for a number of requests, or finds it in the cache. Takes and raises what
+#: ``GroupedProgramMaker.compile`` does.
+Make = Callable[[Shapes, int | None, Callable[[int | None], CompiledProgram]], CompiledProgram]
 
 
 class _Shape:
@@ -88,18 +89,22 @@ class GroupedCalls:
         return sum([math.prod(shape) * spec.dtype.itemsize for spec, shape in given if shape is not None])
 
     def compile(
-        self, single: Executable, make: Make = lambda _, compile_it: compile_it(), lengths: Sequence[int] = LENGTHS
+        self,
+        single: Executable,
+        make: Make = lambda _, number, compile_it: compile_it(number),
+        lengths: Sequence[int] = LENGTHS,
     ) -> list[GroupedProgram]:
         """Makes the programs for an executable's requests, in any thread. Empty: the model's calls cannot be grouped.
 
         Raises whatever tracing raises.
         """
         maker = GroupedProgramMaker(single, self._signature, self._apply)
+        numbers, shapes = maker.numbers(lengths), single.wanted.shapes
         try:
-            compiled = make(single.wanted.shapes, maker.compile)
+            compiled = {number: make(shapes, number, maker.compile) for number in dict.fromkeys(numbers.values())}
         except NotGroupable:
             return []
-        return maker.programs(compiled, lengths)
+        return maker.programs({length: compiled[number] for length, number in numbers.items()})
 
     def add(self, single: Executable, programs: Sequence[GroupedProgram]) -> None:
         """Adds the programs for an executable's shape."""

@@ -5,7 +5,9 @@
     program    loop, so many times: unpack ▸ apply ▸ pack
     result     | request 0: its outputs | request 1: its outputs | ... |    one for each dtype among the outputs
 
-One program is compiled for each shape, with room for ``MOST`` requests; how many there are is said with each call.
+One program is compiled for each shape, with room for ``MOST`` requests; how many there are is said with each call. On a GPU each
+number of requests has a program of its own, without the loop: XLA asks the host there after each round whether another follows,
+which takes longer than a small model (``docs/measurements.md``).
 
 ``apply`` stays a computation of its own inside the loop, or on a GPU apart from what is around it. Were it compiled together with
 that, XLA would put other operations into one kernel than it does for a request alone, and a product that is added to something
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -104,7 +106,7 @@ class GroupedMemory:
 class GroupedProgram:
     """A compiled program for ``rows`` requests; those of one shape share its memory. The execution thread alone uses it."""
 
-    __slots__ = ("_at", "_layout", "_memory", "_outputs", "_program", "_read", "_sets", "_signature", "rows")
+    __slots__ = ("_at", "_layout", "_memory", "_outputs", "_program", "_read", "_room", "_sets", "_signature", "rows")
 
     def __init__(
         self,
@@ -114,10 +116,12 @@ class GroupedProgram:
         memory: GroupedMemory,
         outputs: Packing,
         read: Callable[[Sequence[Any]], list[Content]],
+        room: int,
     ) -> None:
         """
         Args:
           rows: the number of requests that it is for.
+          room: the number of requests that its results have room for.
           program: the compiled program.
           read: copies its results to host memory.
         """
@@ -128,6 +132,7 @@ class GroupedProgram:
         self._memory = memory
         self._outputs = outputs
         self._read = read
+        self._room = room
         self._layout = layout_of_rows(signature, outputs)
 
     @property
@@ -197,7 +202,7 @@ class GroupedProgram:
     def split(self, stacks: Sequence[Content]) -> list[Result]:
         """Splits ``run``'s results into one for each request that there was room for."""
         arrays = [
-            np.frombuffer(stack, dtype).reshape(MOST, size) if isinstance(stack, bytes) else stack
+            np.frombuffer(stack, dtype).reshape(self._room, size) if isinstance(stack, bytes) else stack
             for stack, (dtype, size) in zip(stacks, self._outputs.rows, strict=True)
         ]
         return [self._outputs.unpack([array[i] for array in arrays]) for i in range(self.rows)]
@@ -222,14 +227,22 @@ class GroupedProgramMaker:
         ]
         self._inputs = Packing(given)
 
+    def numbers(self, lengths: Sequence[int]) -> dict[int, int | None]:
+        """Returns by the number of requests for how many its program is compiled; None: for any number."""
+        return {length: length if self._one_for_each else None for length in lengths}
+
+    @property
+    def _one_for_each(self) -> bool:
+        return self._single.device.remote
+
     @property
     def arguments(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
         """Name, dtype and shape of each argument of the program."""
         stacks = [(str(number), dtype, (MOST, size)) for number, (dtype, size) in enumerate(self._inputs.rows)]
         return [*stacks, (_COUNT, np.dtype(np.uint32), ())]
 
-    def compile(self) -> CompiledProgram:
-        """Compiles the program. Raises NotGroupable; or whatever tracing raises."""
+    def compile(self, number: int | None) -> CompiledProgram:
+        """Compiles the program for so many requests, None: for any number. Raises NotGroupable; or whatever tracing raises."""
         signature, placement, inputs = self._signature, self._placement, self._inputs
 
         def inner(parameters: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -240,46 +253,56 @@ class GroupedProgramMaker:
         alone = jax.jit(inner)
 
         def grouped(parameters: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            stacks = [arguments[str(number)] for number in range(len(inputs.rows))]
+            stacks = [arguments[str(row)] for row in range(len(inputs.rows))]
+            made: tuple[tuple[Any, ...], dict[str, Any]]
 
-            def apply(number: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-                tensors = inputs.unpack([jax.lax.dynamic_index_in_dim(stack, number, 0, False) for stack in stacks])
+            def apply(request: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                tensors = inputs.unpack([jax.lax.dynamic_index_in_dim(stack, request, 0, False) for stack in stacks])
                 made = _apart(alone, parameters, tensors)
                 # Undeclared outputs are kept in the loop: without them XLA would compile another program.
                 undeclared = {name: result for name, result in made.items() if name not in signature.outputs}
                 return _packing(signature, made).pack(made), undeclared
 
-            def step(number: Any, made: Any) -> Any:
+            def step(request: Any, made: Any) -> Any:
                 def put(stack: Any, row: Any) -> Any:
-                    return jax.lax.dynamic_update_index_in_dim(stack, row, number, 0)
+                    return jax.lax.dynamic_update_index_in_dim(stack, row, request, 0)
 
-                return jax.tree.map(put, made, apply(number))
+                return jax.tree.map(put, made, apply(request))
 
+            if number is not None:
+                made = jax.tree.map(lambda *rows: jnp.stack(rows), *[apply(request) for request in range(number)])
+                return made
             # Unsigned, which spares a check of each index for negative values.
             first = jnp.uint32(0)
             rows = jax.eval_shape(apply, first)
             room = jax.tree.map(lambda row: jnp.zeros((MOST, *row.shape), row.dtype), rows)
-            made: tuple[tuple[Any, ...], dict[str, Any]] = jax.lax.fori_loop(first, arguments[_COUNT], step, room)
+            made = jax.lax.fori_loop(first, arguments[_COUNT], step, room)
             return made
 
         specs = {name: placement.spec(shape, dtype) for name, dtype, shape in self.arguments}
         with precision(signature):
             traced = jax.jit(grouped).trace(placement.parameter_specs(1), specs)
             text = str(traced.jaxpr)
-            # One of the loops is that over the requests.
-            if _NARROW_FLOAT.search(text) or (_JOINS_SMALL_LOOPS and len(_LOOP.findall(text)) > 1):
+            # One of the loops may be that over the requests.
+            if _NARROW_FLOAT.search(text) or (_JOINS_SMALL_LOOPS and len(_LOOP.findall(text)) > (number is None)):
                 raise NotGroupable
-            return CompiledProgram(placement.compile(traced.lower(), _OPTIONS), placement)
+            options = _OPTIONS if number is None else {}
+            return CompiledProgram(placement.compile(traced.lower(), options), placement)
 
-    def programs(self, compiled: CompiledProgram, lengths: Sequence[int]) -> list[GroupedProgram]:
-        """Returns the program for each number of requests."""
+    def programs(self, compiled: Mapping[int, CompiledProgram]) -> list[GroupedProgram]:
+        """Returns the grouped programs of compiled ones by the number of requests. They share their memory."""
         inputs = self._single.device.inputs(self.arguments)
         if not inputs.fit:
             return []
         made: Any = self._single.program.out_info
         memory, outputs = GroupedMemory(self._inputs, inputs), _packing(self._signature, made)
         read = self._single.device.contents_of
-        return [GroupedProgram(length, self._signature, compiled, memory, outputs, read) for length in lengths]
+        return [
+            GroupedProgram(
+                length, self._signature, program, memory, outputs, read, length if self._one_for_each else MOST
+            )
+            for length, program in compiled.items()
+        ]
 
     def __repr__(self) -> str:
         return f"<GroupedProgramMaker of {self._inputs}>"

@@ -15,7 +15,7 @@ from tensord.workers.models.execution import Execution
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.grouped_calls import LENGTHS
-from tensord.workers.programs.grouped_program import GroupedProgram
+from tensord.workers.programs.grouped_program import GroupedProgram, GroupedProgramMaker
 from tensord.workers.requests.request import Request
 from tests.records import Tensor, WholeRequest
 from tests.workers.made_requests import request_of
@@ -123,8 +123,13 @@ def single_of(model: JaxModel, given: dict[str, Array]) -> Executable:
     return single
 
 
+@pytest.mark.parametrize("one_for_each", [False, True], ids=["any-number", "one-for-each-number"])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_request_gets_what_it_would_get_alone(name: str) -> None:
+def test_each_request_gets_what_it_would_get_alone(
+    name: str, one_for_each: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU, whose own compiler tests/gpu asks the same.
+    monkeypatch.setattr(GroupedProgramMaker, "_one_for_each", one_for_each)
     apply, inputs, outputs = MODELS[name]
     model = model_of(apply, inputs, outputs, parameters={"w": WEIGHTS})
     for length in LENGTHS:
