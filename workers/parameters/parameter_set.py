@@ -35,6 +35,8 @@ Place = Callable[[Sequence[Any]], Any]
 Pin = Callable[[Any], "Sequence[Any] | None"]
 #: Returns the bytes of leaves that are used where they lie, so that they take no room on the device.
 Lying = Callable[[Sequence[Array | None]], int]
+#: Returns leaves as a tree in memory that programs on the processor use where it lies.
+Lay = Callable[["Sequence[Array | None]"], Any]
 
 
 class ParameterSet:
@@ -93,27 +95,43 @@ class ParameterSet:
         room = self.sets.room
         with room.lock:
             trees = self._trees
-            if trees[0] is _ABSENT:
+            if not self._is_placed:
                 room.admit(self)
+                first = 0 if self.sets.lay is None else placement
                 try:
-                    trees[0] = self._placed()
+                    trees[first] = self._placed(first)
                 except BaseException:
                     room.left(self)
                     raise
                 self.sets.misses += self.is_newest
             if trees[placement] is _ABSENT:
-                assert self.sets.share is not None
-                trees[placement] = self.sets.share(trees[0])
+                trees[placement] = self._shared(placement)
             return trees[placement]
 
-    def _placed(self) -> Any:
+    @property
+    def _is_placed(self) -> bool:
+        return any(tree is not _ABSENT for tree in self._trees)
+
+    def _placed(self, placement: int) -> Any:
+        """Brings its leaves to a placement; to that of small programs only where they can be laid for it."""
+        if placement:
+            assert self.sets.share is not None
+            assert self.sets.lay is not None
+            return self.sets.share(self.sets.lay(self.hosted()))
         return self.sets.place(self.hosted() if self._pinned is None else self._pinned)
+
+    def _shared(self, placement: int) -> Any:
+        """Returns the leaves of the other placement in the same memory."""
+        if placement:
+            assert self.sets.share is not None
+            return self.sets.share(self._trees[0])
+        return self.sets.place([np.asarray(leaf) for leaf in jax.tree.leaves(self._trees[1])])
 
     @property
     def on_device(self) -> bool:
         """True while it need not be brought there."""
         stack = self.sets.stack
-        return self._trees[0] is not _ABSENT if stack is None else stack.holds(self)
+        return self._is_placed if stack is None else stack.holds(self)
 
     @property
     def is_newest(self) -> bool:
@@ -172,11 +190,11 @@ class ParameterSet:
         Nobody waits for the lock meanwhile: it is not in use yet.
         """
         room = self.sets.room
-        if self._trees[0] is _ABSENT:
+        if not self._is_placed:
             with room.lock:
                 room.admit(self)
             try:
-                self._trees[0] = self._placed()
+                self._trees[0] = self._placed(0)
             except BaseException:
                 with room.lock:
                     room.left(self)
@@ -223,6 +241,7 @@ class ParameterSets:
         lying: Lying = lambda _: 0,
         on_demand: bool = False,
         pin: Pin | None = None,
+        lay: Lay | None = None,
     ) -> None:
         """
         Args:
@@ -234,6 +253,7 @@ class ParameterSets:
           lying: says what of a set is used where it lies.
           on_demand: whether main leaves the device as the others do; then ``tree`` is placed by ``prepare``.
           pin: copies what leaves the device to page-locked memory; None: that is no faster there.
+          lay: of programs that run on the processor, large ones and small ones (``share_by``).
         """
         self.leaves = leaves
         self.lying = lying
@@ -241,8 +261,9 @@ class ParameterSets:
         self.stack = stack
         self.place = place
         self.pin = pin
+        self.lay = lay
         self._closed = False
-        #: Returns parameters in the same memory for small programs, once there are any.
+        #: Returns parameters in the same memory, of a processor, for small programs, once there are any.
         self.share: Callable[[Any], Any] | None = None
         self.room = room or DeviceRoom(0)
         self.main = ParameterSet(self, MAIN_SET, 0, host, _ABSENT if on_demand else tree)

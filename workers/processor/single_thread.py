@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tensord.shm.arrays import address_of
 from tensord.workers.devices.device_cpu import THREADS_VARIABLE, thread_count
 from tensord.workers.jax_internals.interfaces import CPU_CLIENT, Missing
 from tensord.workers.programs.weight import Most, is_within
@@ -83,14 +84,15 @@ def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
 
 
 def share(parameters: Any, device: jax.Device) -> Any:
-    """Returns parameters in the same memory for programs on another device. Keep the given ones as long.
+    """Returns parameters in the same memory for programs on another device. ``parameters``: JAX's arrays, or numpy's.
 
     Raises ValueError: a parameter would be copied; or whatever numpy says to elements that it does not know.
     """
 
     arrays, structure = jax.tree.flatten(parameters)
-    made = jax.device_put([np.asarray(array) for array in arrays], device)
-    for here, array in zip(made, arrays, strict=True):
-        if here.unsafe_buffer_pointer() != array.unsafe_buffer_pointer():
+    there = [np.asarray(array) for array in arrays]
+    made = jax.device_put(there, device)
+    for here, array in zip(made, there, strict=True):
+        if here.unsafe_buffer_pointer() != address_of(array):
             raise ValueError(f"a parameter of {array.dtype}{list(array.shape)} would be copied")
     return jax.tree.unflatten(structure, made)

@@ -142,6 +142,31 @@ def test_sets_leave_the_device_and_come_back(tmp_path: Path) -> None:
         loop.close()
 
 
+def test_a_set_that_comes_back_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes to the placement that asked for it, and not to the other one as well."""
+    width = 1 << 10
+    loop = PushingLoop(of_workers(parameter_byte_size=3 * 4 * width))
+    try:
+        loop.load(write_numbered(tmp_path, "m", BATCHES, width=width))
+        for number in range(1, 6):
+            loop.push("m", unaligned(numbered(number, width)), number, f"c{number}")
+        for number in (*range(1, 6), *range(1, 6)):
+            assert value(loop.ask_value("m", set=f"c{number}")) == number
+        before, put, puts = figures(loop).misses, jax.device_put, 0
+
+        def counted(*given: Any, **more: Any) -> Any:
+            nonlocal puts
+            puts += 1
+            return put(*given, **more)
+
+        monkeypatch.setattr(jax, "device_put", counted)
+        for number in (*range(1, 6), *range(1, 6)):
+            assert value(loop.ask_value("m", set=f"c{number}")) == number
+        assert puts == figures(loop).misses - before == 10
+    finally:
+        loop.close()
+
+
 def test_sets_that_are_used_where_they_lie_take_no_room(tmp_path: Path) -> None:
     """On a processor, what lies aligned in the memory that was pushed is not copied: nothing would be gained if it left."""
     width = 1 << 10

@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 
 from tensord.config.options import Workers
+from tensord.shm.arrays import address_of
 from tensord.workers.jax_internals import interfaces
 from tensord.workers.processor import single_thread
 from tensord.workers.processor.single_thread import SingleThreadDevice, choose, share
 from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.gather_buffer import aligned
 from tests.repositories import write_model
 from tests.workers.worker_process import WorkerProcess
 
@@ -88,6 +90,16 @@ def test_parameters_are_shared() -> None:
         assert theirs.unsafe_buffer_pointer() == ours.unsafe_buffer_pointer()
         np.testing.assert_array_equal(ours, theirs)
     assert share(None, device) is None
+
+
+def test_arrays_of_the_host_are_shared() -> None:
+    device = SingleThreadDevice(1).device
+    given = {"w": aligned((3, 5), np.dtype(np.float32))}
+    given["w"][:] = 7
+    shared = share(given, device)
+    assert shared["w"].unsafe_buffer_pointer() == address_of(given["w"])
+    del given
+    assert (np.asarray(shared["w"]) == 7).all()
 
 
 def test_what_would_be_copied_is_not_shared() -> None:
