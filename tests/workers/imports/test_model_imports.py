@@ -311,7 +311,7 @@ def test_an_unloaded_model_lets_its_modules_go(daemon: DaemonProcess, source: st
 
 
 STARTER = """
-    import concurrent.futures, json, multiprocessing, subprocess
+    import concurrent.futures, json, multiprocessing, subprocess, tempfile
     import joblib
     import numpy as np
     import triton_python_backend_utils as pb_utils
@@ -335,8 +335,11 @@ STARTER = """
                 process.terminate()
                 process.join()
                 found.append(process.exitcode)
-            found += joblib.Parallel(2)(joblib.delayed(helper.triple)(number) for number in (4, 5))
-            joblib.externals.loky.get_reusable_executor().shutdown(wait=True)
+            # Its own folder lies in /dev/shm, and stays there where a worker is ended without Python's exit.
+            with tempfile.TemporaryDirectory() as scratch:
+                tripled = joblib.Parallel(2, temp_folder=scratch)(joblib.delayed(helper.triple)(number) for number in (4, 5))
+                joblib.externals.loky.get_reusable_executor().shutdown(wait=True)
+            found += tripled
             process = subprocess.Popen(["sleep", "inf"])
             process.terminate()
             found.append(process.wait())
