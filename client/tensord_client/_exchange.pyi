@@ -5,6 +5,8 @@ from tensord_client.results import Array
 
 SOURCE: int
 
+def unpack_from(content: bytes | bytearray | memoryview, at: int, end: int) -> tuple[Any, int] | None: ...
+
 class Exchange:
     def __init__(
         self,

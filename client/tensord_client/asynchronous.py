@@ -146,8 +146,10 @@ class AsyncPrepared:
 
     async def __call__(self) -> Answer:
         """Sends the request, waits and returns the outputs by name. Raises as a call of the model."""
-        call = copy.copy(self._call)
-        call.deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        call = self._call
+        if self._timeout is not None:
+            call = copy.copy(call)
+            call.deadline = time.monotonic() + self._timeout
         return await self._connection.ask(call)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import struct
 from typing import Any, Union
 
+from tensord_client import native
+
 Buffer = Union[bytes, bytearray, memoryview]
 
 _U16 = struct.Struct(">H")
@@ -135,6 +137,10 @@ def unpack_from(content: Buffer, at: int, end: int) -> tuple[Any, int]:
 
     Raises: Malformed: it does not end before ``end``, or is no value of a record.
     """
+    if native.unpack_from is not None:
+        found = native.unpack_from(content, at, end)
+        if found is not None:
+            return found
     if at >= end:
         raise Malformed("a value is missing")
     try:

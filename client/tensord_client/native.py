@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "unpack_from"]
 
 if TYPE_CHECKING:
-    from tensord_client._exchange import Exchange
+    from tensord_client._exchange import Exchange, unpack_from
 else:
     try:
-        from tensord_client._exchange import SOURCE, Exchange
+        from tensord_client._exchange import SOURCE, Exchange, unpack_from
     except ImportError:
-        Exchange = None
+        Exchange = unpack_from = None
     else:
         try:
             with open(os.path.join(os.path.dirname(__file__), "_exchange.c"), "rb") as source:
@@ -21,6 +21,6 @@ else:
                 import zlib
 
                 if zlib.crc32(source.read()) != SOURCE:
-                    Exchange = None
+                    Exchange = unpack_from = None
         except OSError:  # no source lies beside an installed one
             pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -186,7 +187,7 @@ class Pending:
     def _drop(self) -> None:
         """Gives back what has come and was not taken."""
         with contextlib.suppress(IndexError):
-            while True:
+            while self._arrived:
                 arrived = self._arrived.popleft()
                 if isinstance(arrived, tuple) and arrived[1] is not None:
                     arrived[1].release()
@@ -345,11 +346,8 @@ class Pending:
 
     def __await__(self) -> Generator[Any, None, Answer]:
         """Waits on the running loop. Cancelling the task cancels the request."""
-        return self._result_async().__await__()
-
-    async def _result_async(self) -> Answer:
         if self._result is None:
-            self._result = await self._next_async(None) or _nothing(self.call)
+            self._result = (yield from self._next_async(None).__await__()) or _nothing(self.call)
         if isinstance(self._result, ServingError):
             raise self._result
         return self._result
@@ -368,8 +366,8 @@ class Pending:
             self.cancel()
 
     async def _next_async(self, timeout: float | None) -> Answer | ServingError | None:
-        import asyncio
-
+        # Whoever awaits has imported it, and a statement that imports costs more here than all the rest.
+        asyncio = sys.modules["asyncio"]
         loop = asyncio.get_running_loop()
         until = self._until(timeout)
         while True:
@@ -407,7 +405,8 @@ class Pending:
 
     def __del__(self) -> None:
         # Nobody can take what comes for it any more: neither a thread that waits, nor a callback, as those refer to it.
-        self._drop()
+        if self._arrived:
+            self._drop()
 
 
 def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answer:
@@ -468,9 +467,8 @@ def _nothing(call: Call) -> ServingError:
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    from asyncio import _get_running_loop
-
-    return _get_running_loop() is loop
+    running: Any = sys.modules["asyncio"]._get_running_loop()
+    return running is loop
 
 
 def _set(future: asyncio.Future[None]) -> None:

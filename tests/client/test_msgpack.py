@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tensord_client import msgpack, wire
+from tensord_client import msgpack, native, wire
 
 from tensord.shm import messages
 from tensord.shm.messages import (
@@ -138,6 +138,36 @@ def test_anything_else_is_read_as_the_server_reads_it_or_is_malformed(content: b
     # What both read is equal; extensions and maps with odd keys are no part of a record.
     if expected is not None:
         assert repr(found) == repr(expected) or found == expected or found != found
+
+
+def _outcome(content: bytes | bytearray, at: int, end: int) -> str:
+    """What decoding comes to: a value with its types and where it ends, or why there is none."""
+    try:
+        return repr(msgpack.unpack_from(content, at, end))
+    except (msgpack.Malformed, RecursionError) as error:
+        return repr(error)
+
+
+@given(_RECORDS.map(encoder.encode) | st.binary(max_size=200), st.data())
+def test_the_decoder_in_c_and_that_in_python_are_one(content: bytes, data: st.DataObject) -> None:
+    """Of records and what is none, also with a byte changed, or more behind them."""
+    assert native.unpack_from is not None
+    changed = bytearray(content + data.draw(st.binary(max_size=9)))
+    if changed and data.draw(st.booleans()):
+        changed[data.draw(st.integers(0, min(200, len(changed)) - 1))] = data.draw(st.integers(0, 255))
+    end = data.draw(st.sampled_from([len(content), len(changed), len(content) // 2]))
+    for memory in (changed, bytes(changed)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "unpack_from", None)
+            expected = _outcome(memory, 0, end)
+        assert _outcome(memory, 0, end) == expected
+
+
+@given(_RECORDS)
+def test_records_are_decoded_in_c(record: Any) -> None:
+    assert native.unpack_from is not None
+    encoded = encoder.encode(record)
+    assert native.unpack_from(encoded, 0, len(encoded)) == (_plain_lists(_plain(record)), len(encoded))
 
 
 @given(
