@@ -119,13 +119,17 @@ class SubmitterLane:
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues a request as ``submit``, and before it which trace it belongs to, in a datagram of their own.
+        """Queues a request as ``submit``, and before it which trace it belongs to.
 
-        A worker reads such a datagram in Python; requests that came at the same time are not to pay for that.
+        A step of a sequence gets a datagram of its own: workers read one that is traced in Python, with all else that is there.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
-        self._channel.put_apart(context, record)
+        if record.sequence_id:
+            self._channel.put_apart(context, record)
+            return
+        self._channel.put(context)
+        self._channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
         """Sends a request at once if nothing else waits. Returns False if it was queued and needs a flush.

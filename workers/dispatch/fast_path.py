@@ -43,6 +43,7 @@ from tensord.workers.requests.answer_plan import AnswerPlan
 from tensord.workers.requests.prepared import Preparation
 from tensord.workers.requests.request import Request
 from tensord.workers.requests.submitter_link import SubmitterLink
+from tensord.workers.requests.timeline import timeline_end
 from tensord.workers.scheduling.queue import SetKey, shapes_of
 from tensord.workers.tensors.buckets import Shapes
 
@@ -263,7 +264,7 @@ class FastPath(Poller):
                     batch = self._batches[model, request.key] = self._batch(version, model, request.key)
                 # The plan says how that program's outputs lie; those of the others lie alike.
                 if program in batch.programs:
-                    self._learn(batch, request, preparation, plan)
+                    self._learn(batch, request, preparation, plan, execution)
 
     def _batch(self, version: ModelVersion, model: JaxModel | EnsemblePipeline, key: Hashable) -> _Batch:
         runs: SequenceRuns | None = None
@@ -271,7 +272,9 @@ class FastPath(Poller):
             runs = SequenceRuns(version, model, version.sequences, self._submitters, self._register)
         return _Batch(version, model, key, runs)
 
-    def _learn(self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan) -> None:
+    def _learn(
+        self, batch: _Batch, request: Request, preparation: Preparation, plan: AnswerPlan, execution: Execution
+    ) -> None:
         submitter, prepared = request.submitter, preparation.prepared
         lane = submitter.lane
         checked, numbered = preparation.checked, plan.numbered
@@ -306,6 +309,7 @@ class FastPath(Poller):
                 tuple(outputs),
                 numbered.number,
                 intact,
+                None if isinstance(batch.model, EnsemblePipeline) else _timeline_end(request, execution),
             )
         except ValueError:
             # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
@@ -353,6 +357,7 @@ class FastPath(Poller):
                 tuple(run.outputs),
                 run.numbered.number,
                 run,
+                _timeline_end(request, execution),
             )
         except ValueError:
             return
@@ -405,6 +410,15 @@ def _says_what_holds(request: Request, execution: Execution) -> bool:
     if request.chosen is not None and sets is not None and sets.stack is not None:
         return False  # batches mix sets, and the C part knows one of each batch
     return not request.tells or (ran is not None and ran.is_newest)
+
+
+def _timeline_end(request: Request, execution: Execution) -> bytes | None:
+    """Returns what follows the moments in timelines of requests like this one, encoded; None: Python has to tell them."""
+    ran = execution.parameters_of(request)
+    if ran is None:
+        return timeline_end(None)
+    # Others may be in use by now.
+    return timeline_end((ran.name, ran.number) if ran.number else None) if ran.is_newest else None
 
 
 def _is_large(request: Request) -> bool:

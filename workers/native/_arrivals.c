@@ -1,7 +1,8 @@
 /* Receives datagrams: requests that can be run here wait, and everything else goes to Python untouched.
  *
  *     datagram ─▶ every record known ─▶ leases released, requests wait ─▶ run (_runs.c)
- *              └▶ anything else                                        └▶ handed to Python, as a datagram
+ *              │                     └▶ traced requests that are Python's ╮
+ *              └▶ anything else                                           ┴▶ handed to Python, as a datagram
  */
 
 #include "_native.h"
@@ -53,7 +54,7 @@ static PyObject *for_python(const lane_t *lane, const unsigned char *content, si
     return Py_BuildValue("i(NNi)", lane->fd, bytes, fds, flags);
 }
 
-/* Makes all requests of a datagram wait here, and releases its leases. Not 0: there is something else in it, and nothing was done.
+/* Makes all requests of a datagram wait here, or sets them aside, and releases its leases. Not 0: there is something else in it, and nothing was done.
  * Sets no exception. */
 static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *datagram, size_t size, uint64_t now) {
     reader_t reader = {datagram + 1, datagram + size};
@@ -65,12 +66,17 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
     for (uint64_t n = 0; n < records; n++) {
         request_record_t record;
         const unsigned char *start = reader.at;
-        if (is_release(&reader)) {
+        if (is_trace_context(&reader)) {
+            /* It belongs to the request behind it. */
+            if (lane->most || skip_trace_context(&reader) || ++n == records)
+                goto refused;
+        } else if (is_release(&reader)) {
             if (releases == MAX_RELEASES || skip_release(&reader))
                 goto refused;
             returned[releases++] = (reader_t){start, reader.at};
             continue;
         }
+        size_t context = (size_t)(reader.at - start);
         if (read_request_record(&reader, &record) || record.number >= MAX_NUMBERS)
             goto refused;
         plan_t *plan = record.number < (uint64_t)lane->numbers ? lane->plans[record.number] : NULL;
@@ -78,7 +84,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
          * that Python sees this datagram, what waits here is answered. */
         if (record.id <= last_id && lane->most == 0)
             self->doubtful = 1;
-        if (plan == NULL || plan->failed || (record.trace & ~(uint64_t)TIMING) || record.strikes ||
+        if (plan == NULL || plan->failed || (lane->most && record.trace & ~(uint64_t)TIMING) || record.strikes ||
             (record.deadline_ns && record.deadline_ns <= now) || record.id <= last_id || in_flight(lane, record.id) || make_room(self))
             goto refused;
         if (lane->most && waits + (uint64_t)PyDict_Size(lane->in_flight) >= lane->most)
@@ -99,12 +105,22 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         }
         if (used != record.count)
             goto refused;
+        int traced = (record.trace & ~(uint64_t)TIMING) != 0;
+        if (traced && (plan->traced == NULL || record.trace & ~(uint64_t)(TIMING | TIMESTAMPS))) {
+            /* Steps of a sequence keep their order. */
+            if (plan->batch->choose != NULL || self->set_aside == MAX_ASIDE)
+                goto refused;
+            self->aside[self->set_aside++] = (reader_t){start, reader.at};
+            continue;
+        }
         request->lane = lane;
         request->plan = plan;
         request->id = record.id;
         request->arrived_ns = record.received_ns && !lane->most ? record.received_ns : now;
-        request->timed = record.trace != 0;
+        request->queued_ns = traced ? now : 0;
+        request->timed = (record.trace & TIMING) != 0;
         request->record = start;
+        request->context = context;
         request->size = (size_t)(reader.at - start);
         request->sequence = record.sequence;
         request->start = record.start;
@@ -124,7 +140,23 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
     return 0;
 refused:
     self->count = before;
+    self->set_aside = 0;
     return -1;
+}
+
+/* Returns the requests that were set aside as a datagram for Python, or NULL with an exception. */
+static PyObject *aside_for_python(fast_path_t *self, const lane_t *lane) {
+    unsigned char datagram[MAX_DATAGRAM + DATAGRAM_HEAD], *at = datagram + DATAGRAM_HEAD;
+    uint64_t records = 0;
+    for (size_t i = 0; i < self->set_aside; i++) {
+        const reader_t *one = &self->aside[i];
+        records += 1 + (uint64_t)is_trace_context(one);
+        memcpy(at, one->at, (size_t)(one->end - one->at));
+        at += one->end - one->at;
+    }
+    self->set_aside = 0;
+    write_datagram_head(datagram, records);
+    return for_python(lane, datagram, (size_t)(at - datagram), PyList_New(0), 0);
 }
 
 /* Receives from a lane until nothing is left, or until a datagram is for Python. Not 0: an exception is set. */
@@ -155,6 +187,8 @@ int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams)
         /* A datagram is kept while its requests wait. */
         if (self->count)
             self->used += (size_t)size;
+        if (self->set_aside)
+            return append(datagrams, aside_for_python(self, lane));
     }
     return 0;
 }
@@ -165,7 +199,7 @@ static PyObject *repacked(const fast_path_t *self, const lane_t *lane) {
     uint64_t records = 0;
     for (size_t i = lane->handed; i > 0; i = self->waiting[i - 1].next) {
         size += self->waiting[i - 1].size;
-        records++;
+        records += self->waiting[i - 1].context ? 2 : 1;
     }
     unsigned char *datagram = PyMem_Malloc(size);
     if (datagram == NULL)

@@ -98,18 +98,34 @@ static PyObject *keep_plan(fast_path_t *self, int fd, int number, plan_t *plan) 
     Py_RETURN_NONE;
 }
 
+/* Reads what follows the moments in timelines, or None. Not 0: an exception is set. */
+static int read_traced(PyObject *traced, plan_t *plan) {
+    if (traced == Py_None)
+        return 0;
+    Py_ssize_t size = PyBytes_Size(traced);
+    if (size < 0)
+        return -1;
+    /* Where it would not fit into an answer, traced requests are Python's. */
+    plan->timeline_size = TIMELINE_SIZE + (size_t)size;
+    if (plan->answer_size + plan->timeline_size > MAX_ANSWER)
+        return 0;
+    Py_INCREF(traced);
+    plan->traced = traced;
+    return 0;
+}
+
 typedef int (*read_t)(PyObject *inputs, PyObject *outputs, plan_t *plan);
 
 /* Makes a plan with its tensors, which ``read`` reads. ``call`` becomes the last of the arguments. */
 static plan_t *read_plan(fast_path_t *self, PyObject *arguments, read_t read, int *fd, int *number, PyObject **call) {
     int rows;
     unsigned long long answer_number;
-    PyObject *batch, *inputs, *outputs;
-    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KO", fd, number, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
-                          &outputs, &answer_number, call))
+    PyObject *batch, *inputs, *outputs, *traced;
+    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KOO", fd, number, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
+                          &outputs, &answer_number, call, &traced))
         return NULL;
     plan_t *plan = make_plan(self, batch, rows, answer_number);
-    if (plan != NULL && read(inputs, outputs, plan))
+    if (plan != NULL && (read(inputs, outputs, plan) || read_traced(traced, plan)))
         drop_plan(&plan);
     return plan;
 }
@@ -437,9 +453,9 @@ static PyMethodDef methods[] = {
      "(fd, peer, in_flight, take_back, most, protocol): adds a lane, whose descriptor is in the epoll."},
     {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): forgets a lane."},
     {"learn", (PyCFunction)learn, METH_VARARGS,
-     "(fd, number, batch, rows, inputs, outputs, answer_number, intact): runs requests with that number from now on."},
+     "(fd, number, batch, rows, inputs, outputs, answer_number, intact, traced): runs requests with that number from now on."},
     {"learn_alone", (PyCFunction)learn_alone, METH_VARARGS,
-     "(fd, number, batch, rows, inputs, outputs, answer_number, alone): runs large requests with that number, each by itself."},
+     "(fd, number, batch, rows, inputs, outputs, answer_number, alone, traced): runs large requests with that number, each by itself."},
     {"forget", (PyCFunction)forget, METH_NOARGS, "Forgets all plans."},
     {"forget_number", (PyCFunction)forget_number, METH_VARARGS, "(fd, number): forgets its plan."},
     {"wait", (PyCFunction)wait_for, METH_VARARGS,

@@ -57,10 +57,27 @@ void give_up_answers(lane_t *lane) {
     lane->answer = NULL;
 }
 
-/* Writes how long a request took, if it asked for that. */
-unsigned char *write_time(unsigned char *at, const request_t *request, const moments_t moments, uint64_t copied) {
-    uint64_t queue_ns = moments[0] > request->arrived_ns ? moments[0] - request->arrived_ns : 0;
-    return write_timing(at, queue_ns, moments[2] - moments[0], copied);
+/* Returns what follows the contents of a request's answer. */
+int rest_of(const request_t *request, int leased) {
+    if (request->timed)
+        return TIMED_ANSWER;
+    return request->queued_ns ? TRACED_ANSWER : leased ? LEASED_ANSWER : NOTHING_MORE;
+}
+
+/* Writes what a request asked for besides its outputs: when it was where, and how long it took. Goes behind the lease, or nil. */
+unsigned char *write_rest(unsigned char *at, const request_t *request, const moments_t moments, uint64_t copied) {
+    if (!request->timed && !request->queued_ns)
+        return at;
+    at = write_no_error(at);
+    if (request->queued_ns) {
+        PyObject *rest = request->plan->traced;
+        const uint64_t stamps[TRACE_MOMENTS] = {request->queued_ns, moments[0], moments[1], moments[2], now_ns()};
+        at = write_timeline(at, stamps, (const unsigned char *)PyBytes_AsString(rest), (size_t)PyBytes_Size(rest));
+    } else {
+        at = write_nil(at);
+    }
+    uint64_t waited_ns = moments[0] > request->arrived_ns ? moments[0] - request->arrived_ns : 0;
+    return request->timed ? write_timing(at, waited_ns, moments[2] - moments[0], copied) : at;
 }
 
 /* Writes the outputs that go to regions. ``row``: where the request begins in the run. */
@@ -78,7 +95,8 @@ static void write_answer(const request_t *request, const Py_buffer *stacks, int 
     lane_t *lane = request->lane;
     const plan_t *plan = request->plan;
     unsigned char *at = lane->answer->content + lane->filled;
-    at = write_answer_record(at, request->id, plan->number, plan->inside, request->timed ? TIMED_ANSWER : NOTHING_MORE);
+    int more = rest_of(request, 0);
+    at = write_answer_record(at, request->id, plan->number, plan->inside, more);
     for (int i = 0; i < plan->outputs; i++) {
         const output_t *output = &plan->output[i];
         if (output->region != NULL)
@@ -87,8 +105,8 @@ static void write_answer(const request_t *request, const Py_buffer *stacks, int 
         memcpy(at, (const char *)stacks[output->stack].buf + output->start + (size_t)row * output->step, output->size);
         at += output->size;
     }
-    if (request->timed)
-        at = write_time(write_nil(at), request, moments, plan->copied);
+    if (more != NOTHING_MORE)
+        at = write_rest(write_nil(at), request, moments, plan->copied);
     lane->filled = (size_t)(at - lane->answer->content);
     lane->answers++;
 }
@@ -147,7 +165,7 @@ int answer(const request_t *requests, int count, PyObject *made, const moments_t
 int has_room(const request_t *requests, int count) {
     size_t size = 0;
     for (int n = 0; n < count; n++)
-        size += requests[n].plan->answer_size;
+        size += requests[n].plan->answer_size + (requests[n].queued_ns ? requests[n].plan->timeline_size : 0);
     for (int n = 0; n < count; n++) {
         lane_t *lane = requests[n].lane;
         if (borrow_answers(lane))

@@ -10,6 +10,7 @@ static const struct {
     {"MAX_DATAGRAM", MAX_DATAGRAM},
     {"MAX_FDS", MAX_FDS},
     {"TIMING", TIMING},
+    {"TIMESTAMPS", TIMESTAMPS},
     {"INLINE_KIND", INLINE_KIND},
     {"MAX_NUMBERS", MAX_NUMBERS},
     {"PAGE_STATE", PAGE_STATE},

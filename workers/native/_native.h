@@ -36,6 +36,8 @@
 #define MAX_FDS 4
 /* The bit of a request's trace that asks for the timing. */
 #define TIMING 4
+/* The bit that asks for when the request was where. */
+#define TIMESTAMPS 1
 /* First byte of a datagram that holds whole records. */
 #define INLINE_KIND 1
 #define MAX_NUMBERS 1024
@@ -67,6 +69,8 @@
 #define RECEIVED (4 * (MAX_DATAGRAM + 1))
 #define ALL_RECEIVED (4 * RECEIVED)
 #define MAX_DATAGRAMS 256
+/* Traced requests of one datagram that Python runs, beside others that are run here. */
+#define MAX_ASIDE 16
 /* While more requests than this came together no time is spent on polling: wake-ups are shared by them. */
 #define FEW 4
 
@@ -99,18 +103,26 @@ typedef struct {
 #define LEASE_SIZE (1 + 3 * 9)
 /* No lease, no code, no message, no timeline, and the timing. */
 #define TIMING_SIZE (4 + 1 + 3 * 9)
+/* The moments of a timeline: names of up to TRACE_NAME bytes, and nanoseconds. */
+#define TRACE_NAME 20
+#define TRACE_MOMENTS 5
+#define TIMELINE_SIZE (5 + TRACE_MOMENTS * (2 + TRACE_NAME + 9))
 /* What follows an answer's contents. */
-enum { NOTHING_MORE, LEASED_ANSWER, TIMED_ANSWER };
+enum { NOTHING_MORE, LEASED_ANSWER, TRACED_ANSWER, TIMED_ANSWER };
 
 int read_array(reader_t *reader, uint64_t *count);
 int read_sequence_id(reader_t *reader, const unsigned char **text, uint64_t *number);
 int read_request_record(reader_t *reader, request_record_t *record);
 int is_release(const reader_t *reader);
 int skip_release(reader_t *reader);
+int is_trace_context(const reader_t *reader);
+int skip_trace_context(reader_t *reader);
 unsigned char *write_bin_head(unsigned char *at, uint64_t size);
 unsigned char *write_slice(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t size);
 unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t generation);
 unsigned char *write_nil(unsigned char *at);
+unsigned char *write_no_error(unsigned char *at);
+unsigned char *write_timeline(unsigned char *at, const uint64_t moments[TRACE_MOMENTS], const unsigned char *rest, size_t size);
 unsigned char *write_timing(unsigned char *at, uint64_t queue_ns, uint64_t compute_ns, uint64_t copied);
 unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int more);
 void write_datagram_head(unsigned char *at, uint64_t records);
@@ -196,10 +208,13 @@ typedef struct {
     uint64_t number;
     input_t input[MAX_TENSORS];
     output_t output[MAX_TENSORS];
-    size_t answer_size, copied;
+    /* ``timeline_size``: what the answer of a traced request has besides. */
+    size_t answer_size, timeline_size, copied;
     PyObject *intact; /* NULL: no tensor is in a region */
     /* Runs one large request by itself, see _single_runs.c. NULL: requests are gathered. */
     PyObject *alone;
+    /* What follows the moments in timelines, as bytes. NULL: traced requests are Python's. */
+    PyObject *traced;
 } plan_t;
 
 int refuse(const char *reason);
@@ -248,8 +263,11 @@ typedef struct {
     lane_t *lane;
     plan_t *plan;
     uint64_t id, arrived_ns;
+    /* When it came here, if it is traced; 0: it is not. */
+    uint64_t queued_ns;
+    /* Its record, behind ``context`` bytes that say which trace it belongs to; ``size``: of both. */
     const unsigned char *record;
-    size_t size;
+    size_t size, context;
     /* At the id of its sequence. */
     reader_t sequence;
     int start, end;
@@ -266,7 +284,8 @@ typedef uint64_t moments_t[4];
 int in_flight(lane_t *lane, uint64_t id);
 int has_room(const request_t *requests, int count);
 int answer(const request_t *requests, int count, PyObject *made, const moments_t moments);
-unsigned char *write_time(unsigned char *at, const request_t *request, const moments_t moments, uint64_t copied);
+int rest_of(const request_t *request, int leased);
+unsigned char *write_rest(unsigned char *at, const request_t *request, const moments_t moments, uint64_t copied);
 void flush(lane_t *lane);
 void give_up_answers(lane_t *lane);
 
@@ -294,6 +313,9 @@ typedef struct fast_path {
     size_t descriptors;
     batch_t *batches;
     answers_t *spare;
+    /* Traced requests of the last datagram that Python runs, while the others of it are run here. */
+    reader_t aside[MAX_ASIDE];
+    size_t set_aside;
     /* Datagrams of waiting requests, and the bytes that they take. */
     unsigned char *received;
     size_t used;

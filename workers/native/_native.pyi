@@ -10,6 +10,7 @@ MAX_SEQUENCE_ID: int
 MAX_DATAGRAM: int
 MAX_FDS: int
 TIMING: int
+TIMESTAMPS: int
 INLINE_KIND: int
 MAX_NUMBERS: int
 PAGE_STATE: int
@@ -85,6 +86,8 @@ class FastPath:
         outputs: tuple[tuple[int, int, int, int, int], ...],
         answer_number: int,
         intact: Callable[[], None] | None,
+        #: What follows the moments in timelines, encoded; None: traced requests are Python's.
+        traced: bytes | None,
         /,
     ) -> None: ...
     def learn_alone(
@@ -99,6 +102,8 @@ class FastPath:
         outputs: tuple[tuple[int, int, int], ...],
         answer_number: int,
         alone: Callable[[tuple[tuple[int, int] | bytes, ...]], tuple[int, int, int, list[Array]] | None],
+        #: As ``learn``.
+        traced: bytes | None,
         /,
     ) -> None: ...
     def forget(self) -> None: ...

@@ -41,6 +41,7 @@ void drop_plan(plan_t **place) {
         drop_batch(plan->batch);
     Py_XDECREF(plan->intact);
     Py_XDECREF(plan->alone);
+    Py_XDECREF(plan->traced);
     PyMem_Free(plan);
 }
 

@@ -2,7 +2,10 @@
  *
  *     RequestRecord   ["q", request id, number, [content, ...], client id, deadline, received,
  *                      priority, timeout, sequence id, starts it, ends it, trace, strikes, replace key]; the last may be left out
- *     AnswerRecord    ["c", request id, number, [content, ...]], and a lease, or nothing four times and the timing
+ *     AnswerRecord    ["c", request id, number, [content, ...]], a lease or nil, no code, no message, a timeline or nil, and the timing;
+ *                     what nobody asked for is left out at the end
+ *     Timeline        ["tl", [[name, ns], ...]], and what Python has encoded
+ *     TraceContext    ["tc", request id, trace id, span id]
  *     Release         ["L", [lease, ...]]                         lease: [segment, offset, generation]
  *     content         bytes, or where they are: ["a", segment, offset, byte size]
  *
@@ -147,6 +150,19 @@ int skip_release(reader_t *reader) {
     return 0;
 }
 
+#define TRACE_CONTEXT "\x94\xa2" "tc"
+
+/* Returns whether the next record is a TraceContext. */
+int is_trace_context(const reader_t *reader) {
+    return reader->end - reader->at > 4 && memcmp(reader->at, TRACE_CONTEXT, 4) == 0;
+}
+
+int skip_trace_context(reader_t *reader) {
+    const unsigned char *head;
+    uint64_t id;
+    return read_bytes(reader, 4, &head) || read_uint(reader, &id) || skip_str(reader) || skip_str(reader);
+}
+
 static unsigned char *write_number(unsigned char *at, int width, uint64_t number) {
     for (int i = width; i-- > 0; number >>= 8)
         at[i] = (unsigned char)number;
@@ -179,16 +195,36 @@ unsigned char *write_nil(unsigned char *at) {
     return write_number(at, 1, 0xc0);
 }
 
-/* Writes the last fields of an AnswerRecord, behind its lease. */
+/* Writes the fields of an AnswerRecord behind its lease: no code and no message. */
+unsigned char *write_no_error(unsigned char *at) {
+    memcpy(at, "\xa0\xa0", 2);
+    return at + 2;
+}
+
+/* Writes when a traced request was where. ``rest``: the fields behind the moments. */
+unsigned char *write_timeline(unsigned char *at, const uint64_t moments[TRACE_MOMENTS], const unsigned char *rest, size_t size) {
+    static const char *const names[TRACE_MOMENTS] = {"QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START",
+                                                     "COMPUTE_END"};
+    memcpy(at, "\x98\xa2" "tl", 4);
+    at = write_number(at + 4, 1, 0x90 + TRACE_MOMENTS);
+    for (int i = 0; i < TRACE_MOMENTS; i++) {
+        size_t length = strlen(names[i]);
+        at = write_number(write_number(at, 1, 0x92), 1, 0xa0 + length);
+        memcpy(at, names[i], length);
+        at = write_uint(at + length, moments[i]);
+    }
+    memcpy(at, rest, size);
+    return at + size;
+}
+
 unsigned char *write_timing(unsigned char *at, uint64_t queue_ns, uint64_t compute_ns, uint64_t copied) {
-    /* No code, no message, no timeline. */
-    memcpy(at, "\xa0\xa0\xc0\x93", 4);
-    return write_uint(write_uint(write_uint(at + 4, queue_ns), compute_ns), copied);
+    at = write_number(at, 1, 0x93);
+    return write_uint(write_uint(write_uint(at, queue_ns), compute_ns), copied);
 }
 
 /* Writes an AnswerRecord up to its contents. ``more``: what follows them. */
 unsigned char *write_answer_record(unsigned char *at, uint64_t id, uint64_t number, int count, int more) {
-    memcpy(at, more == TIMED_ANSWER ? "\x99\xa1" "c" : more == LEASED_ANSWER ? "\x95\xa1" "c" : "\x94\xa1" "c", 3);
+    memcpy(at, more == TIMED_ANSWER ? "\x99\xa1" "c" : more == TRACED_ANSWER ? "\x98\xa1" "c" : more == LEASED_ANSWER ? "\x95\xa1" "c" : "\x94\xa1" "c", 3);
     at = write_uint(write_uint(at + 3, id), number);
     *at = 0xdc;
     return write_number(at + 1, 2, (uint64_t)count);

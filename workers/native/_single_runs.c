@@ -42,7 +42,7 @@ int read_single_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
 
 /* Returns a tuple of a request's tensors: each its place (segment, offset), or its bytes, which are copied and counted. */
 PyObject *places_of(const request_t *request, uint64_t *copied) {
-    reader_t reader = {request->record, request->record + request->size};
+    reader_t reader = {request->record + request->context, request->record + request->size};
     request_record_t record;
     if (read_request_record(&reader, &record)) {
         PyErr_SetString(PyExc_ValueError, "the record has changed");
@@ -85,7 +85,7 @@ int answer_alone(const request_t *request, PyObject *made, const moments_t momen
     if (!wrong) {
         lane_t *lane = request->lane;
         unsigned char *at = lane->answer->content + lane->filled;
-        int more = request->timed ? TIMED_ANSWER : segment >= 0 ? LEASED_ANSWER : NOTHING_MORE;
+        int more = rest_of(request, segment >= 0);
         at = write_answer_record(at, request->id, plan->number, plan->outputs, more);
         for (int i = 0; i < plan->outputs; i++) {
             const output_t *output = &plan->output[i];
@@ -99,10 +99,9 @@ int answer_alone(const request_t *request, PyObject *made, const moments_t momen
         }
         if (segment >= 0)
             at = write_lease(at, (uint64_t)segment, offset, generation);
-        else if (request->timed)
+        else if (more != NOTHING_MORE)
             at = write_nil(at);
-        if (request->timed)
-            at = write_time(at, request, moments, plan->copied + copied);
+        at = write_rest(at, request, moments, plan->copied + copied);
         lane->filled = (size_t)(at - lane->answer->content);
         lane->answers++;
     }

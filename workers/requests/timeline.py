@@ -24,6 +24,7 @@ from tensord.shm.messages import (
     TraceContext,
     TracedTensor,
 )
+from tensord.shm.record import encoder
 from tensord.workers.requests.result import Result
 
 #: Bits of ``RequestRecord.trace``.
@@ -34,6 +35,8 @@ _MAX_ELEMENT = 4096
 #: Requests made for one that are told with it, with theirs in turn, and characters of all their tensors: no more are told.
 _MAX_CHILDREN = 1024
 _MAX_CHARACTERS = 1 << 20
+#: Bytes of an encoded timeline without moments up to them: its length, its tag, no moments.
+_UP_TO_MOMENTS = 1 + 3 + 1
 #: Spans of a model's code that are told of one request.
 MAX_SPANS = 128
 
@@ -142,6 +145,11 @@ def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> R
     if context is not None and context.request_id == own.request_id:
         timeline.context = context
     return timeline
+
+
+def timeline_end(parameters: tuple[str, int] | None) -> bytes:
+    """Returns the fields behind the moments of a ``Timeline``, encoded, of a request that made none and named no spans."""
+    return encoder.encode(Timeline((), parameters=parameters))[_UP_TO_MOMENTS:]
 
 
 def _closed(spans: Iterable[Span]) -> tuple[OwnSpan, ...]:

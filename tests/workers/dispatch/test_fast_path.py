@@ -33,8 +33,10 @@ from tensord.shm.messages import (
     RequestedOutput,
     RequestRecord,
     Slice,
+    Timeline,
     ToSubmitter,
     ToWorker,
+    TraceContext,
 )
 from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
 from tensord.shm.prepared import Numbers
@@ -42,6 +44,7 @@ from tensord.shm.record import decoder, encoder
 from tensord.shm.spin import Spin
 from tensord.workers.models.model_version import ModelVersion
 from tensord.workers.native.extensions import available
+from tensord.workers.requests.timeline import timeline_end
 from tests.daemon_process import ROOT
 from tests.records import Tensor, WholeAnswer
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
@@ -107,12 +110,14 @@ class Native:
             "intact": None,
             "by_rows": (0,) * ROWS,
             "sequences": None,
+            "traced": timeline_end(None),
             **changed,
         }
         programs = ((self.run, ROWS, clears, ((address, 8),)),)
         batch = (self, 7, most_waiting, share, False, programs, said["by_rows"], said["sequences"])
         batch = *batch, self.histograms
-        self.fast.learn(self.lane.fileno(), form, batch, 1, said["inputs"], said["outputs"], 9, said["intact"])
+        places = said["inputs"], said["outputs"]
+        self.fast.learn(self.lane.fileno(), form, batch, 1, *places, 9, said["intact"], said["traced"])
 
     def send(self, *records: Any) -> bytes:
         """One datagram."""
@@ -224,7 +229,7 @@ def test_figures(native: Native) -> None:
         request(44),
         Cancel(1),
         RequestRecord(2, 3, tuple([b"12345678"] * 17)),
-        request(2, trace=1),
+        TraceContext(2, "1"),
         request(2, strikes=1),
         RequestRecord(2, PreparedRequest("m"), (b"12345678",)),
         request(2, sequence_id="s" * 129),
@@ -242,7 +247,7 @@ def test_figures(native: Native) -> None:
         "in flight",
         "cancel",
         "many",
-        "traced",
+        "trace",
         "struck",
         "inline",
         "long",
@@ -259,6 +264,73 @@ def test_a_datagram_with_anything_else_is_python_s_affair(native: Native, odd: A
     datagram = native.send(*records)
     assert native.fast.wait(0, True) == ([], [(native.lane.fileno(), (datagram, [], False))], [])
     assert (native.runs, native.answers()) == ([], [])
+
+
+MOMENTS = ["QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"]
+
+
+@pytest.mark.parametrize("trace", [1, 5])
+@pytest.mark.parametrize("parameters", [None, ("main", 7)])
+def test_a_traced_request_runs_with_the_others(native: Native, trace: int, parameters: tuple[str, int] | None) -> None:
+    native.learn(traced=timeline_end(parameters))
+    context = TraceContext(2, "a" * 32, "b" * 16)
+    native.send(request(1), context, request(2, trace=trace, received_ns=3), request(3))
+    assert native.fast.wait(0, True) == ([], [], [])
+    first, traced, last = native.answers()
+    assert (len(native.runs), first.trace, last.trace) == (1, None, None)
+    assert traced.trace is not None
+    names, moments = zip(*traced.trace.moments, strict=True)
+    assert list(names) == MOMENTS
+    assert list(moments) == sorted(moments)
+    assert traced.trace == Timeline(traced.trace.moments, parameters=parameters)
+    assert (traced.timing is not None) == (trace == 5)
+    assert traced.contents == (turned(b"12345678"),)
+
+
+@pytest.mark.parametrize(("traced", "trace"), [(None, 1), (timeline_end(None), 2), (timeline_end(None), 3)])
+def test_traced_requests_that_are_python_s_cost_no_other_its_place(native: Native, traced: Any, trace: int) -> None:
+    native.learn(traced=traced)
+    context, odd = TraceContext(2, "a" * 32, "b" * 16), [request(2, trace=trace), request(4, trace=trace)]
+    native.send(request(1), context, odd[0], request(3), odd[1])
+    events, ((fd, (content, fds, flags)),), unsent = native.fast.wait(0, True)
+    assert (events, fd, fds, flags, unsent) == ([], native.lane.fileno(), [], 0, [])
+    assert decoder(ToWorker).decode(content[1:]) == [context, *odd]
+    assert [answer.request_id for answer in native.answers()] == [1, 3]
+
+
+def test_many_traced_requests_that_are_python_s_go_there_with_all_others(native: Native) -> None:
+    native.learn(traced=None)
+    datagram = native.send(request(1), *[request(2 + number, trace=1) for number in range(17)])
+    assert native.fast.wait(0, True) == ([], [(native.lane.fileno(), (datagram, [], False))], [])
+
+
+@pytest.mark.parametrize("records", [[TraceContext(2, "1"), Cancel(1)], [TraceContext(2, "1")] * 2])
+def test_a_trace_belongs_to_the_request_behind_it(native: Native, records: list[Any]) -> None:
+    native.learn()
+    datagram = native.send(request(1), *records, request(2, trace=1))
+    assert native.fast.wait(0, True) == ([], [(native.lane.fileno(), (datagram, [], False))], [])
+
+
+def test_what_goes_back_has_its_trace_before_it(native: Native) -> None:
+    native.learn()
+    native.made = lambda: [b""]
+    datagram = native.send(TraceContext(1, "1"), request(1, trace=1), request(2))
+    assert native.fast.wait(0, True)[1] == [(native.lane.fileno(), (datagram, [], False))]
+
+
+def test_steps_of_sequences_that_are_traced_keep_their_order(native: Native) -> None:
+    native.learn(sequences=(lambda asked: len(asked), lambda described, error: None), traced=None)
+    datagram = native.send(request(1, sequence_id=5), request(2, sequence_id=5, trace=1), request(3, sequence_id=5))
+    assert native.fast.wait(0, True)[1] == [(native.lane.fileno(), (datagram, [], False))]
+
+
+@pytest.mark.parametrize("records", [[request(1, trace=1)], [TraceContext(1, "1"), request(1)]])
+def test_no_client_is_traced(native: Native, records: list[Any]) -> None:
+    native.fast.close(native.lane.fileno())
+    native.fast.open(native.lane.fileno(), 7, native.in_flight, native.take_back, 10, 2)
+    native.learn()
+    datagram = native.send(*records)
+    assert native.fast.wait(0, True)[1] == [(native.lane.fileno(), (datagram, [], False))]
 
 
 def test_a_record_may_end_before_its_replace_key(native: Native) -> None:
@@ -609,7 +681,7 @@ def learn_places(native: Native) -> None:
         return -1, 0, 0, [repr(places).encode().ljust(40)]
 
     batch = (learn_places, 7, 1000, 0.0, False, (), (-1,), None, native.histograms)
-    native.fast.learn_alone(native.lane.fileno(), 4, batch, 1, (8,), ((0, 0, 40),), 9, run)
+    native.fast.learn_alone(native.lane.fileno(), 4, batch, 1, (8,), ((0, 0, 40),), 9, run, timeline_end(None))
 
 
 NUMBERS = st.integers(0, (1 << 64) - 1)
@@ -632,7 +704,7 @@ records = st.one_of(
         sequence_id=NUMBERS | st.text(max_size=128),
         sequence_start=st.booleans(),
         sequence_end=st.booleans(),
-        trace=st.sampled_from([0, 0, 0, 1]),
+        trace=st.sampled_from([0, 0, 1, 4, 5]),
     ),
     st.builds(
         RequestRecord,
@@ -640,6 +712,7 @@ records = st.one_of(
         st.integers(3, 4),
         st.lists(st.builds(Slice, NUMBERS, NUMBERS, st.sampled_from([8, 9, 1 << 40])), max_size=2).map(tuple),
     ),
+    st.builds(TraceContext, st.integers(0, 1 << 63), st.text("0123456789abcdef", max_size=32)),
     st.builds(Cancel, st.integers(0, 1 << 40)),
     st.builds(Release, st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), max_size=3).map(tuple)),
 )
@@ -648,6 +721,8 @@ records = st.one_of(
 @given(st.lists(records, max_size=8), st.binary(max_size=6), st.integers(0, 60), st.booleans())
 @example([RequestRecord(1, 4, (Slice(0, 0, 8),))], b"", 0, False)
 @example([RequestRecord(1, 4, (b"12345678",))], b"", 0, False)
+@example([TraceContext(1, "1"), RequestRecord(1, 4, (b"12345678",), trace=1)], b"", 0, False)
+@example([request(1, trace=5), TraceContext(2, "1"), RequestRecord(2, 4, (Slice(0, 0, 8),), trace=5)], b"", 0, False)
 def test_whatever_comes_is_answered_or_given_back_as_it_came(
     wanted: list[Any], junk: bytes, cut: int, broken: bool
 ) -> None:
@@ -681,6 +756,10 @@ def test_whatever_comes_is_answered_or_given_back_as_it_came(
             assert returned == [record for record in read if isinstance(record, Release)]
             for answer, record in zip(answers, submitted, strict=True):
                 (content,) = record.contents
+                assert (answer.trace is not None, answer.timing is not None) == (
+                    record.trace & 1 > 0,
+                    record.trace & 4 > 0,
+                )
                 if record.prepared == 3:
                     assert answer.contents == (turned(content),)
                 else:
@@ -752,7 +831,7 @@ def test_answers_are_those_of_python(loop: WorkerLoop, together: int) -> None:
 
 
 def test_requests_that_differ_in_scheduling_alone_have_one_number(loop: WorkerLoop) -> None:
-    """And answered in C, as long as the model has one line and no sequences; one that is traced is Python's."""
+    """And answered in C, as long as the model has one line and no sequences; so is one that is traced."""
     loop.load(MODELS / "addsub")
     known(loop, lambda: ask(loop, 1.0))
     before, minted = served(loop), loop.numbers.assigned
@@ -766,8 +845,8 @@ def test_requests_that_differ_in_scheduling_alone_have_one_number(loop: WorkerLo
     (traced,) = ask(loop, 2.0, own={"trace": 1})
     assert firsts([traced]) == [(3.0, 1.0)]
     assert traced.trace is not None
-    assert [name for name, _ in traced.trace.moments][:2] == ["QUEUE_START", "COMPUTE_START"]
-    assert 1 <= served(loop) - before <= 2
+    assert [name for name, _ in traced.trace.moments] == MOMENTS
+    assert served(loop) - before <= 1
     assert loop.numbers.assigned == minted
 
 

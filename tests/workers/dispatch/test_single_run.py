@@ -15,13 +15,14 @@ from tensord.config.options import Arenas, ExecutablesOptions, Expert, Options
 from tensord.shm.arena import Lease
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.messages import AnswerRecord, Release, RequestedOutput, RequestRecord, Slice
+from tensord.shm.messages import AnswerRecord, Release, RequestedOutput, RequestRecord, Slice, TraceContext
 from tensord.shm.record import encoder
 from tensord.workers.native.extensions import available
 from tensord.workers.processor import output_memory
+from tensord.workers.requests.timeline import timeline_end
 from tests.records import Tensor, WholeAnswer
 from tests.repositories import write_model
-from tests.workers.dispatch.test_fast_path import Native, native, request
+from tests.workers.dispatch.test_fast_path import MOMENTS, Native, native, request
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 
 __all__ = ["native"]  # a fixture
@@ -59,6 +60,7 @@ class Alone:
             said["outputs"],
             9,
             self.run,
+            timeline_end(None),
         )
 
     def run(self, places: Any) -> Any:
@@ -94,6 +96,17 @@ def test_a_large_request_is_told_where_its_tensors_lie(native: Native) -> None:
     assert alone.running == [[1, 7, 8]]
     assert native.page[512] == 0
     assert native.answers() == [AnswerRecord(8, 9, (Slice(5, 4160, 1000),), (5, 4096, 77))]
+
+
+def test_a_traced_request_is_told_alike(native: Native) -> None:
+    alone = Alone(native)
+    native.send(TraceContext(8, "1"), RequestRecord(8, 4, (PLACE,), trace=1))
+    assert native.fast.wait(0, True) == ([], [], [])
+    assert alone.asked == [((3, 640),)]
+    (answer,) = native.answers()
+    assert (answer.contents, answer.lease) == ((Slice(5, 4160, 1000),), (5, 4096, 77))
+    assert answer.trace is not None
+    assert [name for name, _ in answer.trace.moments] == MOMENTS
 
 
 def test_small_tensors_are_in_the_records(native: Native) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tensord.config.options import MAX_BUCKETS
 from tensord.shm import channel, durations, messages, prepared, status_page
 from tensord.workers.native.extensions import available
+from tensord.workers.requests import timeline
 
 pytestmark = pytest.mark.skipif(not available, reason="the C extension was not built")
 if available:
@@ -16,7 +17,7 @@ if available:
 def test_constants_of_records() -> None:
     assert _native.MAX_DATAGRAM == channel.MAX_DATAGRAM
     assert _native.MAX_FDS == channel.MAX_FDS
-    assert _native.TIMING == messages.TIMING
+    assert (_native.TIMING, _native.TIMESTAMPS) == (messages.TIMING, timeline.TIMESTAMPS)
     assert bytes([_native.INLINE_KIND]) == channel._WHOLE
     assert _native.MAX_NUMBERS == prepared.MAX_NUMBERS
     assert _native.MAX_SEQUENCE_ID == messages.MAX_SEQUENCE_ID

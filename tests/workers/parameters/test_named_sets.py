@@ -45,7 +45,7 @@ def figures(loop: PushingLoop) -> ParameterFigures:
 
 @pytest.mark.parametrize("config", [BATCHES, GROUPED], ids=["batches", "grouped"])
 def test_batches_never_mix_sets(loop: PushingLoop, tmp_path: Path, config: str) -> None:
-    """Requests of all sets wait together, while sets are pushed anew; in Python at first, then in C."""
+    """Requests of all sets wait together, traced or not, while sets are pushed anew; in Python at first, then in C."""
     loop.load(write_numbered(tmp_path, "m", config))
     names = ["main", "a", "b", "c"]
     newest = dict.fromkeys(names, 0)
@@ -54,15 +54,19 @@ def test_batches_never_mix_sets(loop: PushingLoop, tmp_path: Path, config: str) 
         newest[name] = number
     chance = random.Random(1)
     for turn in range(300):
-        asked: dict[int, tuple[str, bool]] = {}
+        asked: dict[int, tuple[str, bool, int]] = {}
         for _ in range(12):
-            name, tells = chance.choice(names), chance.random() < 0.2
+            name, tells, trace = chance.choice(names), chance.random() < 0.2, int(chance.random() < 0.2)
             given = None if name == "main" and chance.random() < 0.5 else name
-            asked[loop.submit_value("m", 0.0, 1, given, tells, batches=bool(config))] = name, tells
+            number = loop.submit_value("m", 0.0, 1, given, tells, batches=bool(config), own={"trace": trace})
+            asked[number] = name, tells, trace
         for answer in loop.answers(len(asked)):
-            name, tells = asked.pop(answer.request_id)
+            name, tells, trace = asked.pop(answer.request_id)
             assert value(answer) == newest[name]
             assert said(answer) == ((name, newest[name]) if tells else (None, None))
+            assert (answer.trace is not None) == bool(trace)
+            if answer.trace is not None:
+                assert answer.trace.parameters == ((name, newest[name]) if newest[name] else None)
         name = chance.choice(names)
         loop.push("m", numbered(100 + turn), 100 + turn, name)
         newest[name] = 100 + turn
