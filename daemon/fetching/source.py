@@ -45,6 +45,8 @@ _IDENTITIES = (
 _CONNECT_SECONDS, _READ_SECONDS = 30.0, 60.0
 #: Such exceptions will not go away when the same is asked again.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError)
+#: Nor will what these statuses of HTTP say: who asks may not read it. Hugging Face says so of repositories that it has not, too.
+_REFUSED = (401, 403)
 _T = TypeVar("_T")
 
 
@@ -172,7 +174,9 @@ class Source:
         if begin == end:
             return b""
         if not self._over_http:
-            return bytes(self._files.cat_file(file.path or self._path, start=begin, end=end))
+            # What is no request but an opened file (Hugging Face's) would read megabytes ahead for each part.
+            ahead = {} if self._files.async_impl else {"cache_type": "none"}
+            return bytes(self._files.cat_file(file.path or self._path, start=begin, end=end, **ahead))
         # ``cat_file`` there would take whatever comes for the part.
         with self._files.open(file.path or self._path, size=file.byte_size, cache_type="none") as opened:
             if not opened.seekable():
@@ -208,13 +212,16 @@ class Source:
         except FileNotFoundError as error:
             why = error.__cause__
             # fsspec says so of whatever an HTTP server answers, and of servers that are not there.
-            if why is None or getattr(why, "status", 0) == 404 or isinstance(why, FileNotFoundError):
+            if why is None or _status(why) == 404 or isinstance(why, FileNotFoundError):
                 raise NotFound(f"{self.shown}: it is not there") from error
+            if _status(why) in _REFUSED:
+                raise InvalidArgument(f"{self.shown}: {_worded(why)}") from error
             raise Unavailable(f"{self.shown}: {_worded(why)}") from error
         except _FINAL as error:
             raise InvalidArgument(f"{self.shown}: {_worded(error)}") from error
         except Exception as error:
-            raise Unavailable(f"{self.shown}: {_worded(error)}") from error
+            kind = InvalidArgument if _status(error) in _REFUSED else Unavailable
+            raise kind(f"{self.shown}: {_worded(error)}") from error
 
 
 def _http_options() -> dict[str, Any]:
@@ -251,6 +258,13 @@ def is_inside(name: str) -> bool:
         and "\0" not in name
         and all(part not in ("", ".", "..") for part in name.split("/"))
     )
+
+
+def _status(error: BaseException) -> int:
+    """Returns the status of HTTP that an exception tells of; 0: of none."""
+    of_answer = getattr(getattr(error, "response", None), "status_code", 0)
+    status = getattr(error, "status", 0) or of_answer
+    return status if isinstance(status, int) else 0
 
 
 def _worded(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from tests.daemon.fetching.hubs import Files, GoogleStorage, Hub, HuggingFace
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, has_ended, wait_until
 from tests.repositories import ensemble, scale_model
 
@@ -220,8 +221,8 @@ def test_what_cannot_be_done(arguments: list[str], status: int, words: str) -> N
 
 def test_s3(tmp_path: Path) -> None:
     """A folder of a bucket, of a server that speaks S3."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'tensord[test-s3]'")
-    pytest.importorskip("moto.server", reason="moto's server is not installed: pip install 'tensord[test-s3]'")
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'tensord[test-fetch]'")
+    pytest.importorskip("moto.server", reason="moto's server is not installed: pip install 'tensord[test-fetch]'")
     model = scale_model(tmp_path / "elsewhere", "m") / "m"
     program = """
 import sys, time, boto3
@@ -256,3 +257,45 @@ sys.stdin.read()
     assert sorted(os.listdir(tmp_path / "models" / "m")) == [".fetched.json", "1"]
     assert again.stdout == "m: it is as at s3://bucket/models/m already\n"
     assert (absent.returncode, "there is no such folder" in absent.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "root", "handler"), [("hf", "me/models", HuggingFace), ("gs", "bucket", GoogleStorage)]
+)
+def test_from_a_hub(tmp_path: Path, protocol: str, root: str, handler: type[Files]) -> None:
+    """
+    1. A model with a large file, which lies among others, comes by its provider's client library. 2. It comes again.
+    3. A model that is not there; a repository or bucket that is not there. Result: 1 is complete, of each byte one was asked for;
+    2 asks for no file; 3 fail at once and leave nothing.
+    """
+    if protocol == "gs":
+        pytest.importorskip("gcsfs", reason="gcsfs is not installed: pip install 'tensord[test-fetch]'")
+    else:
+        pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed: pip install 'tensord[fetch]'")
+    code = (scale_model(tmp_path / "elsewhere", "m") / "m" / "1" / "model.py").read_bytes()
+    weights = os.urandom(256) * ((2 * BLOCK + 512) // 256)
+    model = {"1/model.py": code, "1/weights.bin": weights}
+    files = {f"models/m/{name}": content for name, content in model.items()} | {"models/mm/1/model.py": b"another"}
+    folder = tmp_path / "models" / "m"
+    with Hub(handler, files) as hub:
+        # Google's library asks it where accounts are looked for elsewhere.
+        variables = {"HF_ENDPOINT": hub.url, "STORAGE_EMULATOR_HOST": hub.url, "HF_HOME": str(tmp_path / "hf")}
+        done = fetch(f"{protocol}://{root}/models/m", folder, **variables)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"m: version 1 is in {folder}, 16 MiB from {protocol}://{root}/models/m\n"
+        assert {name: (folder / name).read_bytes() == content for name, content in model.items()} == dict.fromkeys(
+            model, True
+        )
+        assert sorted(os.listdir(folder)) == [".fetched.json", "1"]
+        parts = [re.search(r"weights\.bin\S* bytes=(\d+)-(\d+)", asked) for asked in hub.asked]
+        assert sum(int(part[2]) + 1 - int(part[1]) for part in parts if part) == len(weights)
+        before = len(hub.asked)
+        again = fetch(f"{protocol}://{root}/models/m", folder, **variables)
+        assert again.stdout == f"m: it is as at {protocol}://{root}/models/m already\n"
+        assert not [asked for asked in hub.asked[before:] if "bytes=" in asked]
+        absent = fetch(f"{protocol}://{root}/models/absent", tmp_path / "models" / "absent", **variables)
+        assert (absent.returncode, "there is no such folder" in absent.stderr) == (1, True)
+        strange = fetch(f"{protocol}://nobodys/models/m", tmp_path / "models" / "absent", **variables)
+        assert strange.returncode == 1
+        assert re.search("it is not there|Repository Not Found", strange.stderr), strange.stderr
+    assert os.listdir(tmp_path / "models") == ["m"]

@@ -147,6 +147,19 @@ def test_nothing_there(served: Callable[[Answers], str]) -> None:
         Source(served(lambda request: request.send_error(404))).files()
 
 
+def test_who_is_refused_does_not_ask_again(served: Callable[[Answers], str]) -> None:
+    asked = []
+
+    def refuse(request: BaseHTTPRequestHandler) -> None:
+        asked.append(request.command)
+        request.send_error(403)
+
+    with pytest.raises(InvalidArgument, match="403 Forbidden"):
+        Source(served(refuse)).files()
+    # By HEAD and then by GET, as fsspec does where HEAD is refused.
+    assert len(asked) <= 2
+
+
 def test_no_server(served: Callable[[Answers], str]) -> None:
     with pytest.raises(Unavailable, match="Cannot connect"):
         Source("http://127.0.0.1:1/m.tar").files()
