@@ -2,6 +2,7 @@
 
     python -m bench.vary                              this checkout alone
     python -m bench.vary --other DIR                  and another checkout of ours, in turn
+    python -m bench.vary --other DIR --control        and this one a second time: what x is between equal servers
     python -m bench.vary --peer DIR                   and a real Triton, in turn; DIR as for ``python -m bench``
     python -m bench.vary --peer HOST:PORT,HOST:PORT   and one that runs, by its HTTP and its gRPC address
 
@@ -13,9 +14,11 @@ Before a row is measured each request is asked once of each server and what came
 compared with it, byte for byte. The client is one thread in C (client.c); what it takes itself for each answer is printed.
 
 Rates, p50 and cpu, the processor time of all the server's processes for an answer, are medians of the rounds; x is the median
-of the rounds' ratios ours/that server (rate: more is better). On a busy machine the processor times say more than the rates. MB
-is the memory of all the server's processes after the row. Answers that never came are said beside the rate. A server that answers
-wrongly or not at all fails the row, which is said instead; the others go on, and one that has died is started again before them.
+of the rounds' ratios ours/that server (rate: more is better), with the least and the largest of them. Every other round begins
+with the last server, so that none always comes first. How far the control's x is from 1 is noise, and so much of any other x may
+be. On a busy machine the processor times say more than the rates. MB is the memory of all the server's processes after the row.
+Answers that never came are said beside the rate. A server that answers wrongly or not at all fails the row, which is said
+instead; the others go on, and one that has died is started again before them.
 Exit status 1: an answer was wrong or never came.
 """
 
@@ -28,7 +31,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,8 @@ def main() -> int:
         measured = [stack.enter_context(servers.ours(servers.OURS, ROOT, arguments.logs))]
         if arguments.other:
             measured.append(stack.enter_context(servers.ours(servers.OTHER, arguments.other.resolve(), arguments.logs)))
+        if arguments.control:
+            measured.append(stack.enter_context(servers.ours(servers.CONTROL, ROOT, arguments.logs)))
         if arguments.peer:
             measured.append(stack.enter_context(servers.peer(arguments.peer, arguments.logs)))
         print(head([server.name for server in measured]), flush=True)
@@ -72,6 +77,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--other", type=Path, metavar="DIR", help="another checkout of ours, its extensions built in place"
     )
+    parser.add_argument("--control", action="store_true", help="this checkout in a second daemon")
     parser.add_argument("--rows", default=",".join(ROWS), help="by name, comma-separated; all by default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement")
@@ -115,13 +121,10 @@ def _measure(
     for row in rows:
         _revive(measured)
         try:
-            rounds = [
-                [
-                    _figures(client, server, row, file, arguments.seconds)
-                    for server, file in zip(measured, files, strict=True)
-                ]
-                for _ in range(arguments.rounds)
-            ]
+            rounds = []
+            for order in itertools.islice(orders(len(measured)), arguments.rounds):
+                found = {at: _figures(client, measured[at], row, files[at], arguments.seconds) for at in order}
+                rounds.append([found[at] for at in sorted(found)])
         except (WrongAnswer, RuntimeError) as error:
             print(f"{row.name} not measured: {error}", flush=True)
             failed += 1
@@ -136,6 +139,12 @@ def _measure(
     for file in files:
         file.unlink()
     return failed
+
+
+def orders(count: int) -> Iterator[range]:
+    """Yields the order of each round's servers, first to last and last to first in turn."""
+    forwards = range(count)
+    return itertools.cycle((forwards, forwards[::-1]))
 
 
 def _revive(measured: list[Server]) -> None:
@@ -175,7 +184,8 @@ def line(name: str, rounds: Sequence[Sequence[Figures]], memory: Sequence[float 
         lost = sum(one.lost for one in column)
         cells.append(f"{statistics.median(one.rate for one in column):.0f}{f' ({lost} lost)' if lost else ''}")
         if number:
-            cells.append(f"{statistics.median(each[0].rate / each[number].rate for each in rounds):.2f}")
+            ratios = [each[0].rate / each[number].rate for each in rounds]
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         megabytes = memory[number]
         cells.append(f"{statistics.median(one.p50_us for one in column):.0f}")
         used = [one.server_us for one in column if one.server_us is not None]

@@ -1,4 +1,4 @@
-"""Who is measured: this checkout, another one of ours, a real Triton."""
+"""Who is measured: this checkout, another one of ours, this one once more, a real Triton."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from types import TracebackType
 from bench.footprint import proportional
 from bench.server import ROOT, Usage, children, serving
 
-OURS, OTHER, PEER = "ours", "other", "peer"
-_PORTS = {OURS: 18180, OTHER: 18190}
+OURS, OTHER, CONTROL, PEER = "ours", "other", "control", "peer"
+_PORTS = {OURS: 18180, OTHER: 18190, CONTROL: 18170}
 #: Where triton.sh serves.
 _PEER_HTTP, _PEER_GRPC = "127.0.0.1:18000", "127.0.0.1:18001"
 

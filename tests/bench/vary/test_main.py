@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench.vary.__main__ import head, line
+from bench.vary.__main__ import head, line, orders
 from bench.vary.client import Figures
 from bench.vary.servers import program
 from tests.daemon_process import ROOT
@@ -31,8 +32,12 @@ def test_medians_and_ratios_of_the_rounds() -> None:
     )
     assert (
         line("vary-x", rounds, [250.4, None])
-        == "| vary-x | 200 | 20 | 40 | 250 | 50 (7 lost) | 3.00 | 40 |  |  | 9.5 |"
+        == "| vary-x | 200 | 20 | 40 | 250 | 50 (7 lost) | 3.00 (2.00 to 4.00) | 40 |  |  | 9.5 |"
     )
+
+
+def test_no_server_is_always_the_first() -> None:
+    assert [list(order) for order in itertools.islice(orders(3), 3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
 
 
 def test_the_daemon_of_a_checkout(tmp_path: Path) -> None:
