@@ -35,11 +35,9 @@ from tensord.daemon.http.request_head import (
     OutputHead,
     RequestHead,
     UnusualText,
-    boolean,
     is_unsigned,
     refusal,
     text,
-    unsigned,
 )
 from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, MAX_RANK, element_count, wire_name
@@ -135,7 +133,7 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
             + (f"But set {' '.join(given)}" if given else "But no field is set")
         )
     if given[0] == "'binary_data_size'":
-        return BinaryPart(offset, unsigned("binary_data_size", parameters["binary_data_size"]))
+        return BinaryPart(offset, _unsigned("binary_data_size", parameters["binary_data_size"]))
     if given[0] == "'shared_memory_region'":
         return _region(parameters)
     return read_values(entry, apart)
@@ -247,7 +245,7 @@ def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> Requ
             "Unable to set 'classification': attempt to access JSON non-unsigned-integer as unsigned-integer"
         )
     if "binary_data" in parameters:
-        decoded.binary[entry.name] = boolean("binary_data", parameters["binary_data"])
+        decoded.binary[entry.name] = _boolean("binary_data", parameters["binary_data"])
     if "shared_memory_region" not in parameters:
         return RequestedOutput(entry.name, None, classification)
     region = _region(parameters)
@@ -261,8 +259,8 @@ def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> Requ
 def _region(parameters: dict[str, Any]) -> RegionSlice:
     """Returns the slice that an input's or output's parameters name. Raises InvalidArgument: wrong types, impossible numbers."""
     region = text("shared_memory_region", parameters["shared_memory_region"])
-    offset = unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))
-    byte_size = unsigned("shared_memory_byte_size", parameters.get("shared_memory_byte_size", 0))
+    offset = _unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))
+    byte_size = _unsigned("shared_memory_byte_size", parameters.get("shared_memory_byte_size", 0))
     if offset > _INT64_MAX:
         raise InvalidArgument(f"Invalid offset for shared memory region: '{region}'")
     if byte_size > UINT64_MAX - offset:
@@ -275,7 +273,21 @@ def _region(parameters: dict[str, Any]) -> RegionSlice:
     return RegionSlice(region, offset, byte_size)
 
 
-# -------------------------------------------------------------------------------------- parameters
+# -------------------------------------------------------------------------------------- single values and parameters
+
+
+def _boolean(key: str, value: Any) -> bool:
+    """Raises InvalidArgument on anything but true and false."""
+    if not isinstance(value, bool):
+        raise refusal(key, "non-boolean", "boolean")
+    return value
+
+
+def _unsigned(key: str, value: Any) -> int:
+    """Raises InvalidArgument on anything but an integer of 64 bits without a sign; true and false are none."""
+    if type(value) is not int or not 0 <= value <= UINT64_MAX:
+        raise refusal(key, "non-unsigned-integer", "unsigned-integer")
+    return value
 
 
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
@@ -285,7 +297,7 @@ def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
             field, read = _SCHEDULING[key]
             decoded.scheduling = decoded.scheduling._replace(**{field: read(key, value)})
         elif key == "binary_data_output":
-            decoded.all_binary = boolean(key, value)
+            decoded.all_binary = _boolean(key, value)
         else:
             decoded.parameters[key] = _parameter(key, value)
 
@@ -336,10 +348,10 @@ def _sequence_id(key: str, value: Any) -> int | str:
 
 #: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
 _SCHEDULING: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
-    "priority": ("priority", unsigned),
-    "timeout": ("timeout_us", unsigned),
+    "priority": ("priority", _unsigned),
+    "timeout": ("timeout_us", _unsigned),
     "sequence_id": ("sequence_id", _sequence_id),
-    "sequence_start": ("sequence_start", boolean),
-    "sequence_end": ("sequence_end", boolean),
+    "sequence_start": ("sequence_start", _boolean),
+    "sequence_end": ("sequence_end", _boolean),
     "tensord_replace": ("replace_key", text),
 }

@@ -227,20 +227,6 @@ def refusal(key: str, given: str, wanted: str) -> InvalidArgument:
     return InvalidArgument(f"Unable to parse '{key}': attempt to access JSON {given} as {wanted}")
 
 
-def boolean(key: str, value: Any) -> bool:
-    """Raises InvalidArgument on anything but true and false."""
-    if not isinstance(value, bool):
-        raise refusal(key, "non-boolean", "boolean")
-    return value
-
-
-def unsigned(key: str, value: Any) -> int:
-    """Raises InvalidArgument on anything but an integer of 64 bits without a sign; true and false are none."""
-    if type(value) is not int or not 0 <= value <= UINT64_MAX:
-        raise refusal(key, "non-unsigned-integer", "unsigned-integer")
-    return value
-
-
 def text(key: str, value: Any) -> str:
     """Raises InvalidArgument on anything but a string."""
     if not isinstance(value, str):
