@@ -1,9 +1,11 @@
 """How soon a daemon that has just started answers as fast as it ever does: the rate of each second of load.
 
-python -m bench.warm [--seconds 30] [--models addsub,identity]       a daemon of its own for each model, with an empty cache
+python -m bench.warm [--seconds 30] [--models addsub,identity,mlp]   a daemon of its own for each model, with an empty cache
 
 Sixteen connections ask from the moment that the daemon is ready. Given are the answers of the first, third and tenth second, each
-as a part of those of the median second of the last third.
+as a part of those of the median second of the last third. The shapes of addsub and identity are open in their configurations, so
+that a first request waits for its program, and that of grouped calls is compiled beside the next ones: the first second has both.
+The programs of mlp are compiled before it is ready.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ def rows() -> dict[str, Row]:
     a, b = np.arange(16, dtype=np.float32).reshape(1, 16), np.full((1, 16), 2, np.float32)
     small = infer_request("addsub", [("INPUT0", a), ("INPUT1", b)], "OUTPUT0")
     large = infer_request("identity", [("INPUT0", a.ravel())], "OUTPUT0")
+    pixels = infer_request("mlp", [("x", np.zeros((1, 784), np.float32))], "logits")
     return {
         "addsub": Row("addsub", CONNECTIONS, small, a + b),
         "identity": Row("identity", CONNECTIONS, large, a.ravel()),
+        # Zeros stay zeros, whoever computes them.
+        "mlp": Row("mlp", CONNECTIONS, pixels, np.zeros((1, 10), np.float32)),
     }
 
 
