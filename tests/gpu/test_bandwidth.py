@@ -1,4 +1,4 @@
-"""Figures of this host's GPU: printed (``pytest -s``), never asserted. Run on the stand-in alone so far, whose say nothing."""
+"""Figures of this host's GPU: printed (``pytest -s``), never asserted. Those of the stand-in say nothing."""
 
 from __future__ import annotations
 

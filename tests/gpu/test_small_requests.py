@@ -1,4 +1,4 @@
-"""Small requests on hardware: what leaves the device together is what was computed. Run on the stand-in alone so far."""
+"""Small requests on hardware: what leaves the device together is what was computed."""
 
 from __future__ import annotations
 
