@@ -112,16 +112,17 @@ class Placement:
                 place = self.memory.locate(array)
                 if place is not None:
                     note_segment(segments, place)
-                elif array.nbytes <= min(INLINE, room):
-                    room -= array.nbytes
+                elif (byte_size := array.nbytes) <= INLINE and byte_size <= room:
+                    room -= byte_size
                     contents.append(native(array).tobytes())
                 else:
                     copied.append((name, array))
                     place = _IN_SLOT
             tensors.append((name, datatype, shape, place))
         outputs = self.outputs(call, model)
-        for _, wanted in outputs:
-            note_segment(segments, wanted)
+        if call.places:
+            for _, wanted in outputs:
+                note_segment(segments, wanted)
         hold = [*call.inputs.values(), *call.places.values()]
         key = (call.model, call.version, tuple(tensors), outputs, _parameters(call))
         if copied:
@@ -201,6 +202,8 @@ class Placement:
 
 
 def _parameters(call: Call) -> tuple[Any, ...]:
+    if not call.parameters:
+        return ()
     # 1, 1.0 and True are equal, and are three parameters.
     return tuple([(name, type(value), value) for name, value in call.parameters.items()])
 

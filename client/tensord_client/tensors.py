@@ -23,6 +23,11 @@ def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     Raises: InvalidArgument: a name is given twice.
     """
     found: dict[str, Any] = {}
+    # Mostly there is nothing to flatten.
+    if type(inputs) is dict and not [
+        name for name, value in inputs.items() if type(value) is not np.ndarray or type(name) is not str
+    ]:
+        return inputs
     for path, value in _leaves(inputs, ()):
         name = "/".join(path)
         if len(path) > 1 and name not in known and ".".join(path) in known:
