@@ -9,7 +9,9 @@ sets      1000 sets of 1 MiB with room for 100 on the device: the rate of reques
           from memory that was not read for as long, to where as many others lie. The sets are pushed such that a processor has
           to copy them, too, which otherwise uses them where they lie. A first request for a set is measured apart.
 mixed     a model with ``batch_sets``, a base of 64 MiB and adapters of 128 KiB: requests of 16 sets at once, which share a call,
-          beside as many one after the other, which do not wait for others (at least 6 times their time).
+          beside as many one after the other, which do not wait for others (at least 6 times their time). How far XLA gets on a
+          processor bounds it: the product of 16 rows with the base alone takes three to four times as long as that of one row.
+narrow    as mixed, with a base of 1 MiB and adapters of 16 KiB, whose product takes less than all else of a request.
 
 Every answer is compared with what its set holds. Exit status 1: an answer was wrong. Times are medians of the rounds.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -45,7 +48,7 @@ _LARGE, _SMALL = 100, 1
 #: Sets, and how many of them the device has room for.
 _SETS, _ROOM = 1000, 100
 #: MiB of the models with ``batch_sets``, which count as well.
-_STACKS = 4
+_STACKS = 5
 #: Pushes a second, connections and seconds of the row that asks meanwhile.
 _PUSHES, _CONNECTIONS, _SECONDS = 10, 4, 3.0
 _MODEL = """
@@ -65,14 +68,18 @@ def create(path, config, device):
 """
 
 
-#: Rows of the base, and sets that are asked at once.
-_WIDTH, _RANK, _TOGETHER = 4096, 4, 16
-_MIXED = f"""
+#: Rows of the base by row of this bench, and sets that are asked at once.
+_WIDTHS, _RANK, _TOGETHER = {"mixed": 4096, "narrow": 512}, 4, 16
+
+
+def mixed_model(width: int) -> str:
+    """Returns the source of a model with ``batch_sets``."""
+    return f"""
 import jax.numpy as jnp
 import numpy as np
 
-inputs = {{"x": "FP32[{_WIDTH}]"}}
-outputs = {{"y": "FP32[{_WIDTH}]"}}
+inputs = {{"x": "FP32[{width}]"}}
+outputs = {{"y": "FP32[{width}]"}}
 max_batch_size, batch_buckets = {_TOGETHER}, (1, {_TOGETHER})
 batch_sets = ("adapter",)
 
@@ -82,8 +89,8 @@ def create(path, config, device):
         changed = jnp.einsum("bi,bir,bro->bo", x, adapter["down"][index], adapter["up"][index])
         return {{"y": (stacked["base"] @ x.T).T + changed}}
 
-    zeros = {{"down": np.zeros(({_WIDTH}, {_RANK}), np.float32), "up": np.zeros(({_RANK}, {_WIDTH}), np.float32)}}
-    return apply, {{"base": np.full(({_WIDTH}, {_WIDTH}), 0.5, np.float32), "adapter": zeros}}
+    zeros = {{"down": np.zeros(({width}, {_RANK}), np.float32), "up": np.zeros(({_RANK}, {width}), np.float32)}}
+    return apply, {{"base": np.full(({width}, {width}), 0.5, np.float32), "adapter": zeros}}
 """
 
 
@@ -99,11 +106,12 @@ def write_models(folder: Path) -> None:
         version.mkdir(parents=True)
         (version / "model.py").write_text(_MODEL)
         np.savez(version / "params.npz", **tree(mib, 0))
-    for name, delay_us in (("mixed", 50000), ("single", 0)):
-        (folder / name / "1").mkdir(parents=True)
-        (folder / name / "1" / "model.py").write_text(_MIXED)
-        delay = f"dynamic_batching {{ max_queue_delay_microseconds: {delay_us} }}"
-        (folder / name / "config.pbtxt").write_text(f"max_batch_size: {_TOGETHER} {delay if delay_us else ''}")
+    for row, width in _WIDTHS.items():
+        for name, delay_us in ((row, 50000), (f"{row}-single", 0)):
+            (folder / name / "1").mkdir(parents=True)
+            (folder / name / "1" / "model.py").write_text(mixed_model(width))
+            delay = f"dynamic_batching {{ max_queue_delay_microseconds: {delay_us} }}"
+            (folder / name / "config.pbtxt").write_text(f"max_batch_size: {_TOGETHER} {delay if delay_us else ''}")
 
 
 class Asker:
@@ -317,17 +325,16 @@ def sets_row(rounds: int, client: tensord_client.Client) -> int:
     return wrong
 
 
-def mixed_row(rounds: int, client: tensord_client.Client) -> int:
+def mixed_row(rounds: int, client: tensord_client.Client, row: str = "mixed") -> int:
     """Asks sets at once, and one after the other."""
-    x = np.zeros((1, _WIDTH), np.float32)
+    width, names = _WIDTHS[row], (row, f"{row}-single")
+    x = np.zeros((1, width), np.float32)
     x[0, 0] = 1
-    together, alone = (
-        [client.model(name, parameter_set=f"m{n}") for n in range(_TOGETHER)] for name in ("mixed", "single")
-    )
+    together, alone = ([client.model(name, parameter_set=f"m{n}") for n in range(_TOGETHER)] for name in names)
     for number in range(_TOGETHER):
-        down = np.full((_WIDTH, _RANK), number, np.float32)
-        adapter = {"down": down, "up": np.ones((_RANK, _WIDTH), np.float32)}
-        for name in ("mixed", "single"):
+        down = np.full((width, _RANK), number, np.float32)
+        adapter = {"down": down, "up": np.ones((_RANK, width), np.float32)}
+        for name in names:
             client.model(name).parameters.update({"adapter": adapter}, set=f"m{number}")
     wrong = 0
 
@@ -351,7 +358,7 @@ def mixed_row(rounds: int, client: tensord_client.Client) -> int:
         found["in turn"].append(seconds(in_turn))
     once, turn = (statistics.median(values) * 1e3 for values in found.values())
     print(
-        f"mixed  {_TOGETHER} sets at once {once:.1f} ms, one after the other {turn:.1f} ms: {turn / once:.1f} x",
+        f"{row:6} {_TOGETHER} sets at once {once:.1f} ms, one after the other {turn:.1f} ms: {turn / once:.1f} x",
         flush=True,
     )
     return wrong
@@ -362,6 +369,7 @@ ROWS: dict[str, Callable[[int, tensord_client.Client], int]] = {
     "while": while_row,
     "sets": sets_row,
     "mixed": mixed_row,
+    "narrow": functools.partial(mixed_row, row="narrow"),
 }
 
 
@@ -371,7 +379,7 @@ def main() -> int:
         prog="bench.parameters", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", default=",".join(ROWS), help="of push, while, sets and mixed")
+    parser.add_argument("--rows", default=",".join(ROWS), help="of push, while, sets, mixed and narrow")
     arguments = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as temporary:
