@@ -3,9 +3,10 @@
 python -m bench.warm [--seconds 30] [--models addsub,identity,mlp]   a daemon of its own for each model, with an empty cache
 
 Sixteen connections ask from the moment that the daemon is ready. Given are the answers of the first, third and tenth second, each
-as a part of those of the median second of the last third. The shapes of addsub and identity are open in their configurations, so
-that a first request waits for its program, and that of grouped calls is compiled beside the next ones: the first second has both.
-The programs of mlp are compiled before it is ready.
+as a part of those of the median second of the last third, and the processor time of the daemon's processes for an answer, which
+says on a busy machine whether it is the daemon that differs. The shapes of addsub and identity are open in their configurations,
+so that a first request waits for its program, and that of grouped calls is compiled beside the next ones: the first second has
+both. The programs of mlp are compiled before it is ready.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from bench.closed_loop import Row, connected, infer_request
-from bench.server import serving
+from bench.server import Usage, children, serving
 
 ADDRESS = "127.0.0.1:18100"
 CONNECTIONS = 16
@@ -42,20 +44,30 @@ def rows() -> dict[str, Row]:
     }
 
 
-def each_second(address: str, row: Row, seconds: int) -> list[int]:
-    """Right answers in each second of load."""
-    counts = [0] * seconds
+def each_second(address: str, row: Row, seconds: int, pid: int) -> tuple[list[int], list[float]]:
+    """Right answers in each second of load, and the daemon's processor time for each of them in microseconds."""
+    counts, used = [0] * seconds, [used_us(pid)]
     with connected(address, row.connection, row.connections) as (poll, connections):
         begin = time.perf_counter()
         for connection in connections:
             connection.send(row.request)
         while (now := int(time.perf_counter() - begin)) < seconds:
+            if now == len(used):
+                used.append(used_us(pid))
             for key, _ in poll.select(1):
                 if key.data.read():
                     row.check(key.data.received)
                     counts[now] += 1
                     key.data.send(row.request)
-    return counts
+    used.append(used_us(pid))
+    costs = [(after - before) / max(1, count) for (before, after), count in zip(pairwise(used), counts, strict=True)]
+    return counts, costs
+
+
+def used_us(pid: int) -> float:
+    """Processor time of a daemon's processes since they started, in microseconds."""
+    usages = [Usage.of(each) for each in (pid, *children(pid))]
+    return sum(usage.user_us + usage.kernel_us for usage in usages)
 
 
 def main() -> None:
@@ -70,11 +82,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["XDG_CACHE_HOME"] = folder
             command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml"]
-            with serving(command, ADDRESS, Path(folder, "log")):
-                counts = each_second(ADDRESS, rows()[name], arguments.seconds)
-        settled = statistics.median(counts[-max(1, len(counts) // 3) :])
-        parts = ", ".join(f"second {at}: {counts[at - 1] / settled:.2f}" for at in SHOWN if at <= len(counts))
-        print(f"{name:10} {settled:7.0f} answers a second; {parts}", flush=True)
+            with serving(command, ADDRESS, Path(folder, "log")) as pid:
+                counts, costs = each_second(ADDRESS, rows()[name], arguments.seconds, pid)
+        settled, cost = (statistics.median(each[-max(1, len(each) // 3) :]) for each in (counts, costs))
+        parts = ", ".join(
+            f"second {at}: {counts[at - 1] / settled:.2f} ({costs[at - 1]:.0f} us)" for at in SHOWN if at <= len(counts)
+        )
+        print(f"{name:10} {settled:7.0f} answers a second ({cost:.0f} us); {parts}", flush=True)
 
 
 if __name__ == "__main__":
