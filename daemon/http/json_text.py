@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from tensord.shm.arrays import DTYPES, array
+from tensord.shm.arrays import array
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.messages import PreparedTensor
 
@@ -68,9 +68,7 @@ def _values(tensor: PreparedTensor, content: bytes | memoryview) -> npt.NDArray[
         raise InvalidArgument(
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
         )
-    if tensor.datatype == "BYTES":
-        return array(content, tensor.datatype, tensor.shape, f"output '{tensor.name}'").ravel()
-    return np.frombuffer(content, DTYPES[tensor.datatype])  # flat, as the text is
+    return array(content, tensor.datatype, tensor.shape, f"output '{tensor.name}'").ravel()
 
 
 def _numbers(values: npt.NDArray[Any]) -> bytes:
