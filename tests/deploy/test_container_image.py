@@ -1,4 +1,4 @@
-"""deploy/container: its packages, files, users and entry point, each step tried on this host, which has no builder."""
+"""deploy/container: packages, files, users and entry point. It is built where buildah is; each step is tried on any host."""
 
 from __future__ import annotations
 
@@ -238,3 +238,104 @@ def test_steps_and_entry_point(tmp_path: Path) -> None:
     assert re.fullmatch(r"\[\[4\.0, 7\.0, 10\.0, 13\.0\]\] <.*[Ll]ane.*>", *told["client"])
     assert told["stranger"] == ["PermissionError"]
     assert told["drained"] == [200, 400, 0, 1]
+
+
+_BASE_FILES = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
+_BUILDERS = ("buildah", "debootstrap")
+#: In a network of its own, beside no other process: starts the container, waits for its health, asks it, and stops it.
+_RUN = """
+import fcntl, json, os, signal, socket, struct, subprocess, sys, time
+
+run, said = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+with socket.socket() as sock:  # the loopback interface of this network
+    fcntl.ioctl(sock, 0x8914, struct.pack("16sH14x", b"lo", 0x1 | 0x40))
+daemon = subprocess.Popen([*run, *said["entry"], *said["command"]])
+until = time.monotonic() + 200
+while subprocess.run([*run, *said["health"]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
+    assert daemon.poll() is None and time.monotonic() < until
+    time.sleep(1)
+ask = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8000/v2').read().decode())"
+print(subprocess.run([*run, "python", "-c", ask], capture_output=True, text=True, check=True).stdout)
+# Not buildah's process, which has the same words behind its name.
+words = "^[^ ]*python3 [^ ]*tensord " + " ".join(said["command"])
+pid = subprocess.run(["pgrep", "-U", said["user"], "-f", words], capture_output=True, text=True, check=True).stdout
+os.kill(int(pid), signal.SIGTERM)
+print(daemon.wait(200))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a base of Debian's packages")
+@pytest.mark.skipif(
+    not all(map(shutil.which, _BUILDERS)), reason=f"no builder of images: {' and '.join(_BUILDERS)} are not installed"
+)
+def test_a_builder_builds_and_runs_it(tmp_path: Path) -> None:
+    """
+    1. Debian's packages make a base, since a registry of images may be out of reach. 2. The file is built on it as its head says,
+    with packages of apt and pip. 3. The image's entry point runs as its user.
+    Result: what the file says is in the image; it is healthy by its own command, answers, and stops in good order.
+    """
+    base = tmp_path / "base"
+    made_base = ["debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", str(base)]
+    subprocess.run(made_base, check=True, stdout=subprocess.DEVNULL, timeout=4 * PATIENCE)
+    # How this host reaches its index.
+    for path in filter(os.path.exists, _BASE_FILES):
+        shutil.copy(path, f"{base}{path}")
+    context = tmp_path / "context"
+    shutil.copytree(ROOT / "deploy", context / "deploy")
+    (context / "dist").mkdir()
+    shutil.copy(made()[1], context / "dist")
+    buildah = [
+        "buildah",
+        "--storage-driver",
+        "vfs",
+        "--root",
+        str(tmp_path / "root"),
+        "--runroot",
+        str(tmp_path / "run"),
+    ]
+
+    def done(*words: str) -> str:
+        ended = subprocess.run(
+            [*buildah, *words], cwd=context, capture_output=True, text=True, timeout=4 * PATIENCE, check=False
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return ended.stdout.strip()
+
+    try:
+        started = done("from", "scratch")
+        done("add", "--quiet", started, str(base), "/")
+        done("commit", "--quiet", started, "localhost/base")
+        done("rm", started)
+        shutil.rmtree(base)
+        head = ("--format", "docker", "-f", "deploy/container/Containerfile", "--build-arg", "BASE=localhost/base")
+        done("build", "--isolation", "chroot", *head, "-t", "tensord", ".")
+        config = json.loads(done("inspect", "--type", "image", "tensord"))["Docker"]["config"]
+        assert config["User"] == containerfile.only("USER")
+        assert config["Entrypoint"] == containerfile.words("ENTRYPOINT")
+        assert config["Cmd"] == containerfile.words("CMD")
+        assert sorted(config["Volumes"]) == sorted(containerfile.words("VOLUME"))
+        assert sorted(config["ExposedPorts"]) == [f"{port}/tcp" for port in containerfile.only("EXPOSE").split()]
+        assert config["Healthcheck"]["Test"] == ["CMD", *containerfile.health()]
+        container = done("from", "tensord")
+        run = [*buildah, "run", "--isolation", "chroot", container, "--"]
+        said = {
+            "entry": config["Entrypoint"],
+            "command": config["Cmd"],
+            "health": containerfile.health(),
+            "user": config["User"].partition(":")[0],
+        }
+        namespaces = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        ran = subprocess.run(
+            [*namespaces, sys.executable, "-c", _RUN, json.dumps(run), json.dumps(said)],
+            capture_output=True,
+            text=True,
+            timeout=4 * PATIENCE,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        answer, status = ran.stdout.split("\n\n")
+        assert json.loads(answer)["name"] == "tensord"
+        assert status.strip() == "0"
+    finally:
+        subprocess.run([*buildah, "rm", "--all"], capture_output=True, check=False)
+        shutil.rmtree(tmp_path / "root", ignore_errors=True)
