@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Union
@@ -154,13 +154,51 @@ def _way(address: str, patience: float) -> Connection:
     except OSError as error:
         if path is address and "/" not in address.replace("http://", "", 1).rstrip("/"):
             return _over_tcp(address, patience)
-        raise Unavailable(f"{path}: {error.strerror}") from None
+        raise _unreachable(path, error) from None
     if not stat.S_ISDIR(kind):
         return _on_socket(path, patience)
     for name in (CLIENTS, HTTP):
         if os.path.exists(os.path.join(path, name)):
             return _on_socket(os.path.join(path, name), patience)
+    if not os.access(path, os.R_OK | os.X_OK, effective_ids=True):
+        raise _unreachable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     return LocalConnection(Path(path))
+
+
+def _unreachable(path: str, error: OSError) -> Unavailable:
+    """Returns the error of a path that cannot be reached; where this user may not, it says who may."""
+    text = f"{path}: {error.strerror}"
+    if not isinstance(error, PermissionError):
+        return Unavailable(text)
+    for each in (*reversed(Path(path).absolute().parents), Path(path)):
+        try:
+            found = os.stat(each)
+        except OSError:
+            break
+        folder = stat.S_ISDIR(found.st_mode)
+        wanted = (os.X_OK | (os.R_OK if each == Path(path) else 0)) if folder else os.W_OK
+        if not os.access(each, wanted, effective_ids=True):
+            return Unavailable(f"{text}; {_who_may(str(each), found, wanted)}")
+    return Unavailable(text)
+
+
+def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
+    """Says who has the ``wanted`` access to a path that this user has not."""
+    # Imported where it is needed: a client's start is to be quick.
+    import grp
+    import pwd
+
+    def name(number: int, named: Callable[[int], str]) -> str:
+        try:
+            return f"'{named(number)}'"
+        except KeyError:
+            return str(number)
+
+    if (found.st_mode >> 3) & wanted == wanted:
+        group = name(found.st_gid, lambda number: grp.getgrgid(number).gr_name)
+        return f"{path} is for members of group {group}: join it (usermod -aG), and log in again"
+    user = name(found.st_uid, lambda number: pwd.getpwuid(number).pw_name)
+    return f"{path} is for user {user} alone"
 
 
 def _on_socket(path: str, patience: float) -> Connection:
@@ -171,7 +209,7 @@ def _on_socket(path: str, patience: float) -> Connection:
         except OSError as error:
             if error.errno == errno.EPROTOTYPE:
                 return reached(Address(path), patience)
-            raise Unavailable(f"{path}: {error.strerror}") from None
+            raise _unreachable(path, error) from None
     return ServiceConnection(path, lambda told: _over_http(path, told, patience), patience)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -200,6 +203,62 @@ def test_nobody_is_there(folder: Path) -> None:
         tensord_client.connect(folder / "file")
     with pytest.raises(tensord_client.InvalidArgument, match="'localhost:x' is no address of a server"):
         tensord_client.connect("localhost:x")
+
+
+#: What it imports, also for its sentence, may be root's.
+_CONNECTS_AS_NOBODY = """
+import os, sys
+import grp, pwd, tensord_client
+
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    tensord_client.connect(sys.argv[1])
+except tensord_client.Unavailable as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("modes", "address", "said"),
+    [
+        ((0o755, 0o700, 0o666), "", r"{}: Permission denied; {} is for user '\w+' alone$"),
+        ((0o755, 0o750, 0o666), "", r"{}: Permission denied; {} is for members of group '\w+': join it .*$"),
+        (
+            (0o755, 0o710, 0o666),
+            "/http.sock",
+            r"{}/http.sock: Permission denied; {} is for members of group '\w+': .*$",
+        ),
+        (
+            (0o755, 0o755, 0o660),
+            "",
+            r"{}/http.sock: Permission denied; {}/http.sock is for members of group '\w+': .*$",
+        ),
+        (
+            (0o755, 0o755, 0o600),
+            "/http.sock",
+            r"{}/http.sock: Permission denied; {}/http.sock is for user '\w+' alone$",
+        ),
+        ((0o755, 0o711, 0o666), "", r"^$"),
+        ((0o755, 0o711, 0o600), "/none", r"{}/none: No such file or directory$"),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_server_of_others_says_who_may(
+    serve: Callable[..., Server], folder: Path, modes: tuple[int, int, int], address: str, said: str
+) -> None:
+    serve()
+    inner, sock = folder / "run", folder / "run" / "http.sock"
+    inner.mkdir()
+    (folder / "http.sock").rename(sock)
+    for path, mode in zip((folder, inner, sock), modes, strict=True):
+        path.chmod(mode)
+    command = [sys.executable, "-c", _CONNECTS_AS_NOBODY, str(inner) + address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    sock.rename(folder / "http.sock")
+    assert re.search(said.format(*[re.escape(str(inner))] * 2), done.stdout.strip()), done
+    assert not done.stderr
 
 
 def test_waiting_for_a_server(serve: Callable[..., Server], folder: Path) -> None:
