@@ -58,7 +58,7 @@ from tensord.daemon.processes.worker_pool import Leftovers, WorkerPool
 from tensord.daemon.progress_bar import ProgressBar
 from tensord.daemon.regions.region_registry import RegionRegistry
 from tensord.daemon.tracing import span_exporter
-from tensord.daemon.tracing.span_exporter import SpanExporter
+from tensord.daemon.tracing.span_exporter import SpanCounts, SpanExporter
 from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.channel import pair
@@ -138,6 +138,7 @@ class Supervisor:
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self.fronts.publish)
         #: None: no spans are sent.
         self._spans: SpanExporter | None = None
+        self._span_counts = SpanCounts()
         self._operations = Operations(
             self._models,
             self.parameters,
@@ -160,6 +161,7 @@ class Supervisor:
             self.configuration,
             self.parameters,
             self._trace_settings,
+            self._span_counts if options.trace.otlp else None,
         )
         self._metrics = Endpoint(options.metrics, collection.snapshot, self._describe_page)
         self._agent = Agent(options.metrics, self._availability, collection.look)
@@ -195,7 +197,9 @@ class Supervisor:
             self.workers.start_all(self._spawned)
             if self.options.trace.otlp:
                 # The libraries take long to import, as what the workers import does.
-                self._spans = await asyncio.to_thread(SpanExporter, self.options.trace.otlp, self.options.server_name)
+                self._spans = await asyncio.to_thread(
+                    SpanExporter, self.options.trace.otlp, self.options.server_name, self._span_counts
+                )
             found = await self._models.scan(self.options.repository)
             outcomes = self._models.begin(found, self.options.repository)
             self.fronts.start_all(max(1, len(os.sched_getaffinity(0)) - len(self._spawned)))
@@ -274,6 +278,7 @@ class Supervisor:
         self.phase = DaemonPhase.SERVING
         self._notifier.ready(self._summary())
         self._log_readiness(self._summary())
+        self._metrics.prepare()
         self._served_models.change()  # which that line says
         served = self._models.lifecycle.ready_models()
         url = next((url for url in self.fronts.urls("http") if url.startswith("http:")), None)

@@ -25,3 +25,5 @@ COMPUTE_START: Final = "COMPUTE_START"
 COMPUTE_INPUT_END: Final = "COMPUTE_INPUT_END"
 COMPUTE_OUTPUT_START: Final = "COMPUTE_OUTPUT_START"
 COMPUTE_END: Final = "COMPUTE_END"
+#: Taken in a worker with the first response of a model that has several; Triton has no such moment.
+RESPONSE_START: Final = "RESPONSE_START"

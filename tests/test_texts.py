@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tensord.shm import trace_stamps
 from tests.test_imports import ROOT, modules
 
-_STAMP = re.compile(r"(HTTP|GRPC|REQUEST|QUEUE|COMPUTE)_([A-Z]+_)?(START|END)")
+_STAMP = re.compile(r"(HTTP|GRPC|REQUEST|QUEUE|COMPUTE|RESPONSE)_([A-Z]+_)?(START|END)")
 
 
 def texts(tree: ast.AST) -> Iterator[str]:

@@ -5,7 +5,7 @@ and to keep one limit together, without asking anybody. Nameless and sealed agai
 
     row k at word 32 * k:   serves (0 or 1), connections, prepared requests: numbered now, numbered ever, evicted ever,
                             refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``),
-                            answers by code (``CODES`` of its protocol)
+                            answers by code (``CODES`` of its protocol); in the last word, dropped traces
                             a row is four cache lines; only its front writes it
 
 The supervisor clears what a front that is dead had, before its replacement starts; what only grows goes on being counted.
@@ -26,6 +26,8 @@ _WORDS = 32
 #: The offsets in a row of the counts of prepared requests, of refused requests, and of answers.
 _PREPARED, _REFUSED = 2, 5
 _CODES = _REFUSED + len(OF_FRONTS)
+#: Behind all of them: traces that were dropped.
+_TRACES = _WORDS - 1
 #: The codes of each protocol that are counted, good answers first; the last one stands for all others.
 CODES = {
     "http": (
@@ -88,6 +90,10 @@ class SharedCounters:
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
+    def dropped_traces(self, row: int) -> int:
+        """Counts the traces that the fronts of that row have dropped."""
+        return self._words[row * _WORDS + _TRACES]
+
     def clear(self, row: int) -> None:
         """Clears the row of a front that is gone, except what only grows."""
         at = row * _WORDS
@@ -132,6 +138,10 @@ class FrontCounters:
     def refuse(self, refusal: Refusal) -> None:
         """Counts a request that this front refuses."""
         self._words[self._at + _REFUSED + OF_FRONTS.index(refusal)] += 1
+
+    def drop_traces(self, count: int) -> None:
+        """Counts traces that this front drops."""
+        self._words[self._at + _TRACES] += count
 
     @property
     def codes(self) -> tuple[memoryview, int]:

@@ -219,6 +219,7 @@ class Front(ABC):
     def _hand_over(self, traces: TracesEnded) -> bool:
         """Sends traces to the supervisor. Returns False if it does not take what was sent before."""
         if self._connection.waiting >= _MAX_WAITING:
+            self.place.counters.front(self.place.row).drop_traces(len(traces.traces))
             return False
         self._connection.send(traces)
         return True

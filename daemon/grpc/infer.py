@@ -100,9 +100,12 @@ class CallRequest(InFlight):
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
         if self.loading and (not prepared.final or is_mark(prepared, own)):
             self.decoupled = True
-        if self.trace is not None and prepared.final and not self.waits_for_room:
-            self.trace.error = own.message if own.code else ""
-            self.trace.completed(prepared.version, own.trace)
+        if self.trace is not None and not self.waits_for_room:
+            if prepared.final:
+                self.trace.error = own.message if own.code else ""
+                self.trace.completed(prepared.version, own.trace)
+            else:
+                self.trace.responded(prepared.version)
         self.call.completed(self, prepared, own, lane)
 
 

@@ -214,8 +214,11 @@ class Generation(InFlight):
     # ----------------------------------------------------------------------------------------------- answers
 
     def completed(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:
-        if prepared.final and self._trace is not None and not self.waits_for_room:
-            self._trace.completed(prepared.version, own.trace)
+        if self._trace is not None and not self.waits_for_room:
+            if prepared.final:
+                self._trace.completed(prepared.version, own.trace)
+            else:
+                self._trace.responded(prepared.version)
         self._take(prepared, own, lane)
 
     def _take(self, prepared: PreparedAnswer, own: AnswerRecord, lane: SubmitterLane | None) -> None:

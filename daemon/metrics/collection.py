@@ -32,6 +32,7 @@ from tensord.daemon.processes.gpu_watcher import GpuWatcher
 from tensord.daemon.processes.process_slots import ProcessSlots
 from tensord.daemon.processes.worker_pool import WorkerPool
 from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.daemon.tracing.span_exporter import SpanCounts
 from tensord.daemon.tracing.trace_settings import TraceSettings
 from tensord.shm import descriptors
 from tensord.shm.control_records import Footprint
@@ -116,7 +117,9 @@ class Collection:
         configuration: Configuration,
         parameters: Parameters,
         traces: TraceSettings,
+        spans: SpanCounts | None,
     ) -> None:
+        """``spans``: what became of those for the collector of traces; None: there is no collector."""
         self._workers = workers
         self._fronts = fronts
         self._slots = slots
@@ -128,6 +131,7 @@ class Collection:
         self._configuration = configuration
         self._parameters = parameters
         self._traces = traces
+        self._spans = spans
         self._ledger = Ledger()
         self._own = OwnMetricsLedger()
         #: Incarnation -> its last report of the leases on regions.
@@ -185,6 +189,7 @@ class Collection:
                 dict(self._parameters.outcomes),
             ),
             _latest(itertools.chain(*told)),
+            {} if self._spans is None else self._spans.outcomes(),
         )
 
     async def look(self, busy: BusyPart) -> None:
@@ -274,6 +279,7 @@ class Collection:
                     refused,
                     *prepared,
                     self._fronts.answers(name),
+                    self._fronts.dropped_traces(name),
                 )
             )
         return found

@@ -22,7 +22,7 @@ from tensord.daemon.processes.listening import Listener
 
 _log = logging.getLogger(__name__)
 PATH = "/metrics"
-#: Imported in the thread, for the first connection: neither the start of the daemon nor its loop waits for that.
+#: Imported in the thread, once the daemon has started or for the first connection: neither its start nor its loop waits for that.
 _SCRAPE = "tensord.daemon.metrics.scrape"
 #: The most connections; the oldest one is closed for a new one.
 MAX_CONNECTIONS = 32
@@ -49,8 +49,8 @@ class Endpoint:
         self._connections: dict[asyncio.Task[None], None] = {}
         #: One thread writes the texts one after the other, and takes none from those who read files.
         self._thread = ThreadPoolExecutor(1, "metrics")
-        #: True once the libraries of a scrape are imported.
-        self._imported = False
+        #: Done once the libraries of a scrape are imported; None: that has not begun.
+        self._importing: asyncio.Future[Any] | None = None
 
     async def open(self) -> None:
         """Serves on the running loop, if metrics are enabled. Raises ListenError: address, port and reason."""
@@ -95,10 +95,18 @@ class Endpoint:
             # What the client has not received by now is thrown away.
             writer.transport.abort()
 
+    def prepare(self) -> asyncio.Future[Any] | None:
+        """Imports what scrapes need, while the files are still those that this process began with. None: there are no metrics."""
+        if self._importing is None and self._server is not None:
+            loop = asyncio.get_running_loop()
+            self._importing = loop.run_in_executor(self._thread, importlib.import_module, _SCRAPE)
+        return self._importing
+
     async def _scrape(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self._imported:
-            await asyncio.get_running_loop().run_in_executor(self._thread, importlib.import_module, _SCRAPE)
-            self._imported = True
+        importing = self.prepare()
+        assert importing is not None
+        # One that goes away does not stop it for the others.
+        await asyncio.shield(importing)
         from tensord.daemon.metrics import scrape
 
         await scrape.serve(reader, writer, self._snapshot, self._thread, self._describe)

@@ -469,6 +469,17 @@ def _fronts(snapshot: MetricsSnapshot) -> Iterator[Family]:
     yield evicted.fill([(of, slot.prepared_evicted) for of, slot in fronts])
     restarts = Counter("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
     yield restarts.fill([(of, slot.restarts) for of, slot in fronts])
+    if snapshot.spans:
+        spans = Counter(
+            "tensord_trace_spans_total", "Spans for the collector of traces, by what became of them", labels=["outcome"]
+        )
+        yield spans.fill([((outcome,), count) for outcome, count in snapshot.spans.items()])
+        dropped = Counter(
+            "tensord_front_dropped_traces_total",
+            "Traces that the front dropped because the supervisor did not take them",
+            labels=labels,
+        )
+        yield dropped.fill([(of, slot.dropped_traces) for of, slot in fronts])
 
 
 def _memory(processes: Mapping[str, int]) -> Family:

@@ -1,4 +1,4 @@
-"""Serves one scrape, or the page for browsers, from request to answer. It is imported, with its libraries, once somebody asks."""
+"""Serves one scrape, or the page for browsers, from request to answer. Imported once the daemon has started."""
 
 from __future__ import annotations
 

@@ -60,6 +60,8 @@ class FrontSlot:
     prepared_evicted: int = 0
     #: Code -> answers that it has given, ever.
     answers: Mapping[str, int] = field(default_factory=dict)
+    #: Traces for the collector that it has dropped, ever.
+    dropped_traces: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +131,5 @@ class MetricsSnapshot:
     parameters: ParameterTotals = ParameterTotals()
     #: Traced requests that stand for buckets.
     exemplars: Exemplars = field(default_factory=dict)
+    #: Spans for a collector by what became of them; empty: there is no collector.
+    spans: Mapping[str, int] = field(default_factory=dict)

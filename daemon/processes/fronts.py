@@ -246,6 +246,11 @@ class Fronts:
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].answers(int(row), protocol)
 
+    def dropped_traces(self, name: str) -> int:
+        """Counts the traces that the fronts of that name have dropped."""
+        protocol, _, row = name.rpartition("-")
+        return self._counters[protocol].dropped_traces(int(row))
+
     def prepared_requests(self, name: str) -> tuple[int, int, int]:
         """Counts prepared requests of that front: those numbered now, those numbered ever, and those evicted ever."""
         protocol, _, row = name.rpartition("-")

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from tensord.shm import trace_stamps
-from tensord.shm.durations import COMPUTE, QUEUE, REQUEST
+from tensord.shm.durations import COMPUTE, FIRST_RESPONSE, QUEUE, REQUEST
 
 #: Model versions that have some; the one that was traced longest ago makes room.
 _MAX_VERSIONS = 1024
@@ -21,6 +21,7 @@ _ENDS = (
     (REQUEST, trace_stamps.REQUEST_START, trace_stamps.COMPUTE_END),
     (QUEUE, trace_stamps.REQUEST_START, trace_stamps.COMPUTE_START),
     (COMPUTE, trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_END),
+    (FIRST_RESPONSE, trace_stamps.REQUEST_START, trace_stamps.RESPONSE_START),
 )
 #: The place of a bucket (kind, number) and what is there: the trace's id, the duration in seconds, and seconds since 1970.
 Bucket = tuple[int, int]

@@ -8,12 +8,14 @@
       send                                         [-----]
       infer step            [--------]                          of a request that was made for this one, with its own parts
 
-The library sends them in a thread of its own, keeps a bounded number of them while the collector does not answer, and drops what
-is beyond. Source: OpenTelemetry's specification of traces.
+The library sends them in a thread of its own. A bounded number of them waits while the collector does not answer, and what is
+beyond is dropped and counted. Source: OpenTelemetry's specification of traces.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 import threading
 import time
@@ -21,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from tensord.config.log import Seldom
 from tensord.shm import trace_stamps as stamps
 from tensord.shm.control_records import EndedTrace
 from tensord.shm.messages import Parameter, Timeline
@@ -28,7 +31,10 @@ from tensord.shm.messages import Parameter, Timeline
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext, SpanKind
 
+_log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 2.0
+#: The variable that says how many spans may wait for the collector, and how many may where it does not.
+_WAITING_VARIABLE, _MAX_WAITING = "OTEL_BSP_MAX_QUEUE_SIZE", 2048
 #: Part of a request -> the stamps at its two ends.
 _PARTS = (
     ("receive", stamps.HTTP_RECV_START, stamps.HTTP_RECV_END),
@@ -48,20 +54,40 @@ def installed() -> bool:
         return False
 
 
+class SpanCounts:
+    """Counts what became of spans. The supervisor's loop and the thread that sends write two counts each."""
+
+    def __init__(self) -> None:
+        #: Spans that were queued, and those that were dropped because too many waited.
+        self.queued = self.dropped = 0
+        #: Spans that the collector took, and those that it refused or that did not reach it.
+        self.sent = self.failed = 0
+
+    @property
+    def waiting(self) -> int:
+        """Counts the spans that are queued or being sent."""
+        return self.queued - self.sent - self.failed
+
+    def outcomes(self) -> dict[str, int]:
+        """Returns the spans by what became of them."""
+        return {"sent": self.sent, "failed": self.failed, "dropped": self.dropped}
+
+
 class SpanExporter:
     """Sends ended traces to a collector.
 
     Args:
       url: where OTLP over HTTP is taken, such as ``http://127.0.0.1:4318/v1/traces``.
       service: the name of this server in the collector.
+      counts: counts the spans.
     """
 
-    def __init__(self, url: str, service: str) -> None:
+    def __init__(self, url: str, service: str, counts: SpanCounts) -> None:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import ReadableSpan
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         class QuickResource(Resource):
@@ -70,6 +96,23 @@ class SpanExporter:
             def __hash__(self) -> int:
                 return id(self)
 
+        class CountedExporter(OTLPSpanExporter):
+            """Counts what it sends. Its thread is the processor's."""
+
+            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+                result = SpanExportResult.FAILURE
+                try:
+                    result = super().export(spans)
+                finally:
+                    if result is SpanExportResult.SUCCESS:
+                        counts.sent += len(spans)
+                    else:
+                        counts.failed += len(spans)
+                return result
+
+        self._counts = counts
+        self._most = _max_waiting()
+        self._seldom = Seldom()
         self._trace = trace
         self._span = ReadableSpan
         self._flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
@@ -77,7 +120,8 @@ class SpanExporter:
         self._resource = QuickResource(known.attributes, known.schema_url)
         self._scope = InstrumentationScope("tensord")
         self._fine, self._internal = trace.Status(trace.StatusCode.UNSET), trace.SpanKind.INTERNAL
-        self._processor = BatchSpanProcessor(OTLPSpanExporter(url))
+        # Those that are being sent are in its queue no more, so it never has to drop one by itself.
+        self._processor = BatchSpanProcessor(CountedExporter(url), self._most)
 
     def export(self, traces: Iterable[EndedTrace]) -> None:
         """Queues the spans of traces, or drops them where too many wait."""
@@ -133,6 +177,13 @@ class SpanExporter:
         error: str = "",
         kind: SpanKind | None = None,
     ) -> None:
+        counts = self._counts
+        if counts.waiting >= self._most:
+            counts.dropped += 1
+            if self._seldom.is_due():
+                _log.warning("the collector does not take spans: %d were dropped so far", counts.dropped)
+            return
+        counts.queued += 1
         span = self._span(
             name,
             context,
@@ -159,6 +210,13 @@ class SpanExporter:
         closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
+
+
+def _max_waiting() -> int:
+    try:
+        return int(os.environ[_WAITING_VARIABLE])
+    except (KeyError, ValueError):
+        return _MAX_WAITING
 
 
 def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:

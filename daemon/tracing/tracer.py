@@ -223,6 +223,10 @@ class Trace:
         """Adds a timestamp; without ``ns`` it is now."""
         self._stamps.append((ns or time.monotonic_ns(), name))
 
+    def responded(self, version: int) -> None:
+        """Notes a response that others follow. ``version``: which one has answered; 0: it is an error."""
+        self._version = version or self._version
+
     def completed(self, version: int, timeline: Timeline | None) -> None:
         """Adds the worker's part of the trace, and the end of the request. ``version``: which one has answered it; 0: none."""
         self._version = version or self._version

@@ -1,6 +1,7 @@
 """Story: an installation is upgraded, and its daemon goes on without the restart that the page asks for.
 
-1. The daemon of version 0.1.0 serves from an installation of its own, whose files are then those of another version.
+1. The daemon of version 0.1.0 serves from an installation of its own, whose files are then those of another version. It has
+   what its first scrape needs already.
 2. A front and the worker are killed. What is started in their place says that it is of another version, and answers nothing; the
    log says to restart the daemon, and the metrics name the cause.
 3. The daemon is restarted: it serves, and is of the new version.
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import tensord
 from tests import repositories
+from tests.daemon_process import wait_until
 from tests.installation import Installation, made, needs_compiler
 
 pytestmark = needs_compiler
@@ -35,9 +38,15 @@ def test_no_process_of_another_version_joins(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     repository = repositories.scale_model(tmp_path / "served" / "models")
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [2.0] * 4}
+    # The last module that scrapes import; Python writes its code there when that is done.
+    metrics_of = installation.packages / "tensord" / "daemon" / "metrics"
+    last, scraped = Path(cache_from_source(str(metrics_of / "exchange.py"))), metrics_of / "exposition.py"
+    last.unlink(missing_ok=True)
     with installation.daemon(tmp_path / "served", [repository]) as daemon:
         daemon.wait_ready()
-        before = upgrade(installation)
+        wait_until(last.exists, "imports of scrapes", daemon)
+        before, content = upgrade(installation), scraped.read_text()
+        scraped.write_text('raise ImportError("this is of another version")')
         assert daemon.infer("scale", [tensor])[0] == 200
 
         (worker,), (front,) = daemon.workers, daemon.fronts
@@ -60,6 +69,7 @@ def test_no_process_of_another_version_joins(tmp_path: Path) -> None:
                 if line.startswith(f'tensord_process_deaths_total{{cause="version",process="{name}"}}')
             ]
 
+    scraped.write_text(content)
     (tmp_path / "again").mkdir()
     with installation.daemon(tmp_path / "again", [repository]) as daemon:
         daemon.wait_ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from tritonclient.utils import InferenceServerException
 
 from tests import repositories
 from tests.collector import Collector
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.protocol.streaming_models import CONFIG, TALKS
+from tests.scrapes import scrape
 
 SAMPLED, UNSAMPLED = "00-%s-00f067aa0ba902b7-01", "00-%s-00f067aa0ba902b7-00"
 PARENT = "00f067aa0ba902b7"
@@ -34,6 +37,7 @@ def daemon(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
     repositories.scale_model(folder / "models")
     step = ("scale", {"x": "x"}, {"y": "middle"}), ("scale", {"x": "middle"}, {"y": "y"})
     repositories.ensemble(folder / "models", "twice", ["x FP32 4"], ["y FP32 4"], list(step), 8)
+    repositories.write_model(folder / "models", "talks", TALKS, CONFIG)
     (folder / "daemon").mkdir()
     options: dict[str, dict[str, Any]] = {"trace": {"otlp": collector.url, "rate": 1000000}}
     with DaemonProcess(folder / "daemon", [folder / "models"], options) as running:
@@ -100,6 +104,21 @@ def test_a_refused_request_is_a_span_with_its_error(daemon: DaemonProcess, colle
     assert (own.status.code, own.status.message) == (2, refused.value.message())
 
 
+def test_a_first_response_has_an_exemplar(daemon: DaemonProcess, collector: Collector) -> None:
+    trace_id = f"{9:032x}"
+    asked = urllib.request.Request(
+        f"http://{daemon.url}/v2/models/talks/generate_stream", b'{"n": 3}', {"traceparent": SAMPLED % trace_id}
+    )
+    with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+        content = answer.read()
+    assert content.count(b"data:") >= 3, content
+    collector.of(trace_id, 4)
+    url, accept = f"http://{daemon.metrics_url}/metrics", {"Accept": "application/openmetrics-text"}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=accept), timeout=PATIENCE) as answer:
+        lines = answer.read().decode().splitlines()
+    assert [line for line in lines if "first_response_duration" in line and f'trace_id="{trace_id}"' in line]
+
+
 def test_a_malformed_parent_is_none(daemon: DaemonProcess, collector: Collector) -> None:
     """Such requests are answered, and begin no trace: the one behind them is the next that comes."""
     malformed = [
@@ -127,6 +146,8 @@ def test_sampled_requests_begin_traces_of_their_own(start_daemon: Callable[..., 
     for _ in range(9):
         infer(daemon, httpclient, "scale")
     wait_until(lambda: len(collector.spans) >= 15, "spans of three requests")
+    spans = {"sent": 15.0, "failed": 0.0, "dropped": 0.0}
+    wait_until(lambda: scrape(daemon.metrics_url).of("tensord_trace_spans_total", "outcome") == spans, "their count")
     with client(daemon, httpclient) as asking:
         assert asking.get_trace_settings()["trace_mode"] == "opentelemetry"
         asking.update_trace_settings(settings={"trace_level": ["OFF"]})

@@ -309,6 +309,8 @@ class Responses:
             placed = self._place_small(sender, result, final)
             if placed:
                 return placed
+            if request.timeline is not None:
+                request.timeline.responded(self._clock())
             try:
                 made = complete(request, result, version.signature, version.version, self.inline_byte_size, final=final)
                 if made is None:

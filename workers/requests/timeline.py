@@ -65,7 +65,7 @@ class RequestTimeline:
     """Belongs to a request."""
 
     __slots__ = (
-        *("_characters", "_children", "_count", "_moments", "_spans", "_tensors"),
+        *("_characters", "_children", "_count", "_has_responded", "_moments", "_spans", "_tensors"),
         *("context", "level", "parameters"),
     )
 
@@ -75,6 +75,7 @@ class RequestTimeline:
         #: Name and number of the pushed parameter set that it was computed with, if it was.
         self.parameters: tuple[str, int] | None = None
         self._moments = [(trace_stamps.QUEUE_START, queued_ns)]
+        self._has_responded = False
         self._tensors: list[TracedTensor] = []
         self._children: list[Timeline] = []
         #: What the model's code has named, in whatever threads.
@@ -108,6 +109,12 @@ class RequestTimeline:
             outputs = {} if isinstance(result, ServingError) else result
             for activity, arrays in (("TENSOR_QUEUE_INPUT", inputs), ("TENSOR_BACKEND_OUTPUT", outputs)):
                 self._tensors += [_described(activity, name, array) for name, array in arrays.items()]
+
+    def responded(self, now_ns: int) -> None:
+        """Notes the first response of a model with several; ignores the others."""
+        if not self._has_responded:
+            self._has_responded = True
+            self._moments.append((trace_stamps.RESPONSE_START, now_ns))
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:
         """Adds the timeline to an answer that is placed."""

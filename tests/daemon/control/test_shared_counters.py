@@ -36,6 +36,20 @@ def test_every_process_sees_every_row() -> None:
     theirs.close()
 
 
+def test_dropped_traces_are_beside_everything_else() -> None:
+    counters = SharedCounters.create()
+    for row in (0, 1, MAX_PROCESSES - 1):
+        words, at = counters.front(row).codes
+        for place in range(max(map(len, CODES.values()))):
+            words[at + place] = 1
+        counters.front(row).drop_traces(64)
+        counters.front(row).drop_traces(row)
+    counters.clear(1)
+    assert [counters.dropped_traces(row) for row in (0, 1, 2, MAX_PROCESSES - 1)] == [64, 65, 0, 63 + MAX_PROCESSES]
+    assert set(counters.answers(1, "grpc").values()) == {1}
+    counters.close()
+
+
 def test_its_size_is_fixed() -> None:
     """A front could otherwise take the page from under the others."""
     counters = SharedCounters.create()

@@ -52,7 +52,7 @@ SNAPSHOT = MetricsSnapshot(
             {"OK": 7, "NOT_FOUND": 2},
         )
     ],
-    [FrontSlot("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5, {"200": 40, "400": 2, "503": 0})],
+    [FrontSlot("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5, {"200": 40, "400": 2, "503": 0}, 6)],
     [RegionTotals("system", 2, 8192, 3), RegionTotals("cuda", 0, 0, 0)],
     4096,
     1 << 44,
@@ -74,6 +74,7 @@ SNAPSHOT = MetricsSnapshot(
         ("m", 3, "lane", 1, 2): ("11111111111111111111111111111111", 3.5, 1_800_000_000.25),
         ("new", 1, "http", 0, 0): ("22222222222222222222222222222222", 0.0001, 1_800_000_000.25),
     },
+    spans={"sent": 50, "failed": 5, "dropped": 2},
 )
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 
@@ -199,6 +200,10 @@ def test_ours() -> None:
         'tensord_front_prepared_requests{front="http-0",protocol="http"} 3.0',
         'tensord_front_prepared_requests_numbered_total{front="http-0",protocol="http"} 8.0',
         'tensord_front_prepared_requests_evicted_total{front="http-0",protocol="http"} 5.0',
+        'tensord_trace_spans_total{outcome="sent"} 50.0',
+        'tensord_trace_spans_total{outcome="failed"} 5.0',
+        'tensord_trace_spans_total{outcome="dropped"} 2.0',
+        'tensord_front_dropped_traces_total{front="http-0",protocol="http"} 6.0',
     ):
         assert line in lines
     assert not any('code="503"' in line for line in lines)

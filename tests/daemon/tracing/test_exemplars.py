@@ -8,7 +8,7 @@ import msgspec
 
 from tensord.daemon.tracing import exemplars
 from tensord.daemon.tracing.exemplars import Exemplars
-from tensord.shm.durations import COMPUTE, QUEUE, REQUEST
+from tensord.shm.durations import COMPUTE, FIRST_RESPONSE, QUEUE, REQUEST
 
 MS = 10**6
 
@@ -47,6 +47,12 @@ def test_the_last_of_each_bucket() -> None:
         ),
         ("m", 2, {(REQUEST, 2): ("c", 0.5), (QUEUE, 0): ("c", 0.0), (COMPUTE, 2): ("c", 0.5)}),
     ]
+
+
+def test_a_first_response() -> None:
+    made = Exemplars([0.01, 0.1])
+    made.note("m", 1, "a", {"REQUEST_START": 7 * MS, "RESPONSE_START": 27 * MS})
+    assert told(made) == [("m", 1, {(FIRST_RESPONSE, 1): ("a", 0.02)})]
 
 
 def test_what_did_not_run_has_no_durations() -> None:

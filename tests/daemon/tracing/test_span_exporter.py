@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import http.server
+import threading
 import time
 
 import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
-from tensord.daemon.tracing.span_exporter import SpanExporter
+from tensord.daemon.tracing.span_exporter import SpanCounts, SpanExporter
 from tensord.shm.control_records import EndedTrace
 from tensord.shm.messages import OwnSpan, Timeline
 from tests.collector import Collector
+from tests.daemon_process import PATIENCE, wait_until
 
 TRACE, SPAN, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "1111111111111111"
 
@@ -19,7 +22,8 @@ TRACE, SPAN, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "1
 def test_a_trace_and_its_parts() -> None:
     """Parts lie in the request, what the model has named in its run, and requests that were made for it in it."""
     collector = Collector()
-    exporter = SpanExporter(collector.url, "unit")
+    counts = SpanCounts()
+    exporter = SpanExporter(collector.url, "unit", counts)
     now_ns = time.monotonic_ns()
     names = ("HTTP_RECV_START", "HTTP_RECV_END", "QUEUE_START", "COMPUTE_START", "COMPUTE_END", "HTTP_SEND_END")
     moments = tuple((name, now_ns + 1000 * number) for number, name in enumerate(names))
@@ -57,4 +61,55 @@ def test_a_trace_and_its_parts() -> None:
     assert request.end_time_unix_nano - request.start_time_unix_nano == 5500
     assert abs(request.start_time_unix_nano - time.time_ns()) < 600 * 10**9
     assert collector.services == {"unit"}
+    assert (counts.outcomes(), counts.waiting) == ({"sent": 7 + 1, "failed": 0, "dropped": 0}, 0)
     collector.close()
+
+
+def test_what_a_collector_does_not_take_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many wait as may; the others are dropped, and so are those that it refuses in the end."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
+    counts, refused = SpanCounts(), RefusingCollector()
+    exporter = SpanExporter(refused.url, "unit", counts)
+    now_ns = time.monotonic_ns()
+    for number in range(1, 31):
+        moments = (("HTTP_RECV_START", now_ns), ("HTTP_RECV_END", now_ns))
+        exporter.export([EndedTrace(TRACE, f"{number:016x}", "", now_ns, moments, "m", {})])
+    assert (counts.queued, counts.dropped, counts.sent) == (10, 50, 0)
+    refused.answers.set()
+    wait_until(lambda: counts.failed == 10, "refused spans")
+    exporter.export([EndedTrace(TRACE, SPAN, "", now_ns, moments, "m", {})])
+    exporter.close()
+    assert (counts.queued, counts.outcomes()) == (12, {"sent": 0, "failed": 12, "dropped": 50})
+    assert caplog.text.count("the collector does not take spans: 1 were dropped so far") == 1
+    refused.close()
+
+
+class RefusingCollector:
+    """Answers 400 to everything, as soon as it may."""
+
+    def __init__(self) -> None:
+        self.answers = answers = threading.Event()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                assert answers.wait(PATIENCE)
+                self.send_response(400)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
