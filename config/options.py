@@ -395,7 +395,7 @@ class TraceOptions(Section, frozen=True):
 
 
 class Expert(Section, frozen=True):
-    """What no operator should have to change: for measurements, for finding out what is wrong, and for our own tests."""
+    """Holds keys that no operator should have to change: for measurements, for finding out what is wrong, and for tests."""
 
     #: How long either end of a lane polls before it sleeps, in microseconds, while records follow each other that fast. 0: never.
     spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
@@ -403,7 +403,7 @@ class Expert(Section, frozen=True):
     max_prepared: PreparedCount = 1024
     #: Bytes of a request's several responses that wait to be taken by its client; its model waits beyond.
     max_ahead: Annotated[int, Meta(ge=4096, le=_LARGEST)] = 1 << 20
-    #: Whether XLA writes large outputs itself into the client's region or the arena, on CPU workers; else they are copied there.
+    #: Whether XLA writes large outputs of CPU workers straight into the client's region or the arena; else they are copied.
     place_outputs: bool = True
     #: A program that is being compiled for so long lets other models be compiled beside it; 0: they wait for its end.
     long_compile: Seconds = 30.0
