@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from tensord.config import accounts, core_list, header_pattern, rate_limits, restrictions
+from tensord.config import accounts, core_list, header_pattern, host_memory, rate_limits, restrictions
 from tensord.config.options import Options, Section
 
 PREFIX = "TENSORD_"
@@ -205,8 +205,17 @@ def _variables() -> dict[str, str]:
     return {PREFIX + key.replace(".", "_").upper(): key for key in known_keys()}
 
 
+#: Keys that may be "auto", with what gives their value then.
+_PARTS_OF_THE_HOST: Mapping[str, Callable[[], int]] = {
+    "arenas.max_byte_size": host_memory.arena_byte_size,
+    "workers.pinned_byte_size": host_memory.pinned_byte_size,
+}
+
+
 def _convert(setting: Setting, wanted: Any) -> Any:
     value = setting.value
+    if value == "auto" and (part := _PARTS_OF_THE_HOST.get(setting.key)):
+        return part()
     try:
         if isinstance(value, str) and msgspec.inspect.type_info(wanted).__class__ is _LIST:
             # A list of one may stand without brackets in a file.

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tensord.config import host_memory
+
 Port = Annotated[int, Meta(ge=0, le=65535, description="a TCP port; 0 picks a free one")]
 #: TCP addresses and unix:PATH; a single one needs no brackets.
 Addresses = Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -206,8 +208,9 @@ class Workers(Section, frozen=True):
     max_isolated: CountOrNone = 8
     #: The part of a GPU's memory that XLA takes for an isolated model that names none; beside ``gpu_memory_fraction``.
     isolated_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
-    #: Host memory (arenas, system regions) that a GPU worker page-locks; 0: none.
-    pinned_byte_size: ByteSize = 4 << 30
+    #: Host memory (arenas, system regions) that a GPU worker page-locks; 0: none; "auto" in the configuration: a part of the
+    #: host's memory.
+    pinned_byte_size: ByteSize = msgspec.field(default_factory=host_memory.pinned_byte_size)
     #: Bytes of one pushed parameter set, and of all of them, and models on demand, on a worker's device.
     max_parameter_byte_size: ByteSize = 4 << 30
     parameter_byte_size: ByteSize = 4 << 30
@@ -225,8 +228,8 @@ class Arenas(Section, frozen=True):
 
     #: The first segment of each arena; large tensors get segments of their own.
     byte_size: ArenaSize = 32 << 20
-    #: All segments of one arena together.
-    max_byte_size: ArenaSize = 1 << 30
+    #: All segments of one arena together; "auto" in the configuration: a part of the host's memory.
+    max_byte_size: ArenaSize = msgspec.field(default_factory=host_memory.arena_byte_size)
     #: Free large segments that are kept for the next large tensor.
     keep_byte_size: ByteSize = 256 << 20
     #: Tensors up to this size travel inside their record.
