@@ -1,1 +1,1 @@
-"""The shared-memory room: errors, datatypes, places, messages, arenas, channels and client regions. Imports nothing of ours."""
+"""What processes share: errors, datatypes, records, channels, arenas and client regions. It imports no other package of ours."""

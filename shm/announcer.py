@@ -1,4 +1,4 @@
-"""Announces the segments of an arena to the other end of a lane.
+"""Tells the process at the other end of a lane which segments an arena has.
 
 first use ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ closed here ─▶ SegmentClosed
                  ▲                                  ╰─ SegmentRefused: no descriptor is left there ─╮
@@ -14,7 +14,7 @@ from tensord.shm.messages import SegmentClosed, SegmentOpened
 
 
 class Announcer:
-    """Tells the peer which segments of an arena exist, each before its first use and again when it is closed."""
+    """Tells the peer which segments of an arena exist: each one before its first use, and again when it is closed."""
 
     def __init__(self, channel: Channel, arena: Arena, writable: bool) -> None:
         self._channel = channel
@@ -26,7 +26,10 @@ class Announcer:
         self.closures = arena.closures
 
     def announce(self, segment: int) -> None:
-        """Announces a segment unless the peer knows it. Raises Unavailable: this process has no descriptor left to send."""
+        """Announces a segment to the peer, unless the peer knows it.
+
+        Raises Unavailable: this process has no file descriptor left to send.
+        """
         if segment not in self.announced:
             opened = self._arena.segment(segment)
             with descriptors.needed("sending an arena segment"):
@@ -34,20 +37,20 @@ class Announcer:
             self.announced.add(segment)
 
     def refused(self, segment: int) -> None:
-        """Notes that the peer could not map a segment, so that it is announced again."""
+        """Notes that the peer could not map a segment: ``announce`` will then announce it again."""
         self.announced.discard(segment)
 
     def is_published(self, segment: int) -> bool:
-        """Returns whether nothing needs to be announced before the segment is used."""
+        """Returns whether a segment can be used without telling the peer anything first, closed segments included."""
         return segment in self.announced and self.closures == self._arena.closures
 
     @property
     def behind(self) -> bool:
-        """Returns whether segments were closed that the peer may still have mapped."""
+        """Returns whether the arena has closed segments that the peer was not told of and may still have mapped."""
         return self.closures != self._arena.closures
 
     def withdraw_closed(self) -> None:
-        """Tells the peer which segments were closed, because a mapping there would keep their pages."""
+        """Tells the peer which segments are closed: a mapping there would keep their pages in memory."""
         self.closures = self._arena.closures
         for gone in self.announced - self._arena.segments.keys():
             self._channel.put(SegmentClosed(gone))

@@ -1,15 +1,16 @@
 """An arena holds the tensors of requests or answers that one process passes to another.
 
-An arena has exactly one allocator, in the process that owns the ``Arena``; the peer has an ``ArenaMap`` and gives leases back by
-key. It is a list of segments:
+An arena has exactly one allocator, in the process that owns the ``Arena``; the peer has an ``ArenaMap`` and returns leases by
+key. An arena is a list of segments:
 
     segment 0   made at start, or when first needed; a buddy allocator hands out blocks of 4 KiB x 2^n, up to a quarter of it
-    segment n   made for one tensor that is larger than that, kept for the next one of about its size
-    reserve     made when a small one finds no room, besides the arena's largest size: small ones never wait for large ones
+    segment n   made for one tensor that is larger than such a block, then kept for the next tensor of about its size
+    reserve     made when a small tensor finds no room; it comes on top of the arena's largest size, so that small tensors
+                never wait for large ones
 
     block of a lease:  | offset (multiple of 4096) ... byte_size ... | unused up to the block's end |
 
-A lease's key is (segment, offset, generation). Generations never repeat in an arena, so a key that is given back twice, or by
+A lease's key is (segment, offset, generation). Generations never repeat in an arena, so a key that is returned twice, or by
 a peer that is out of step, is refused instead of freeing somebody else's block. Not thread-safe: one thread owns an arena.
 """
 
@@ -39,7 +40,7 @@ OnSegment = Callable[[Segment], None]
 
 
 class Lease(msgspec.Struct, eq=False):
-    """A lease is the right to use one block: write, send, and release it exactly once, when no reader can still look at it.
+    """The right to use one block of an arena: write to it, send it, and release it exactly once, when nobody reads it any more.
 
     (A Struct, because one is made for every large request and answer.)
     """
@@ -61,7 +62,7 @@ class Lease(msgspec.Struct, eq=False):
         return (self.place.segment, self.place.offset, self.generation)
 
     def release(self) -> None:
-        """Gives the block back. Idempotent."""
+        """Gives the block back to its arena. Idempotent."""
         arena, self._arena = self._arena, None
         if arena is not None:
             arena._take_back(self)
@@ -72,14 +73,17 @@ class Lease(msgspec.Struct, eq=False):
 
 
 def taken_by(segment: int, byte_size: int) -> int:
-    """Returns how many bytes of a segment such a lease occupies: a block of the first segment, or all of a large one."""
+    """Returns how many bytes of an arena a lease of ``byte_size`` bytes occupies.
+
+    In segment 0 that is a block of 4 KiB x 2^n, in any other segment a multiple of 1 MiB.
+    """
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
     return -(-byte_size // _LARGE_STEP) * _LARGE_STEP
 
 
 class Budget:
-    """Bounds the memory of several arenas together. Belongs to the thread that owns them."""
+    """Limits the memory that several arenas use together. Only the thread that owns these arenas may use it."""
 
     def __init__(self, max_byte_size: int) -> None:
         self.max_byte_size = max_byte_size
@@ -89,7 +93,7 @@ class Budget:
         self.returned = 0
 
     def take(self, byte_size: int) -> bool:
-        """Reserves room for a segment. Returns False: there is none now."""
+        """Reserves ``byte_size`` bytes for a new segment. Returns False if the limit leaves no room, even after ``reclaim``."""
         while self.used + byte_size > self.max_byte_size:
             if not self.reclaim():
                 return False
@@ -97,25 +101,28 @@ class Budget:
         return True
 
     def give(self, byte_size: int) -> None:
-        """Notes that a segment is closed."""
+        """Gives the bytes of a segment that was closed, or could not be made, back to the budget."""
         self.used -= byte_size
         self.returned += 1
 
     def reclaim(self) -> bool:
-        """Has an arena close a segment that nothing lies in. Returns whether one did."""
+        """Has one of the arenas close a segment without leases, if there is one. Returns whether one was closed.
+
+        This class knows no arenas and returns False; a subclass that does overrides it.
+        """
         return False
 
 
 class Arena:
-    """The arena as its owner sees it, who is its only allocator.
+    """An arena as its owner uses it. The owner is the only process that allocates in the arena.
 
     Args:
-      byte_size: segment 0; rounded up to a power of two.
-      max_byte_size: all segments together.
-      keep_byte_size: free large segments that are kept for reuse; their pages stay warm.
+      byte_size: the size of segment 0; rounded up to a power of two.
+      max_byte_size: the limit of all segments together.
+      keep_byte_size: how many bytes of free large segments are kept for reuse; their pages stay warm.
       on_segment: called with every segment once it is made.
-      lazy: segment 0 is made when something is first to lie there. For arenas of which there are many, and most stay empty.
-      budget: of this and other arenas; only with ``lazy``.
+      lazy: segment 0 is made only when it is first needed. For arenas of which there are many, most of them empty.
+      budget: limits this and other arenas together; only with ``lazy``.
     """
 
     def __init__(
@@ -155,9 +162,10 @@ class Arena:
         self.returned = 0
 
     def loan(self, byte_size: int) -> Lease | None:
-        """Lends a block of at least ``byte_size`` bytes; returns None when there is none now.
+        """Lends a block of at least ``byte_size`` bytes; returns None when the arena has no room now.
 
-        Raises: InvalidArgument: it could not fit into the whole arena.  Unavailable: the host has no memory left.
+        Raises: InvalidArgument: the arena could not hold so many bytes even if it were empty.  Unavailable: the host has no
+          memory left.
         """
         if byte_size <= self._buddies.largest:
             order = max(0, (byte_size - 1).bit_length() - _BLOCK_BITS)
@@ -172,7 +180,10 @@ class Arena:
         return self._loan_large(byte_size)
 
     def release(self, key: LeaseKey) -> bool:
-        """Releases a lease that the peer names. Returns False, and does nothing, if the key is stale or was never given out."""
+        """Releases the lease that the peer returns by its key.
+
+        Returns False, and does nothing, if no outstanding lease has this key.
+        """
         lease = self._leases.get(key[:2])
         if lease is None or lease.generation != key[2]:
             return False
@@ -180,9 +191,9 @@ class Arena:
         return True
 
     def release_all(self, keys: Sequence[LeaseKey]) -> LeaseKey | None:
-        """Releases the leases that the peer names, or none of them.
+        """Releases the leases that the peer returns by their keys: all of them, or none.
 
-        Returns the first key that is not on loan, or named twice; None when all were released.
+        Returns None when all were released, otherwise the first key that belongs to no outstanding lease or is given twice.
         """
         leases: dict[LeaseKey, Lease] = {}
         for key in keys:
@@ -195,7 +206,7 @@ class Arena:
         return None
 
     def segment(self, number: int) -> Segment:
-        """Returns the segment of that number. Raises KeyError when it is closed or never was."""
+        """Returns the segment with that number. Raises KeyError: the segment was closed, or never existed."""
         return self._segments[number]
 
     @property
@@ -204,7 +215,7 @@ class Arena:
         return self._segments
 
     def statistics(self) -> dict[str, int]:
-        """Returns counts and bytes for operators."""
+        """Returns sizes in bytes, and numbers of segments and leases, for operators."""
         return {
             "byte_size": self._byte_size,
             "max_byte_size": self._max_byte_size,
@@ -215,12 +226,12 @@ class Arena:
         }
 
     def describe_full(self, byte_size: int) -> str:
-        """Words the error of a request that waited in vain for ``byte_size`` bytes."""
+        """Returns the error message for a request that has waited in vain for ``byte_size`` bytes of this arena."""
         used = self._leased_byte_size()
         return f"no room for {byte_size} bytes in the request arena: {used} of {self._max_byte_size} are in use"
 
     def close(self) -> None:
-        """Closes every segment; leases become useless."""
+        """Closes every segment; outstanding leases cannot be used any more."""
         for segment in self._segments.values():
             if self._budget is not None:
                 self._budget.give(segment.byte_size)
@@ -230,7 +241,7 @@ class Arena:
         self._free_large.clear()
 
     def _leased_byte_size(self) -> int:
-        """Returns the bytes of all blocks that are on loan."""
+        """Returns how many bytes the blocks of all outstanding leases occupy."""
         return sum(lease.block_size for lease in self._leases.values())
 
     def _lease(self, segment: int, offset: int, byte_size: int, block_size: int) -> Lease:
@@ -274,7 +285,10 @@ class Arena:
         return None if offset is None else self._lease(number, offset, byte_size, BLOCK << order)
 
     def _make(self, number: int, byte_size: int) -> bool:
-        """Makes a segment. Returns False: the budget has no room for it now. Raises Unavailable: the host has no memory."""
+        """Makes a segment under this number. Returns False if the budget has no room for it now.
+
+        Raises Unavailable: the host has no memory left.
+        """
         if self._budget is not None and not self._budget.take(byte_size):
             return False
         try:
@@ -288,7 +302,7 @@ class Arena:
         return True
 
     def trim(self) -> bool:
-        """Closes the large segment that has been free for longest. Returns False: there is none."""
+        """Closes the large segment that has been free for longest. Returns False if no large segment is free."""
         if not self._free_large:
             return False
         self._close_segment(self._free_large.pop(0))
@@ -325,11 +339,11 @@ class Arena:
 
 
 class Buddies:
-    """A buddy allocator: it hands out blocks of ``BLOCK`` x 2^n inside one power-of-two range.
+    """A buddy allocator: it hands out blocks of ``BLOCK`` x 2^n bytes inside one power-of-two range.
 
-    A block's buddy is at its offset with the block's own bit flipped. A released block is not joined with its buddy until
-    nothing else is left: mostly the next one wanted is of that size, and joining blocks only to split them again is most of
-    the work.
+    A block's buddy is at its offset with the block's own bit flipped. Released blocks are joined with their buddies only when no
+    other free block is large enough: most often the next block is wanted in the same size, and joining blocks only to split them
+    again would be most of the work.
     """
 
     def __init__(self, byte_size: int) -> None:
@@ -354,11 +368,14 @@ class Buddies:
         return offset
 
     def give(self, offset: int, block_size: int) -> None:
-        """Frees a block of that many bytes."""
+        """Frees the block of ``block_size`` bytes at this offset."""
         self._given[(block_size // BLOCK).bit_length() - 1].append(offset)
 
     def _split(self, order: int) -> int | None:
-        """Splits the smallest block that is large enough; returns the offset of a block of that order, or None."""
+        """Splits the smallest free block that has at least ``BLOCK`` x 2^order bytes down to that size.
+
+        Returns the block's offset, or None if no free block is large enough.
+        """
         for larger in range(order, self._orders):
             if self._free[larger]:
                 offset, _ = self._free[larger].popitem()
@@ -369,7 +386,7 @@ class Buddies:
         return None
 
     def _join(self) -> None:
-        """Joins released blocks with their buddies, as long as those are free."""
+        """Joins each released block with its buddy if the buddy is free, and so on with the larger block."""
         for least, given in enumerate(self._given):
             for offset in given:
                 order = least
@@ -384,19 +401,24 @@ class Buddies:
             given.clear()
 
     def free_blocks(self) -> dict[int, int]:
-        """Returns offset -> byte size of every free block, joined; for tests and statistics."""
+        """Returns offset -> byte size of every free block, joined where possible; for tests and statistics."""
         self._join()
         return {offset: BLOCK << order for order, blocks in enumerate(self._free) for offset in blocks}
 
 
 class ArenaMap:
-    """The arena as the peer sees it: read-only views. Every range is checked against the mapping before it is used."""
+    """An arena as the peer of its owner sees it: read-only views. Every range is checked against the mapping first."""
 
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096
 
     def __init__(self, on_segment: OnSegment | None = None, writable: bool = False) -> None:
-        """Takes ``on_segment``, called with every segment once it is mapped, and ``writable``, for ``Segment.attach``."""
+        """Makes a map without segments.
+
+        Args:
+          on_segment: called with every segment once it is mapped.
+          writable: whether to map segments writable, to page-lock them (``Segment.attach``).
+        """
         self._segments: dict[int, Segment] = {}
         #: Announced segments that could not be mapped; they will be announced again.
         self.refused: set[int] = set()
@@ -404,9 +426,10 @@ class ArenaMap:
         self._on_segment = on_segment
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps an announced segment and takes the descriptor over.
+        """Maps a segment that the owner has announced, and takes the descriptor over.
 
-        Raises: InvalidArgument: announced twice, too many, not sealed or not of that size.  Unavailable: it cannot be mapped.
+        Raises: InvalidArgument: the segment is announced twice, is one too many, is not sealed, or has another size.
+          Unavailable: the segment cannot be mapped now.
         """
         attached = Segment.attach(fd, byte_size, self._writable)
         if segment in self._segments or len(self._segments) >= self.MAX_SEGMENTS:
@@ -418,25 +441,26 @@ class ArenaMap:
             self._on_segment(attached)
 
     def refuse(self, segment: int) -> None:
-        """Notes that an announced segment could not be mapped: until it is announced again nothing can lie in it.
+        """Notes that an announced segment could not be mapped: ``view`` refuses it until it is announced again.
 
-        Raises: InvalidArgument: too many of them.
+        Raises: InvalidArgument: more than ``MAX_SEGMENTS`` segments could not be mapped.
         """
         self.refused.add(segment)
         if len(self.refused) > self.MAX_SEGMENTS:
             raise InvalidArgument(f"more than {self.MAX_SEGMENTS} segments could not be mapped")
 
     def close_segment(self, segment: int) -> None:
-        """Unmaps a segment; unknown numbers are ignored."""
+        """Unmaps a segment; an unknown number is ignored."""
         self.refused.discard(segment)
         gone = self._segments.pop(segment, None)
         if gone is not None:
             gone.close()
 
     def view(self, place: Slice) -> memoryview:
-        """Returns the bytes of a place.
+        """Returns the bytes of a range of a segment as a read-only view.
 
-        Raises: InvalidArgument: unknown segment, or a range that is not wholly inside it.  Unavailable: the segment was refused.
+        Raises: InvalidArgument: unknown segment, or a range that is not wholly inside it.  Unavailable: the segment could not be
+          mapped.
         """
         segment = self._segments.get(place.segment)
         if segment is None:

@@ -41,23 +41,25 @@ _LENGTH = struct.Struct("<I")
 
 
 class IncompleteString(InvalidArgument):
-    """A BYTES element is longer than what is left of the content."""
+    """Raised when the content of a BYTES tensor ends before its last element does."""
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
-    """Returns the protocol's datatype for a dtype, or None. Strings and objects are BYTES."""
+    """Returns the protocol's datatype for a numpy dtype; None if it has none. Strings and objects are BYTES."""
     return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
 
 
 def array(
     content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor", whose: str = ""
 ) -> Array:
-    """Makes an array of a tensor's bytes: a view for fixed-size datatypes, an object array of bytes for BYTES.
+    """Makes an array from a tensor's bytes: a view for datatypes of fixed size, an object array of bytes objects for BYTES.
 
     Args:
       content: exactly the tensor's bytes. For BYTES it must be a snapshot nobody else can write: lengths are read from it.
-      what: how errors name it, e.g. ``input 'x'``; ``whose``: what some of Triton's sentences add, e.g. `` for model 'm'``.
-    Raises: InvalidArgument: the size does not match datatype and shape.  IncompleteString: an element has no end.
+      what: the tensor's name in error messages, e.g. ``input 'x'``.
+      whose: words that some of Triton's messages add after the name, e.g. `` for model 'm'``.
+    Raises: InvalidArgument: the size does not match datatype and shape.  IncompleteString: the content ends within its last
+      element.
     """
     if datatype == "BYTES":
         return _bytes_array(bytes(content), shape, what, whose)
@@ -69,7 +71,7 @@ def array(
 
 
 def byte_content(values: Array) -> bytes:
-    """Encodes an array of bytes or str (UTF-8) as BYTES, in row-major order."""
+    """Encodes an array of bytes or str (as UTF-8) in the protocol's BYTES encoding, in row-major order."""
     pieces: list[bytes] = []
     for value in values.ravel().tolist():
         element = value if isinstance(value, bytes) else str(value).encode()
@@ -78,7 +80,10 @@ def byte_content(values: Array) -> bytes:
 
 
 def _bytes_array(content: bytes, shape: Sequence[int], what: str, whose: str) -> Array:
-    """Decodes BYTES. Raises InvalidArgument: a length leaves the content, or the number of elements is not the shape's."""
+    """Decodes the protocol's BYTES encoding into an object array of bytes objects.
+
+    Raises InvalidArgument: the content ends within an element, or the number of elements is not that of the shape.
+    """
     count = element_count(shape, what)
     elements: list[bytes] = []
     offset, end = 0, len(content)
@@ -110,14 +115,14 @@ def _bytes_array(content: bytes, shape: Sequence[int], what: str, whose: str) ->
 
 
 def address_of(memory: Array | memoryview) -> int:
-    """Returns the address of an array, or of a memoryview that is not empty."""
+    """Returns the memory address of the first byte of an array, or of a memoryview that is not empty."""
     array = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 def strings(array: Array) -> Array:
-    """Copies strings into a new array of BYTES as requests have them: every element is a bytes object."""
+    """Copies an array of str or bytes into a new object array of bytes objects (str as UTF-8), as BYTES tensors have them."""
     made = np.empty(array.shape, np.object_)
     made.ravel()[:] = [value if isinstance(value, bytes) else str(value).encode() for value in array.ravel().tolist()]
     return made

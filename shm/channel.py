@@ -1,16 +1,16 @@
-"""A channel carries records over a SEQPACKET socket pair: many to a datagram, descriptors beside them, never blocking.
+"""A channel carries records over a SEQPACKET socket pair: many to a datagram, with file descriptors if needed, never blocking.
 
     datagram   | kind u8 | bytes |
     kind 0x01  a msgpack array of records
     kind 0x02  the next part of such an array that has one record, which is larger than a datagram
     kind 0x03  the last part of it
 
-A datagram arrives whole or not at all, and nothing comes between the parts of a record. A record that carries descriptors
-travels alone, so the receiver knows whose they are. ``put`` only queues; whoever runs the loop calls ``flush`` once per turn,
-and everything queued in that turn shares datagrams and wake-ups.
+A datagram arrives whole or not at all, and nothing comes between the parts of a record. A record with descriptors travels in a
+datagram by itself, so the receiver knows which record they belong to. ``put`` only queues; whoever runs the loop calls ``flush``
+once per iteration, and all records queued in that iteration share datagrams and wake-ups.
 
-Where the receiving process has no descriptor left, the kernel delivers the records and drops what came with them: the receiver is
-told which records those were, and whoever sent them is answered.
+Where the receiving process has no descriptor left, the kernel delivers the records and drops their descriptors: the receiver
+learns which records those were (``DescriptorsLost``) and answers their sender.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ChannelClosed(Exception):
 
 
 class DescriptorsLost(Exception):
-    """Raised when records arrived but their descriptors did not: this process has as many open as it may have."""
+    """Raised when records arrived without their file descriptors, because this process has reached its limit of open files."""
 
     def __init__(self, records: list[Any]) -> None:
         super().__init__(f"descriptors of {', '.join(type(record).__name__ for record in records)} were lost")
@@ -71,12 +71,12 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def new_buffer() -> bytearray:
-    """Makes a buffer that a channel receives a datagram in."""
+    """Makes a buffer for a channel to receive datagrams in."""
     return bytearray(MAX_DATAGRAM + 1)
 
 
 class Channel:
-    """A record channel's end. It takes the socket over and makes it non-blocking.
+    """One end of a connection that carries records. It takes the socket over and makes it non-blocking.
 
     ``incoming`` decodes a list of the records that this end may receive; anything else is malformed.
     """
@@ -88,11 +88,12 @@ class Channel:
         max_record: int = MAX_RECORD,
         buffer: bytearray | None = None,
     ) -> None:
-        """Takes the socket over.
+        """Takes the socket over and makes it non-blocking.
 
         Args:
-          max_record: bytes of the largest record that is received.
-          buffer: of ``new_buffer``, where several channels of one thread share it.
+          incoming: decodes a list of the records that this end may receive.
+          max_record: the most bytes that a received record may have.
+          buffer: a buffer from ``new_buffer`` that several channels of one thread share; None: this channel makes its own.
         """
         sock.setblocking(False)
         self._sock = sock
@@ -114,20 +115,20 @@ class Channel:
 
     @property
     def waiting(self) -> int:
-        """Counts records not yet sent; a packed datagram counts as one."""
+        """Returns how many records are queued and not yet sent; a packed datagram counts as one."""
         return len(self._queue) + (self._unsent is not None)
 
     @property
     def waiting_byte_size(self) -> int:
-        """Counts the bytes of what is not yet sent."""
+        """Returns how many bytes of records are queued and not yet sent."""
         queued = sum([len(each[0]) if isinstance(each, tuple) else len(each) for each in self._queue])
         return queued + (0 if self._unsent is None else len(self._unsent[0]))
 
     def put(self, record: Record, *fds: int) -> None:
-        """Encodes and queues a record. Descriptors are duplicated: the caller keeps its own.
+        """Encodes a record and queues it. ``fds`` travel with it; they are duplicated, so the caller keeps its own.
 
-        Raises: InvalidArgument: larger than the peer takes.  OSError: this process has no descriptor left. Nothing is queued
-          then, and what is queued cannot fail any more, so what is wrong with a record is the affair of who sends it.
+        Raises: InvalidArgument: the record is larger than the peer accepts.  OSError: this process has no descriptor left. The
+          record is not queued then. A record that was queued cannot fail any more.
         """
         encoded = _encode(record)
         if fds or len(encoded) > _ROOM:
@@ -138,7 +139,10 @@ class Channel:
             self._queue.append(encoded)
 
     def put_apart(self, *records: Record) -> None:
-        """Queues small records without descriptors that travel together, and with no others. Raises: as ``put``."""
+        """Queues small records without descriptors so that they share a datagram with each other and with no other record.
+
+        Raises: as ``put``.
+        """
         encoded = [_encode(record) for record in records]
         if sum(map(len, encoded)) > _ROOM:
             for record in records:
@@ -148,7 +152,7 @@ class Channel:
         self._alone += 1
 
     def put_encoded(self, records: list[bytes]) -> None:
-        """Queues small records that were encoded elsewhere."""
+        """Queues small records, without descriptors, that the caller has already encoded."""
         self._queue.extend(records)
 
     def _put_alone(self, encoded: bytes, fds: tuple[int, ...]) -> None:
@@ -164,13 +168,13 @@ class Channel:
         self._alone += len(datagrams)
 
     def send(self, record: Record) -> bool:
-        """Queues and flushes a record without descriptors. Returns as ``flush``."""
+        """Queues a record without descriptors and sends all queued records. Returns as ``flush``."""
         return self.send_alone(record) or self.flush()
 
     def send_alone(self, record: Record) -> bool:
-        """Sends a record without descriptors if nothing is queued before it. Returns False if it was queued.
+        """Sends a record without descriptors at once if nothing is queued before it. Returns False if it was queued instead.
 
-        Raises: as ``put``; then it is not queued.
+        Raises: as ``put``; the record is not queued then.
         """
         if not self._queue and self._unsent is None:
             encoded = _encode(record)
@@ -189,9 +193,10 @@ class Channel:
         return False
 
     def flush(self) -> bool:
-        """Sends as much as the socket takes. Returns True if nothing is left; False: call again when the socket is writable.
+        """Sends as many queued records as the socket accepts.
 
-        When the peer is gone, records are dropped; ``receive`` reports it.
+        Returns True if none is left; False: call again when the socket is writable. When the peer is gone, the records are
+        dropped and True is returned; ``receive`` then raises ChannelClosed.
         """
         while True:
             if self._unsent is None:
@@ -214,15 +219,16 @@ class Channel:
                 descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
-        """Puts first in line a packed datagram that the socket would not take. Call it only while nothing is waiting."""
+        """Takes over a packed datagram that the socket did not accept, to be sent first. Call it only while nothing is queued."""
         assert not self.waiting
         self._unsent = (datagram, ())
 
     def receive(self) -> tuple[list[Any], list[int]] | None:
-        """Returns one datagram's records (none, for a part) and descriptors; None when nothing is waiting.
+        """Returns the records of the next datagram (none, if it is part of a record) and its descriptors; None: none is waiting.
 
         The caller owns the descriptors.
-        Raises: ChannelClosed: end of file.  InvalidArgument: malformed; its descriptors are closed.  DescriptorsLost.
+        Raises: ChannelClosed: the peer is gone.  InvalidArgument: the datagram is malformed; its descriptors are closed.
+          DescriptorsLost: this process has no descriptor left for those that were sent.
         """
         try:
             try:
@@ -244,7 +250,10 @@ class Channel:
         return self.read(bytes(received[:size]), _descriptors(ancillary) if ancillary else [], flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
-        """Decodes a received datagram, given the flags of ``recvmsg``. Returns and raises as ``receive``."""
+        """Decodes a datagram that the caller has received. Returns and raises as ``receive``.
+
+        ``fds``: the descriptors that came with it, which are taken over; ``flags``: what ``recvmsg`` returned.
+        """
         if not content:
             descriptors.close(fds)
             raise ChannelClosed
@@ -277,7 +286,7 @@ class Channel:
         return records, fds
 
     def _keep_part(self, content: bytes) -> None:
-        """Appends a part of a record. Raises InvalidArgument: the record is too large."""
+        """Appends one part of a large record to the parts received so far. Raises InvalidArgument: the record is too large."""
         self._parts += memoryview(content)[1:]
         if len(self._parts) > self._max_record:
             raise InvalidArgument(
@@ -285,7 +294,7 @@ class Channel:
             )
 
     def close(self) -> None:
-        """Closes the socket; unsent records are dropped. Idempotent."""
+        """Closes the socket; records that are not yet sent are dropped. Idempotent."""
         self._discard()
         self._sock.close()
 
@@ -328,12 +337,12 @@ class Channel:
 
 
 def _is_shortage(error: OSError) -> bool:
-    """Returns whether sending may succeed later; otherwise the peer is gone."""
+    """Returns whether a failed send may succeed later; otherwise the peer is gone."""
     return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 
 def _array_head(count: int) -> bytes:
-    """Encodes msgpack's array header, so that records encoded one by one become one list."""
+    """Encodes the header of a msgpack array, so that ``count`` records that were encoded one by one become one list."""
     return bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
 
 
@@ -346,7 +355,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:
-    """Duplicates descriptors. Raises OSError: no descriptor is left; none was made."""
+    """Duplicates file descriptors. Raises OSError: this process has none left; no duplicate stays open then."""
     made: list[int] = []
     try:
         for fd in fds:

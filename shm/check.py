@@ -1,4 +1,4 @@
-"""The records between ``tensord.daemon.check`` and a process that only tries to load a model. Pure values."""
+"""The records between ``tensord.daemon.check`` and a process that tries to load models, to see whether a worker could."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tensord.shm.record import Record
 
 
 class CheckLoads(Record, frozen=True, tag="check"):
-    """Asks a checking process (``tensord.workers.check``) to load what a worker would load."""
+    """Asks a checking process (``tensord.workers.check``) to load the model versions that a worker would load."""
 
     #: The daemon's ``tensord.config.options.Options`` as msgpack.
     options: msgspec.Raw
@@ -18,13 +18,13 @@ class CheckLoads(Record, frozen=True, tag="check"):
 
 
 class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"):
-    """Reports, as a line of JSON, the step that the checking process is at, worded as ``tensord.shm.progress.Loading``."""
+    """Tells, as a line of JSON, which step the checking process is at, in the words of ``tensord.shm.progress.Loading``."""
 
     at: str
 
 
 class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="of"):
-    """Reports, as a line of JSON, one version that was tried."""
+    """Tells, as a line of JSON, whether one model version could be loaded."""
 
     name: str
     version: int

@@ -1,4 +1,4 @@
-"""Process settings that every child of the daemon makes at its start, and an exit status with a meaning."""
+"""Settings that every child process of the daemon makes at its start, and an exit status that tells the supervisor a reason."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent() -> None:
-    """Asks the kernel for SIGKILL at the parent's death. Call first thing, from the main thread.
+    """Asks the kernel to kill this process when its parent dies. Call it first of all, from the main thread.
 
-    This is one of two independent safeguards, because each has a gap (measured): the signal fires within milliseconds but is
-    tied to the thread that spawned us; end-of-file on the control channel works for every death but only while the child's
-    loop runs.
+    This is one of two independent safeguards, because each has a gap (measured): the signal comes within milliseconds, but when
+    the parent's thread that started this process ends; end-of-file on the control channel works for every death, but only while
+    this process's loop runs.
 
-    Raises: SystemExit: the parent was gone before we asked.
+    Raises: SystemExit: the parent was gone already.  OSError: the kernel refused.
     """
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -38,11 +38,11 @@ _LARGEST_HEAP_BLOCK = 32 << 20
 
 
 def keep_freed_memory(byte_size: int) -> None:
-    """Lets the allocator keep so many bytes at the end of its heap, instead of returning them to the kernel after each request.
+    """Lets the allocator keep ``byte_size`` free bytes at its heap's end, and not return them to the kernel after a request.
 
     Whether glibc does so by itself depends on what else lies there. Where it does not, every large block is made of fresh pages:
-    1 to 3 ms of a request with a 16 MiB output, 5 ms of one with a MiB of tensors as JSON both ways (measured). Elsewhere than on
-    glibc this does nothing.
+    1 to 3 ms of a request with a 16 MiB output, 5 ms of one with a MiB of tensors as JSON both ways (measured). With any other C
+    library this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

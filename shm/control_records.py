@@ -1,4 +1,4 @@
-"""The records of a control channel, between the supervisor and its children, fronts and workers.
+"""The records that the supervisor exchanges with its child processes, the fronts and the workers.
 
 Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` has their base.
 
@@ -16,7 +16,7 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 ServeLoaded LogChanged                   ControlCall LaneClosed
                 ControlCall Reply
 
-A ControlCall, by a front or a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
+Every ControlCall is answered by one Reply with the same ``call_id``, whoever sent it. The operations that it may ask for are in
 ``tensord.shm.operations``.
 """
 
@@ -31,7 +31,7 @@ from tensord.shm.record import Record
 
 
 class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time and memory that a loaded model takes. For a model that is not compiled, only the time is known."""
+    """The time and memory that loading a model took. For a model that is not compiled, only the time is known."""
 
     #: Seconds from reading its files to its last program, run once.
     seconds: float = 0.0
@@ -50,7 +50,10 @@ class Footprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Start(Record, frozen=True, tag="start"):
-    """First record to a child: its identity and the whole configuration (``tensord.config.options.Options`` as msgpack)."""
+    """The first record to a child process: its identity and the whole configuration.
+
+    ``options`` are ``tensord.config.options.Options`` as msgpack.
+    """
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
     incarnation: int
@@ -60,15 +63,18 @@ class Start(Record, frozen=True, tag="start"):
 
 
 class Stop(Record, frozen=True, tag="stop"):
-    """Asks a child to finish what is in flight within ``grace_ns``, then to exit 0. A front stops accepting at once."""
+    """Asks a child process to finish its requests within ``grace_ns`` and then to exit with status 0.
+
+    A front accepts no new connections from then on.
+    """
 
     grace_ns: int
 
 
 class ChildReady(Record, frozen=True, tag="ready"):
-    """The child is ready: a front serves clients, a worker its control channel.
+    """Tells the supervisor that a child process is ready: a front can serve clients, a worker reads its control channel.
 
-    A worker's carries two descriptors: its status page (``tensord.shm.status_page``) and its sequence page
+    A worker sends two descriptors with it: those of its status page (``tensord.shm.status_page``) and its sequence page
     (``tensord.shm.sequence_page``).
     """
 
@@ -80,23 +86,26 @@ class ChildReady(Record, frozen=True, tag="ready"):
 
 
 class StatePublished(Record, frozen=True, tag="published"):
-    """Tells a front that everything up to that edition of the published state was sent. Answered with StateAcknowledged."""
+    """Tells a front that it was sent all records up to this edition of the published state (models, workers, readiness).
+
+    The front answers with StateAcknowledged.
+    """
 
     edition: int
 
 
 class StateAcknowledged(Record, frozen=True, tag="acknowledged"):
-    """The front acknowledges that it acts upon everything up to that edition."""
+    """Tells the supervisor that the front acts upon all published state up to this edition."""
 
     edition: int
 
 
 class Serve(Record, frozen=True, tag="serve"):
-    """The front has the whole published state: from now on it may take clients."""
+    """Tells a front that it has the whole published state, and may accept clients from now on."""
 
 
 class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds what a client may have of one worker, through its lane. Sizes are bytes."""
+    """Limits what one client may use of one worker through its lane. Sizes are bytes."""
 
     #: Requests whose final answer has not left; one more is answered UNAVAILABLE.
     in_flight: int
@@ -110,7 +119,7 @@ class LaneLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Identifies the client whose lane it is, and says what it may have."""
+    """Identifies the client that a lane belongs to, and says what the client may use."""
 
     #: The client as the kernel tells it; of kind "unix".
     peer: Peer
@@ -118,11 +127,11 @@ class LaneClient(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class LaneOpened(Record, frozen=True, tag="lane"):
-    """Carries one end of a lane's SEQPACKET pair.
+    """Hands the receiver one end of a new lane: a SEQPACKET socket, as a descriptor.
 
-    To a front: ``peer`` is the worker's incarnation, ``device`` its name ("cpu:0", "cuda:1"), and two further descriptors are
-    that worker's status page (``tensord.shm.status_page``) and its sequence page. To a worker: ``peer`` is the submitter's
-    number: a front's incarnation, or the number of a client's lane, which comes from the same counter.
+    To a front: ``peer`` is the worker's incarnation, ``device`` the name of the worker's device ("cpu:0", "cuda:1"), and two
+    further descriptors are that worker's status page (``tensord.shm.status_page``) and its sequence page. To a worker: ``peer``
+    is the submitter's number, which is a front's incarnation or the number of a client's lane; both come from the same counter.
     """
 
     peer: int
@@ -134,27 +143,30 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
 
 class LaneClosed(Record, frozen=True, tag="unlane"):
-    """Ends a client's lane, by its number.
+    """Ends a client's lane, which ``peer`` names by its number.
 
-    To a worker: the client has gone, or does not want the lane any more; an unknown number is ignored. From a worker: the lane
-    has ended, by whomever: once for each client's lane it was given, also where the lane's descriptor could not be received.
+    To a worker: the client has gone or needs the lane no more; an unknown number is ignored. From a worker: the lane has ended,
+    whoever ended it. A worker sends this once for each client's lane, even if it could not receive the lane's descriptor.
     """
 
     peer: int
 
 
 class LogChanged(Record, frozen=True, tag="log"):
-    """Changes the receiver's log settings. ``options``: ``tensord.config.options.Log`` as msgpack; ``name``: as in Start."""
+    """Changes the receiver's log settings.
+
+    ``options``: ``tensord.config.options.Log`` as msgpack; ``name``: the process's name in the log, as in Start.
+    """
 
     name: str
     options: msgspec.Raw
 
 
 class TraceChanged(Record, frozen=True, tag="trace"):
-    """Changes how requests for a model are sampled, or ("") for all models without settings of their own.
+    """Changes how requests for a model are sampled for tracing; model "": all models without settings of their own.
 
-    Where anything is traced descriptors come along: one for the shared counters of sampling, and under a limit one for the
-    number of traces left (``tensord.daemon.tracing.trace_counters``).
+    If anything is traced, descriptors come with it: one of the shared counters for sampling and, if the number of traces is
+    limited, one of the number that may still be taken (``tensord.daemon.tracing.trace_counters``).
     """
 
     model: str
@@ -167,13 +179,13 @@ class TraceChanged(Record, frozen=True, tag="trace"):
 
 
 class TraceCleared(Record, frozen=True, tag="untrace"):
-    """Removes a model's own trace settings."""
+    """Removes a model's own trace settings: the settings for all models hold for it again."""
 
     model: str
 
 
 class EndedTrace(Record, frozen=True, tag="ended"):
-    """Tells what is known of a sampled request that was answered, for whoever makes spans of it."""
+    """Describes a traced request that was answered, so that the supervisor can make OpenTelemetry spans of it."""
 
     #: In hexadecimal digits as W3C Trace Context has them; ``parent_id``: the client's span, "": a trace begins with the request.
     trace_id: str
@@ -192,19 +204,19 @@ class EndedTrace(Record, frozen=True, tag="ended"):
 
 
 class TracesEnded(Record, frozen=True, tag="traces"):
-    """Hands over what is to be sent to a collector."""
+    """Sends the supervisor the traces that it is to forward to a collector."""
 
     traces: tuple[EndedTrace, ...]
 
 
 class WorkerFenced(Record, frozen=True, tag="fenced"):
-    """Reports that a worker process is certainly gone (pidfd), so its requests may be run elsewhere."""
+    """Tells a front that a worker process has certainly ended (its pidfd says so): its requests may be run elsewhere."""
 
     worker: int
 
 
 class ModelState(Record, frozen=True, tag="model"):
-    """Describes one model version to a front. Sent whole on every change; the last one holds."""
+    """Describes one model version to a front. Sent whole on every change; the latest one is valid."""
 
     name: str
     version: int
@@ -233,22 +245,22 @@ class ModelState(Record, frozen=True, tag="model"):
 
 
 class ModelGone(Record, frozen=True, tag="gone"):
-    """Removes a model version that is no longer known."""
+    """Tells a front that a model version does not exist any more."""
 
     name: str
     version: int
 
 
 class RequestsRefused(Record, frozen=True, tag="refused"):
-    """Tells a front whether it refuses every new inference request, because the daemon is being drained."""
+    """Tells a front whether to refuse every new inference request, because the daemon is being drained."""
 
     refused: bool
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """Says which GPU's memory a region is, so requests that name it go there if their model is there. "": the region is gone.
+    """Tells a front which GPU's memory a region lies in, so that requests which use the region prefer that GPU. "": it is gone.
 
-    Sent for CUDA regions where there are several workers; every other region is as near to all of them.
+    Sent for CUDA regions where there are several workers; every other region is equally near to all workers.
     """
 
     region: str
@@ -257,7 +269,10 @@ class RegionPlace(Record, frozen=True, tag="place"):
 
 
 class Load(Record, frozen=True, tag="load"):
-    """Loads one version and warms it up; answered with Loaded. The version before it keeps serving meanwhile."""
+    """Has a worker load one version of a model and warm it up. The worker answers with Loaded.
+
+    Meanwhile the version before it keeps serving.
+    """
 
     name: str
     version: int
@@ -275,21 +290,24 @@ class Load(Record, frozen=True, tag="load"):
 
 
 class ServeLoaded(Record, frozen=True, tag="serve-loaded"):
-    """Lets requests find a version that was loaded ``held``; ignored for any other."""
+    """Lets requests find a version that was loaded with ``held``; ignored for any other version."""
 
     name: str
     version: int
 
 
 class CancelLoad(Record, frozen=True, tag="cancel-load"):
-    """Cancels earlier loads of a version that nobody wants any more: each ends as soon as it can, with its answer."""
+    """Cancels the loads of a version that a worker has not finished, because the version is not wanted any more.
+
+    The worker ends each load as soon as it can, and answers it with Loaded.
+    """
 
     name: str
     version: int
 
 
 class Loaded(Record, frozen=True, tag="loaded"):
-    """Reports that a version is ready, or failed with ``reason`` (one calm sentence)."""
+    """Tells the supervisor that a version is ready, or has failed to load with ``reason`` (one calm sentence)."""
 
     name: str
     version: int
@@ -310,23 +328,27 @@ class Loaded(Record, frozen=True, tag="loaded"):
 
 
 class Unload(Record, frozen=True, tag="unload"):
-    """Takes no new requests for a version, finishes the queued ones and drops it; answered with Unloaded."""
+    """Has a worker take no new requests for a version, finish those in its queue and drop the version.
+
+    The worker answers with Unloaded.
+    """
 
     name: str
     version: int
 
 
 class Unloaded(Record, frozen=True, tag="unloaded"):
-    """Reports that a version is gone from the worker."""
+    """Tells the supervisor that a version is gone from the worker."""
 
     name: str
     version: int
 
 
 class ControlCall(Record, frozen=True, tag="call"):
-    """Asks for an operation; answered with Reply.
+    """Asks the other process to carry out an operation; that process answers with a Reply.
 
-    With a registration of a region travels a pidfd of the client's process, if any; with parameters the memory that holds them.
+    With the registration of a region travels a pidfd of the client's process, if there is one; with pushed parameters the memory
+    that holds them.
     """
 
     call_id: int
@@ -336,7 +358,7 @@ class ControlCall(Record, frozen=True, tag="call"):
 
 
 class Reply(Record, frozen=True, tag="reply"):
-    """Answers a ControlCall with ``result`` (JSON, often empty) or with a ServingError as code and message."""
+    """Answers a ControlCall, with ``result`` (JSON, often empty) or with a ServingError as ``code`` and ``message``."""
 
     call_id: int
     code: str = ""

@@ -3,10 +3,10 @@
     client      cudaMalloc ─▶ cudaIpcGetMemHandle ─▶ 64 bytes over the protocol ─▶ register
     worker      cuIpcOpenMemHandle ─▶ address range checked ─▶ copies on a stream of ours ─▶ cuIpcCloseMemHandle
 
-``Driver`` is the CUDA driver as one process uses it, loaded when something first needs it; ``Context`` is one device of it: the
-primary context, which XLA uses as well, and a stream for each thread; ``CudaRegion`` is a registration. Copies are queued on the
-calling thread's stream and have happened only after ``synchronize``. The memory stays the client's: it may free it or die while
-it is open here, and what copies then find is undefined, never harmful.
+``Driver`` is the CUDA driver as one process uses it, loaded when something first needs it. ``Context`` is one device of the
+driver: the primary context, which XLA uses as well, and a stream for each thread. ``CudaRegion`` is a registered region. Copies
+are queued on the calling thread's stream and have happened only after ``synchronize``. The memory stays the client's: the client
+may free it or exit while the region is open here; what copies then read is undefined, never harmful.
 """
 
 from __future__ import annotations
@@ -48,10 +48,14 @@ _SONAME = "libcuda.so.1"
 
 
 class LastingCalls:
-    """Driver functions that may block, called through ctypes. One object per context; the driver is loaded already."""
+    """Driver functions that may block, called through ctypes. Each context has one such object; the driver is loaded already."""
 
     def __init__(self, code: Callable[[int], Any]) -> None:
-        """Loads the functions. ``code`` turns a number into the bindings' result code; ValueError: they do not know it."""
+        """Looks the functions up in the driver's library.
+
+        ``code`` turns a number into the result code of the Python bindings; it raises ValueError for a number that they do not
+        know.
+        """
         self._code = code
         library = ctypes.CDLL(_SONAME)
         self.synchronize_stream = self._function(library.cuStreamSynchronize, c_void_p)
@@ -66,7 +70,7 @@ class LastingCalls:
         self._allocate = self._function(library.cuMemAlloc_v2, c_void_p, c_size_t)
 
     def allocate(self, byte_size: int) -> tuple[Any, int]:
-        """Allocates device memory. Returns the result code and the address."""
+        """Allocates device memory. Returns the driver's result code and the address, 0 if the call failed."""
         pointer = c_uint64(0)
         (code,) = self._allocate(byref(pointer), byte_size)
         return code, pointer.value
@@ -89,7 +93,7 @@ class NoCuda(Exception):
 
 
 class CudaError(Exception):
-    """A call of the driver failed; ``name`` is the driver's."""
+    """Raised when a call of the driver fails. ``name`` is the driver's name for the error, e.g. CUDA_ERROR_INVALID_VALUE."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -97,11 +101,11 @@ class CudaError(Exception):
 
 
 class DeviceLost(Unavailable):
-    """The device failed in a way that outlives the call: this process can do nothing on it any more."""
+    """Raised when the device has failed for good: this process can do nothing on the device any more."""
 
 
 class Driver:
-    """The CUDA driver as this process uses it. Contexts are opened on demand and live as long as it."""
+    """The CUDA driver as this process uses it. A device's context is opened when first needed, and stays until ``close``."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, Context] = {}
@@ -109,14 +113,17 @@ class Driver:
         self.lost = ""
 
     def context(self, ordinal: int) -> Context:
-        """Returns the context of the device with that number, as this process counts. Raises NoCuda."""
+        """Returns the context of the device with that number, as this process counts its devices.
+
+        Raises NoCuda: the driver, its Python bindings or the device are missing, or the device cannot be used.
+        """
         found = self._contexts.get(ordinal)
         if found is None:
             found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
         return found
 
     def close(self) -> None:
-        """Releases streams and contexts. Idempotent."""
+        """Closes all contexts and their streams. Idempotent."""
         for context in self._contexts.values():
             context.close()
         self._contexts.clear()
@@ -126,7 +133,7 @@ class Driver:
 
 
 def _bindings() -> Any:
-    """Returns ``cuda.bindings.driver``, initialised. Raises NoCuda."""
+    """Returns the module ``cuda.bindings.driver``, initialised. Raises NoCuda: the module, the driver or a device is missing."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -141,7 +148,7 @@ def _bindings() -> Any:
 
 
 def driver_version() -> int:
-    """Returns the CUDA version that the driver offers, 12080 for CUDA 12.8; 0: there is no driver."""
+    """Returns the newest CUDA version that the driver supports, 12080 for CUDA 12.8; 0: there is no driver."""
     try:
         driver = _bindings()
     except NoCuda:
@@ -151,14 +158,14 @@ def driver_version() -> int:
 
 
 def _name(driver: Any, code: Any) -> str:
-    """Returns a result code's name, e.g. CUDA_ERROR_ILLEGAL_ADDRESS. Codes that the bindings do not know are plain numbers."""
+    """Returns the name of a result code, e.g. CUDA_ERROR_ILLEGAL_ADDRESS; its number if the bindings do not know it."""
     return getattr(code, "name", f"CUDA error {code}")
 
 
 class Context:
     """The primary context of one device; every thread may use it, each with a stream of its own.
 
-    What one thread queues delays no other thread's copies, and its errors are raised in no other thread.
+    The work that one thread queues delays no other thread's copies, and its errors are raised in no other thread.
     """
 
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
@@ -183,7 +190,10 @@ class Context:
             raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """Calls a driver function and returns its result. Raises CudaError; DeviceLost: and every later call will."""
+        """Calls a driver function and returns its result, or a tuple where it has several.
+
+        Raises CudaError: this call failed; DeviceLost: the device failed, and every later call will.
+        """
         code, *results = function(*arguments)
         if code != self.driver.CUresult.CUDA_SUCCESS:
             name = _name(self.driver, code)
@@ -194,11 +204,14 @@ class Context:
         return results[0] if len(results) == 1 else tuple(results)
 
     def enter(self) -> None:
-        """Makes this the calling thread's context, which every call below needs."""
+        """Makes this the calling thread's current context. The methods for copies, ``synchronize`` and ``stream`` need that."""
         self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:
-        """Returns the calling thread's stream, as DLPack names it. Raises CudaError, DeviceLost."""
+        """Returns the handle of the calling thread's stream, as DLPack takes it.
+
+        Raises CudaError: the stream could not be created; DeviceLost: the device failed.
+        """
         found: _Stream | None = getattr(self._own, "stream", None)
         if found is None:
             found = self._own.stream = _Stream(self)
@@ -208,15 +221,18 @@ class Context:
     # ------------------------------------------------------------------------------------------------------- copies
 
     def to_device(self, pointer: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory, which must stay as it is until ``synchronize``."""
+        """Queues a copy from host memory at ``address`` to device memory at ``pointer``.
+
+        The host memory must not change until ``synchronize`` has returned.
+        """
         self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy into host memory."""
+        """Queues a copy from device memory at ``pointer`` to host memory at ``address``."""
         self.call(self._lasting.device_to_host, address, pointer, byte_size, self.stream())
 
     def within_device(self, to: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory to device memory."""
+        """Queues a copy from device memory at ``pointer`` to device memory at ``to``."""
         self.call(self._lasting.within_device, to, pointer, byte_size, self.stream())
 
     def clear(self, pointer: int, byte_size: int) -> None:
@@ -224,11 +240,14 @@ class Context:
         self.call(self._lasting.clear, pointer, 0, byte_size, self.stream())
 
     def synchronize(self) -> None:
-        """Returns when everything that this thread queued has happened. Raises what failed of it."""
+        """Waits until all work that the calling thread has queued is done.
+
+        Raises CudaError: some of that work failed; DeviceLost: the device failed.
+        """
         self.call(self._lasting.synchronize_stream, self.stream())
 
     def check(self) -> None:
-        """Raises DeviceLost if the device failed, be it under somebody else's work."""
+        """Raises DeviceLost if the device has failed, in this thread's work or in any other. Waits for all queued work."""
         self.enter()
         self.call(self._lasting.synchronize_context)
 
@@ -243,29 +262,30 @@ class Context:
             raise Unavailable(f"the GPU has no {byte_size} bytes left for inputs ({error.name})") from error
 
     def free(self, pointer: int) -> None:
-        """Frees device memory; call it when nothing that uses it is queued."""
+        """Frees device memory; call it only when no queued work uses the memory."""
         self.enter()
         self.call(self._lasting.free, pointer)
 
     def pin(self, address: int, byte_size: int) -> None:
-        """Page-locks host memory that this process may write to, so that copies to and from it need no staging buffer.
+        """Page-locks host memory that this process may write to, so that copies to and from the memory need no staging buffer.
 
-        Many drivers refuse memory that may only be read, even when it is said to be such. Raises CudaError.
+        Many drivers refuse memory that may only be read, even with the flag for such memory. Raises CudaError: the driver
+        refused.
         """
         self.enter()
         self.call(self._lasting.register_host, address, byte_size, int(self.driver.CU_MEMHOSTREGISTER_PORTABLE))
 
     def unpin(self, address: int) -> None:
-        """Ends ``pin``, before the memory is unmapped."""
+        """Ends the page-lock of ``pin``; call it before the memory is unmapped."""
         self.enter()
         self.call(self._lasting.unregister_host, address)
 
     # ----------------------------------------------------------------------------------------- memory of other processes
 
     def open(self, raw_handle: bytes) -> tuple[int, int]:
-        """Opens another process's allocation. Returns address and byte size.
+        """Opens another process's allocation by its IPC handle. Returns its device address and its size in bytes.
 
-        Raises: CudaError: nothing is behind the handle (any more).
+        Raises: CudaError: the allocation does not exist (any more), or cannot be opened on this device.
         """
         self.enter()
         driver = self.driver
@@ -282,7 +302,7 @@ class Context:
         return pointer, int(start) + int(byte_size) - pointer
 
     def close_opened(self, pointer: int) -> None:
-        """Ends one ``open``. A failure is ignored: the memory is not ours."""
+        """Closes an allocation that ``open`` has opened. A failure is ignored: the memory belongs to another process."""
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
             self.call(self.driver.cuIpcCloseMemHandle, pointer)
@@ -299,10 +319,10 @@ class Context:
 
 
 class _Stream:
-    """A thread's CUDA stream; it ends with the thread, or with the context."""
+    """A thread's CUDA stream. It is destroyed when the thread ends or the context is closed."""
 
     def __init__(self, context: Context) -> None:
-        """Creates the stream. Raises CudaError, DeviceLost."""
+        """Creates the stream. Raises CudaError: the driver refused the call; DeviceLost: the device failed."""
         self._call, self.driver = context.call, context.driver
         # The stream waits for no other one: XLA's and the client's are ordered by events and synchronization.
         made = self._call(self.driver.cuStreamCreate, self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
@@ -310,7 +330,7 @@ class _Stream:
         self.handle = int(made)
 
     def close(self) -> None:
-        """Destroys the stream once its queued work has happened. Idempotent."""
+        """Destroys the stream; work that is still queued in it is done first. Idempotent."""
         made, self._made = self._made, None
         if made is not None:
             with contextlib.suppress(CudaError, DeviceLost):
@@ -322,10 +342,10 @@ class _Stream:
 
 
 class _Guarded:
-    """Turns a driver's error inside the block into one that blames the region.
+    """A context manager that turns a CudaError inside the block into an InvalidArgument that names the region.
 
-    It is a class: an error raised in a generator's place keeps all frames between alive until the next garbage collection,
-    and with them what the frames hold (Python 3.12 and newer).
+    It is a class and no generator: an error raised inside a generator keeps all frames between alive until the next garbage
+    collection, and with them all that these frames hold (Python 3.12 and newer).
     """
 
     __slots__ = ("_name",)
@@ -345,9 +365,9 @@ class _Guarded:
 
 
 class CudaRegion:
-    """A registered allocation of a client, opened in this worker.
+    """A registered allocation of a client's GPU memory, opened in this worker.
 
-    Like ``tensord.shm.regions.Region`` it is closed when ``leases`` is 0; unlike it, its bytes are reached by copies only.
+    As ``tensord.shm.regions.Region``, it is closed when ``leases`` is 0. Unlike there, its bytes can only be reached by copies.
     """
 
     #: Always 0: no page of GPU memory can be missing here.
@@ -356,12 +376,15 @@ class CudaRegion:
     def __init__(
         self, name: str, context: Context, raw_handle: bytes, byte_size: int, elsewhere: tuple[int, int] | None = None
     ) -> None:
-        """Opens the handle.
+        """Opens the allocation by its IPC handle.
 
         Args:
-          elsewhere: the number of the GPU where it lies and of the context's, if that is another one; both as the daemon counts.
-            The driver maps it then, where these GPUs have access to each other; it is copied from there, and never used in place.
-        Raises: InvalidArgument: nothing can be opened by it, or it is smaller than ``byte_size``.
+          raw_handle: the cudaIpcMemHandle_t, 64 bytes.
+          byte_size: how many bytes of the allocation, from its start, are registered.
+          elsewhere: (number of the GPU that has the memory, number of the context's GPU) if these are two, as the daemon counts
+            them. The driver then maps the memory, if these GPUs have access to each other; it is copied from there, never used in
+            place.
+        Raises: InvalidArgument: the handle opens no allocation, or one with fewer than ``byte_size`` bytes.
         """
         try:
             pointer, available = context.open(raw_handle)
@@ -391,16 +414,20 @@ class CudaRegion:
         self._start: int | None = pointer
 
     def pointer(self, offset: int, byte_size: int) -> int:
-        """Returns the device address of a range. Raises InvalidArgument: not wholly inside the region."""
+        """Returns the device address of a range of the region.
+
+        Raises InvalidArgument: the range is not wholly inside the region, or the region is closed.
+        """
         check_range(offset, byte_size, self.byte_size, self.name)
         if self._start is None:
             raise InvalidArgument(f"shared memory region '{self.name}' is not registered any more")
         return self._start + offset
 
     def read(self, address: int, offset: int, byte_size: int) -> None:
-        """Copies a range into host memory; it is there on return.
+        """Copies a range of the region to host memory at ``address``, and waits for the copy.
 
-        Raises: InvalidArgument: not inside the region, or its memory cannot be read any more.  DeviceLost.
+        Raises: InvalidArgument: the range is not inside the region, or the memory cannot be read any more.  DeviceLost: the
+          device failed.
         """
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
@@ -409,39 +436,45 @@ class CudaRegion:
             self.context.synchronize()
 
     def write(self, offset: int, address: int, byte_size: int) -> None:
-        """Queues a copy from host memory into a range; call ``settle`` before it is announced. Raises as ``read``."""
+        """Queues a copy from host memory at ``address`` into a range of the region.
+
+        Call ``settle`` before the client is told that the bytes are there. Raises as ``read``.
+        """
         pointer = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
     def copy(self, offset: int, pointer: int, byte_size: int) -> None:
-        """Queues a copy from device memory into a range; otherwise as ``write``."""
+        """Queues a copy from device memory at ``pointer`` into a range of the region.
+
+        Call ``settle`` before the client is told that the bytes are there. Raises as ``read``.
+        """
         target = self.pointer(offset, byte_size)
         with self.guarded():
             self.context.enter()
             self.context.within_device(target, pointer, byte_size)
 
     def settle(self) -> None:
-        """Returns when queued writes have happened. Raises as ``read``."""
+        """Waits until the copies that this thread has queued with ``write`` and ``copy`` are done. Raises as ``read``."""
         with self.guarded():
             self.context.enter()
             self.context.synchronize()
 
     def guarded(self) -> _Guarded:
-        """Returns a context for copies to and from the region: an error inside it is said to be the region's."""
+        """Returns a context manager for copies to and from the region: it turns CudaError into InvalidArgument."""
         return _Guarded(self.name)
 
     def lease(self) -> None:
-        """Counts a request that starts to use the region."""
+        """Counts one more request that uses the region."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """Ends a request's use of the region."""
+        """Counts one request fewer that uses the region."""
         self.leases -= 1
 
     def close(self) -> None:
-        """Closes the allocation. Idempotent."""
+        """Closes the client's allocation in this process. Idempotent."""
         pointer, self._start = self._start, None
         if pointer is not None:
             self.context.close_opened(pointer)

@@ -43,7 +43,7 @@ def wire_name(datatype: str) -> str:
 
 
 def from_model_config(data_type: str) -> str:
-    """Converts ``TYPE_FP32`` to ``FP32``, and ``TYPE_STRING`` to ``BYTES``. Raises InvalidArgument: any other name."""
+    """Converts ``TYPE_FP32`` to ``FP32``, and ``TYPE_STRING`` to ``BYTES``. Raises InvalidArgument: unknown name."""
     name = "BYTES" if data_type == "TYPE_STRING" else data_type.removeprefix("TYPE_")
     if not data_type.startswith("TYPE_") or name not in ELEMENT_SIZES:
         raise InvalidArgument(f"unknown data type '{data_type}'")
@@ -56,10 +56,10 @@ def to_model_config(datatype: str) -> str:
 
 
 def element_count(shape: Sequence[int], what: str = "shape") -> int:
-    """Returns the number of elements of a shape, with rank and product bounded.
+    """Returns the number of elements of a shape; ``what`` names the shape in error messages.
 
-    Raises: InvalidArgument: negative dimension, rank over ``MAX_RANK``, or a product over ``MAX_ELEMENTS``; the product leaves
-    zeros out, because neither a record nor numpy can hold a shape like [0, 2**63] though it has no elements.
+    Raises: InvalidArgument: a negative dimension, a rank over ``MAX_RANK``, or a product over ``MAX_ELEMENTS``. The product
+      leaves dimensions of 0 out: neither a record nor numpy can hold a shape such as [0, 2**63], though it has no elements.
     """
     if len(shape) > MAX_RANK:
         raise InvalidArgument(f"{what}: {len(shape)} dimensions given, at most {MAX_RANK} are allowed")
@@ -79,7 +79,8 @@ def element_count(shape: Sequence[int], what: str = "shape") -> int:
 def byte_size(datatype: str, shape: Sequence[int], what: str = "shape") -> int | None:
     """Returns a tensor's size in bytes, or None for BYTES, whose size depends on its content.
 
-    Raises: InvalidArgument: unknown datatype, or a shape that ``element_count`` refuses.
+    Raises: InvalidArgument: unknown datatype, or a shape that ``element_count`` refuses; ``what`` names the tensor in the
+      message.
     """
     try:
         size = ELEMENT_SIZES[datatype]

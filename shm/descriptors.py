@@ -1,7 +1,7 @@
-"""File descriptors of this process: how many it may open, and how many of them are kept for requests.
+"""File descriptors of this process: how many it may open, and how many of these are reserved for requests.
 
 A client's region takes a descriptor for as long as it is registered, a large tensor takes some while its request runs. So that
-clients' regions never leave none for requests, a region is only taken while the reserve is untouched.
+regions cannot use up the descriptors that requests need, a region is accepted only while the reserve is untouched.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _RESERVE = 256
 
 
 def limit() -> int:
-    """Returns how many descriptors this process may have open."""
+    """Returns how many file descriptors this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def close(fds: Iterable[int]) -> None:
-    """Closes all the descriptors."""
+    """Closes all of these file descriptors."""
     for fd in fds:
         os.close(fd)
 
 
 def raise_limit() -> int:
-    """Raises the limit to what the system allows; children inherit it. Returns the limit that holds now."""
+    """Raises this process's limit of open files to the most that the system allows. Returns that; children inherit it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
 def check_reserve(fd: int, what: str) -> None:
-    """Checks that opening ``fd`` for ``what`` left the reserve of descriptors untouched.
+    """Checks that the descriptors reserved for requests are still free after ``fd`` was opened for ``what``.
 
-    The system gives out the lowest number that is free, so all below it are in use.
+    The system always gives out the lowest free number, so all descriptors below ``fd`` are in use.
 
-    Raises: Unavailable: there are not; the descriptor stays the caller's.
+    Raises: Unavailable: the reserve has been touched; the caller still owns ``fd`` and closes it.
     """
     most = limit()
     room = most - min(_RESERVE, most // 4)
@@ -54,7 +54,7 @@ def check_reserve(fd: int, what: str) -> None:
 
 @contextlib.contextmanager
 def needed(what: str) -> Iterator[None]:
-    """Turns a lack of descriptors inside the block into Unavailable."""
+    """Turns an OSError inside the block into Unavailable if this process or the system has reached its limit of open files."""
     try:
         yield
     except OSError as error:

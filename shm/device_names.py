@@ -3,9 +3,9 @@
     cpu:0        the first CPU worker
     cuda:1       the worker of the daemon's GPU 1, or the first of several
     cuda:1/2     the third worker of that GPU
-    cuda:1#m     the worker of that GPU, or beside that CPU worker, that has the model 'm' and no other one (an isolated model)
+    cuda:1#m     the worker on that GPU that serves only model 'm' (an isolated model); likewise cpu:0#m
 
-What depends on where memory lies asks for the GPU, ``gpu_of``; what is kept apart worker by worker goes by the whole name.
+Code that asks where memory lies uses the GPU, ``gpu_of``; code that tells workers apart uses the whole name.
 """
 
 from __future__ import annotations
@@ -15,30 +15,33 @@ _ALONE = "#"
 
 
 def gpu_of(device: str) -> str:
-    """Returns the GPU of a worker's device, "cuda:1"; "" if the worker has none."""
+    """Returns the GPU in a device name: "cuda:1" for "cuda:1/2" or "cuda:1#m"; "" for a CPU worker."""
     return device.partition(_ALONE)[0].partition("/")[0] if device.startswith("cuda:") else ""
 
 
 def number_of(gpu: str) -> int:
-    """Returns the number of a GPU: 1, of "cuda:1"."""
+    """Returns the number in a GPU's name: 1 for "cuda:1"."""
     return int(gpu.removeprefix("cuda:"))
 
 
 def name(gpu: int, share: int = 0) -> str:
-    """Names the device of one of a GPU's workers, ``share`` counted from 0."""
+    """Returns the device name of one of a GPU's workers; ``share`` counts the workers of this GPU from 0."""
     return f"cuda:{gpu}/{share}" if share else f"cuda:{gpu}"
 
 
 def alone(device: str, model: str) -> str:
-    """Names the device of a worker that serves one isolated model. ``device``: that of the worker that other models share."""
+    """Returns the device name of a worker that serves only ``model``, an isolated model.
+
+    ``device``: the device of the worker that all other models share.
+    """
     return f"{gpu_of(device) or device}{_ALONE}{model}"
 
 
 def model_of(device: str) -> str:
-    """Returns the isolated model of that device's worker; "": models share the worker."""
+    """Returns the isolated model in a device name: "m" for "cuda:1#m"; "" if the worker is shared by several models."""
     return device.partition(_ALONE)[2]
 
 
 def shared(device: str) -> str:
-    """Returns the device of the shared worker beside an isolated model's one."""
+    """Returns the device name without an isolated model: "cpu:0" for "cpu:0#m". That is the shared worker's device."""
     return device.partition(_ALONE)[0]

@@ -1,4 +1,4 @@
-"""Histograms of the durations of requests: by protocol and by what took the time. One flat array for each model version.
+"""Histograms of how long requests took, by protocol and by kind of duration. One flat array for each model version.
 
     for each of PROTOCOLS, for each of KINDS: a count for each bucket, the last beyond all bounds, and the sum in ns
 
@@ -23,10 +23,10 @@ Counted = Mapping[str, tuple[int, ...]]
 
 
 class Durations:
-    """The histograms of one model version on one worker; belongs to the loop.
+    """The histograms of one model version on one worker. Only the worker's main loop may use them.
 
     Args:
-      buckets: upper bounds in seconds, which grow.
+      buckets: the upper bounds of the buckets in seconds, ascending.
     """
 
     __slots__ = ("_row", "bounds", "counts")
@@ -38,14 +38,18 @@ class Durations:
         self.counts = array("Q", bytes(8 * len(PROTOCOLS) * len(KINDS) * self._row))
 
     def add(self, protocol: int, kind: int, ns: int) -> None:
-        """Counts one duration. ``protocol``: its place in PROTOCOLS."""
+        """Counts one duration of ``ns`` nanoseconds. ``protocol``, ``kind``: positions in PROTOCOLS and KINDS."""
         ns = max(0, ns)
         counts, at = self.counts, (protocol * len(KINDS) + kind) * self._row
         counts[at + bisect_left(self.bounds, ns)] += 1
         counts[at + self._row - 1] += ns
 
     def ran(self, protocol: int, request_ns: int, queue_ns: int, compute_ns: int) -> None:
-        """Counts an answered request in three histograms, in one function because every request comes here. None is < 0."""
+        """Counts an answered request in the histograms of the kinds request, queue and compute.
+
+        One function does all three, because every request comes here. ``protocol``: position in PROTOCOLS; no duration is
+        negative.
+        """
         counts, bounds, row, at = self.counts, self.bounds, self._row, protocol * len(KINDS) * self._row
         counts[at + bisect_left(bounds, request_ns)] += 1
         counts[at + row - 1] += request_ns
@@ -57,7 +61,7 @@ class Durations:
         counts[at + row - 1] += compute_ns
 
     def counted(self) -> Counted:
-        """Returns what was counted so far."""
+        """Returns the counts and sums so far, by protocol."""
         size = len(KINDS) * self._row
         found: dict[str, tuple[int, ...]] = {}
         for number, protocol in enumerate(PROTOCOLS):
@@ -71,7 +75,7 @@ class Durations:
 
 
 def total(one: Counted, other: Counted) -> Counted:
-    """Adds up two counts with the same buckets."""
+    """Adds the counts of two workers, or models, whose histograms have the same buckets."""
     found = dict(one)
     for protocol, counts in other.items():
         before = found.get(protocol)

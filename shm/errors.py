@@ -1,6 +1,7 @@
 """The one exception family of tensord. Only ``tensord.daemon.front.status`` maps it to HTTP statuses and gRPC codes.
 
-Across processes go ``code`` and text, never a pickled exception: ``ServingError.code`` out, ``from_code`` in.
+Between processes an error travels as code and text, never as a pickled exception: the sender takes ``ServingError.code``, the
+receiver calls ``from_code``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ DEFECT = "internal error; the server's log has the details"
 
 
 class ServingError(Exception):
-    """An error with a calm sentence for the client, which names the thing and the numbers, never a path, key or handle."""
+    """Base of all errors that a client may see. ``message`` is a calm sentence with names and numbers, without paths or keys."""
 
     code: ClassVar[str] = "INTERNAL"
 
@@ -22,20 +23,20 @@ class ServingError(Exception):
 
 
 class InvalidArgument(ServingError):
-    """The request is wrong and will stay wrong."""
+    """Raised when the request itself is wrong: a retry would fail again."""
 
     code = "INVALID_ARGUMENT"
 
 
 class FileTooLarge(InvalidArgument):
-    """A file of a model is larger than any that is read of its kind."""
+    """Raised when a file of a model is larger than the limit for files of its kind."""
 
     def __init__(self, name: str, byte_size: int, limit: int) -> None:
         super().__init__(f"{name} has {byte_size} bytes, at most {limit} are read")
 
 
 class NotFound(ServingError):
-    """The named model, version or region does not exist."""
+    """Raised when the model, version or region that the request names does not exist."""
 
     code = "NOT_FOUND"
 
@@ -45,37 +46,37 @@ UNKNOWN_MODEL = "Request for unknown model: "
 
 
 class AlreadyExists(ServingError):
-    """The name is taken."""
+    """Raised when the name that the request wants to use is taken."""
 
     code = "ALREADY_EXISTS"
 
 
 class Unavailable(ServingError):
-    """Nothing is wrong with the request; the server cannot take it now. A retry is safe."""
+    """Raised when nothing is wrong with the request, but the server cannot serve it now. A retry is safe."""
 
     code = "UNAVAILABLE"
 
 
 class Unsupported(ServingError):
-    """The request was understood, and is deliberately not offered."""
+    """Raised when the request was understood, but asks for something that this server deliberately does not offer."""
 
     code = "UNSUPPORTED"
 
 
 class Replaced(ServingError):
-    """A newer request took the place of this one while it waited in its model's queue."""
+    """Raised for a request that was dropped from its model's queue because a newer one with the same key replaced it."""
 
     code = "REPLACED"
 
 
 class Cancelled(ServingError):
-    """The client went away or asked for a stop."""
+    """Raised for a request whose client has gone away or has cancelled it."""
 
     code = "CANCELLED"
 
 
 class DeadlineExceeded(Cancelled):
-    """The client's deadline for the call has passed."""
+    """Raised when the client's deadline for the call has passed."""
 
     code = "DEADLINE_EXCEEDED"
 
@@ -84,13 +85,13 @@ class DeadlineExceeded(Cancelled):
 
 
 class Internal(ServingError):
-    """A defect of the server or of a model."""
+    """Raised for a defect of the server or of a model."""
 
     code = "INTERNAL"
 
 
 class Unknown(ServingError):
-    """A failure nobody could classify."""
+    """Raised for a failure that belongs to no other class here."""
 
     code = "UNKNOWN"
 
@@ -113,5 +114,5 @@ _BY_CODE: dict[str, type[ServingError]] = {
 
 
 def from_code(code: str, message: str) -> ServingError:
-    """Rebuilds an error that crossed a process border; an unknown code becomes ``Unknown``."""
+    """Makes the exception for a code and message that another process has sent; an unknown code becomes ``Unknown``."""
     return _BY_CODE.get(code, Unknown)(message)

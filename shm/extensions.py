@@ -1,12 +1,12 @@
-"""C extensions of the package: which of them are missing or stale in this process, and what it does without them.
+"""The package's C extensions: which of them this process cannot use, why, and what it does without them.
 
-Where no compiler was at hand the package installs all the same (``setup.py``). Each module says by ``available``, or by what it
-offers, whether its part is there; this one says it to the operator, with the reason that the import gives.
+Where there is no compiler, the package can be installed all the same (``setup.py``). Each module that has a C part says in
+``available``, or by what it offers, whether the part can be used; this module tells the operator, with the reason.
 
     setup.py ─▶ SOURCES: names of the sources, and a hash of them, compiled into the module ─▶ check, where it is imported
 
-A checkout that was updated and not built again would otherwise run C code that takes other records than Python's: it answers
-slowly, or wrongly. Such a part counts as missing.
+A checkout that was updated but not built again would run C code that expects other records than the Python code does, and give
+slow or wrong answers. Such an extension counts as missing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ STALE = "it was built from other sources than those that lie beside it"
 
 
 def sources(files: Sequence[Path]) -> str:
-    """Returns the names of source files and a hash of their contents, as they are compiled into the extension built from them."""
+    """Returns the names of source files and a hash of their contents, the text that is compiled into an extension as SOURCES."""
     found = hashlib.sha256(b"\0".join(file.read_bytes() for file in files))
     return " ".join([*(file.name for file in files), found.hexdigest()])
 
 
 def check(module: ModuleType) -> None:
-    """Raises ImportError if the module was not built from the sources beside it. (No sources lie beside an installed one.)"""
+    """Raises ImportError if the extension was not built from the source files that lie beside it.
+
+    An installed extension has no sources beside it and always passes.
+    """
     assert module.__file__ is not None
     folder, built = Path(module.__file__).parent, getattr(module, "SOURCES", "")
     files = [folder / name for name in built.split()[:-1]]
@@ -41,9 +44,9 @@ def _are(files: Sequence[Path], built: str) -> bool:
 
 
 def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns a sentence for each extension that cannot be used, and one of advice; nothing where all can be used.
+    """Returns a sentence for each extension that cannot be used, then one with advice; an empty tuple if all can be used.
 
-    ``parts``: module -> what the process does without it.
+    ``parts``: module name of an extension -> what the process does without it.
     """
     found = [f"{what} ({name}: {reason})" for name, what in parts.items() if (reason := _reason(name))]
     if not found:
@@ -53,7 +56,7 @@ def missing(parts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _reason(name: str) -> str:
-    """Returns why that module cannot be used; "" if it can."""
+    """Returns why the extension with this module name cannot be used; "" if it can."""
     try:
         check(importlib.import_module(name))
     except ModuleNotFoundError:

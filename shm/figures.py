@@ -1,7 +1,7 @@
-"""The counters of a worker, as the supervisor asks for them (``tensord.shm.operations.WorkerFigures``) for metrics.
+"""The counters of a worker, which the supervisor asks for (``tensord.shm.operations.WorkerFigures``) to make metrics.
 
-Statistics, which clients read, begin anew whenever a version is loaded. These go on where a load replaces another one, and say
-when they began, so that whoever adds them up can tell counters that began anew from those that stand still.
+The statistics that clients read begin anew whenever a version is loaded. These counters go on when one load replaces another, and
+say when they began, so that whoever adds them up can tell counters that began anew from counters that stand still.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FIRST_RESPONSE_MS = (100, 500, 2000, 5000)
 
 
 class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Counters that only grow while a version is served on one worker. They count requests unless the name says otherwise."""
+    """Counters of one model version on one worker; they only grow. They count requests unless the name says otherwise."""
 
     success: int = 0
     #: Failed requests: waited too long; cancelled; refused by the model or its executable; anything else. Sums as in statistics.
@@ -66,7 +66,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
 
 
 class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One parameter set of a model version on one worker."""
+    """Describes one parameter set of a model version on one worker."""
 
     name: str
     #: 0: what the repository has.
@@ -76,7 +76,7 @@ class SetFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class ParameterFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The parameter sets of one model version on one worker, and counters that only grow."""
+    """The parameter sets of one model version on one worker, and counters of their use, which only grow."""
 
     sets: tuple[SetFigures, ...]
     #: Pushes that were committed.
@@ -87,7 +87,7 @@ class ParameterFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unkn
 
 
 class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The counters of one model version on one worker, as long as it is served there."""
+    """The counters of one model version on one worker, for as long as the worker serves the version."""
 
     name: str
     version: int
@@ -108,7 +108,7 @@ class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
 
 
 class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A metric that a model keeps itself."""
+    """The value of one metric that a model's code has made, for one combination of labels."""
 
     labels: tuple[tuple[str, str], ...]
     #: The value; for a histogram the sum of what it has observed.
@@ -119,7 +119,7 @@ class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A family of metrics that models keep themselves."""
+    """All metrics of one name that models' code has made, with different labels."""
 
     name: str
     description: str
@@ -131,7 +131,7 @@ class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Compiles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a worker has compiled since it began."""
+    """Counts the programs that a worker has compiled since it started, or found in the cache."""
 
     #: Compilations, those that failed included, and the time of all of them in ns.
     count: int = 0
@@ -141,7 +141,7 @@ class Compiles(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
 
 class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The counters of one worker."""
+    """All counters of one worker."""
 
     #: The versions that take requests.
     versions: tuple[VersionFigures, ...]

@@ -1,11 +1,11 @@
-"""The guard of client memory keeps a worker alive when a client truncates a region that is mapped here.
+"""The guard of client memory keeps a worker alive when a client truncates a region that the worker has mapped.
 
-``Guarded`` wraps one mapping. Whoever reads or writes it takes ``faults`` before and compares after: a difference means that
-some of what was read were zeros and some of what was written went nowhere, so the result is void. The handler is in
-``shm/_guard.c``, built with the package; where it could not be built ``available`` is False and a fault stays fatal.
+``Guarded`` wraps one mapping. Code that reads or writes the mapping compares ``faults`` before and after: a difference means that
+some bytes were read as zeros or were written nowhere, so the result is void. The signal handler is in
+``shm/_guard.c``, built with the package; where it could not be built, ``available`` is False and a fault kills the process.
 
-It helps whoever touches memory by a processor. A device's driver that is handed such memory may fail for good where pages are
-missing: it is handed only what it has locked before, and copies of the rest (``may_be_missing``).
+The guard helps only where a processor touches the memory. A device's driver may fail for good when pages are missing, so a driver
+is given guarded memory only after it has locked the pages, and otherwise a copy (``may_be_missing``).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ else:
 
 
 def any_faults() -> bool:
-    """Returns whether a page of any guarded mapping was missing: one cheap question for all of them."""
+    """Returns whether a page of any guarded mapping has been missing so far; cheaper than asking each mapping."""
     return available and _guard.any()
 
 
 def may_be_missing(address: int) -> bool:
-    """Returns whether that memory is guarded and no driver has locked its pages."""
+    """Returns whether this address is in a guarded mapping whose pages no driver has locked, so that pages may vanish."""
     return available and _guard.may_be_missing(address)
 
 
 def install() -> None:
-    """Installs the signal handler in this process, before the first region is mapped. A no-op where the extension is missing."""
+    """Installs the signal handler in this process, before the first region is mapped. Does nothing without the extension."""
     if available:
         _guard.install()
 
 
 class Guarded:
-    """Guards one mapping until ``release``."""
+    """Guards one mapping of client memory against missing pages, until ``release``."""
 
     __slots__ = ("_slot",)
 
@@ -50,16 +50,16 @@ class Guarded:
 
     @property
     def faults(self) -> int:
-        """Counts how often a page of the mapping was missing so far."""
+        """Returns how often a page of the mapping was missing when it was touched, so far."""
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def hold(self, held: bool) -> None:
-        """Notes that a driver has locked the mapping's pages, or is about to unlock them. For any thread."""
+        """Notes that a driver has locked the mapping's pages (True), or is about to unlock them. Any thread may call this."""
         if self._slot is not None:
             _guard.hold(self._slot, held)
 
     def release(self) -> None:
-        """Ends the guard, once nobody touches the memory any more. Idempotent."""
+        """Ends the guard; call it once nobody touches the mapping any more. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
             _guard.remove(slot)

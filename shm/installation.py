@@ -1,7 +1,8 @@
-"""Compares the version of a child with that of the daemon which started it.
+"""Compares the tensord version of a child process with that of the daemon which started the child.
 
-An upgrade replaces files beneath a daemon that runs; what it starts after that would be of the new version. Such a child ends at
-once with ``OTHER``, before it has said or read anything, and the supervisor says what to do.
+An upgrade replaces the files under a running daemon, so a child process started afterwards would run the new version. Such a
+child exits at once with the status ``OTHER``, before it has sent or read anything; the supervisor logs what the operator has to
+do.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ OTHER = os.EX_CONFIG
 
 
 def end_if_other() -> None:
-    """Ends this process where its daemon is of another version. Call before anything else.
+    """Exits this process if its version is not that of the daemon that started it. Call it before anything else.
 
-    Raises: SystemExit: with the status OTHER; a sentence is on standard error.
+    Raises: SystemExit: the versions differ; the status is OTHER, and a sentence about it is on standard error.
     """
     wanted = os.environ.get(VARIABLE, __version__)
     if wanted != __version__:

@@ -7,15 +7,15 @@
                            ◀──── AnswerRecord ──────       (likewise PrepareAnswer)
     Release                ─────────────────────▶        leases return to the arena
 
-The first record in each direction says which edition of the wire its sender speaks (WireVersion), in a datagram of its own, so
-that it can be read whatever follows; another edition is refused.
+The first record in each direction says which version of the records its sender uses (WireVersion). It is a datagram by itself, so
+that every version can read it; a peer with another version is refused.
 
-A process that has as many files open as it may cannot map a segment. It says so (SegmentRefused), what lies there is one
-request's error, and the segment is announced again before its next use.
+A process that has reached its limit of open files cannot map a segment. It answers SegmentRefused, each request or answer whose
+tensors lie in that segment fails, and the owner announces the segment again before it next uses it.
 
-A client's own lane speaks the same records, and its worker believes none of them. It has no request arena: its segments are
+A client's lane carries the same records, but its worker trusts none of them. It has no request arena: its segments are
 regions that only this lane can name (``tensord.workers.regions.lane_segments``), its records are smaller, and its response arena
-begins small, when something first lies there.
+gets its first segment, a small one, only when an answer is first placed there.
 
 The request arena belongs to the submitter and is shared by all its lanes, so a request can be given to another worker without
 a copy; each lane announces a segment before the first record that refers to it. The response arena belongs to this lane alone.
@@ -71,15 +71,22 @@ Instruction = RequestRecord | Prepare | Cancel | Taken | TraceContext | SegmentC
 
 
 def _own_count(tensors: tuple[PreparedTensor, ...]) -> int:
-    """Counts the tensors whose contents are each record's own."""
+    """Counts the tensors that lie in no region, whose contents therefore travel with every record."""
     return sum([tensor.region is None for tensor in tensors])
 
 
 class SubmitterLane:
-    """The submitter's end of a lane. ``arena`` is the submitter's own, shared by its lanes, and outlives this lane."""
+    """The submitter's end of a lane: it sends requests to one worker and receives the worker's answers.
+
+    ``arena`` holds the tensors of requests; all lanes of the submitter share it, and closing a lane does not close it.
+    """
 
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
-        """Begins the lane. ``writable``: the worker has a GPU and page-locks the arena (``tensord.shm.segment``)."""
+        """Takes the socket over and sends the version of the records to the worker.
+
+        ``writable``: the worker maps the arena writable, because it has a GPU and page-locks the memory
+        (``tensord.shm.segment``).
+        """
         self._channel = Channel(sock, _FROM_WORKER)
         self._channel.send(WireVersion(WIRE_VERSION))
         #: True once the other end has said that it speaks the same version of the wire.
@@ -104,14 +111,21 @@ class SubmitterLane:
         return self._channel.fileno()
 
     def announce(self, leases: Iterable[Lease]) -> None:
-        """Announces the segments that a request's inputs lie in. Raises Unavailable: no descriptor is left to send."""
+        """Announces to the worker the segments that a request's leases lie in, unless it knows them.
+
+        Raises Unavailable: this process has no file descriptor left to send.
+        """
         announced = self._announcer.announced
         for lease in leases:
             if lease.place.segment not in announced:
                 self._announcer.announce(lease.place.segment)
 
     def submit(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> None:
-        """Queues a request whose inputs are in place and announced. ``numbered``: what its number stands for."""
+        """Queues a request for the worker; its inputs must be in place and their segments announced.
+
+        ``numbered``: the prepared request that ``record`` names by number; it is sent first if the worker does not know it. None:
+        the record carries its prepared request itself.
+        """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
         self._channel.put(record)
@@ -119,9 +133,10 @@ class SubmitterLane:
     def submit_traced(
         self, context: TraceContext, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None
     ) -> None:
-        """Queues a request as ``submit``, and before it which trace it belongs to.
+        """Queues a request as ``submit`` does, preceded by the trace that it belongs to (``context``).
 
-        A step of a sequence gets a datagram of its own: workers read one that is traced in Python, with all else that is there.
+        For a step of a sequence both records get a datagram of their own: a worker reads a datagram with a traced step in Python,
+        and all other records in that datagram with it.
         """
         if numbered is not None and numbered not in self._published:
             self._published.publish(numbered)
@@ -132,7 +147,7 @@ class SubmitterLane:
         self._channel.put(record)
 
     def submit_at_once(self, record: RequestRecord, numbered: Numbered[PreparedRequest] | None = None) -> bool:
-        """Sends a request at once if nothing else waits. Returns False if it was queued and needs a flush.
+        """Sends a request at once if nothing is queued before it. Returns False if the request was queued and needs a flush.
 
         The arguments are those of ``submit``.
         """
@@ -141,19 +156,19 @@ class SubmitterLane:
         return self._channel.send_alone(record)
 
     def cancel(self, request_id: int) -> None:
-        """Tells the worker that nobody waits for that request any more; the final answer still comes."""
+        """Tells the worker that nobody waits for the answer to this request any more; a final answer still comes."""
         self._channel.put(Cancel(request_id))
 
     def taken(self, request_id: int, byte_size: int) -> None:
-        """Acknowledges so many bytes of a request's responses since the last acknowledgement."""
+        """Tells the worker that the client has taken ``byte_size`` more bytes of a request's responses."""
         self._channel.put(Taken(request_id, byte_size))
 
     def release(self, key: LeaseKey) -> None:
-        """Returns the lease of an answer whose bytes have left; it travels with the next flush."""
+        """Gives an answer's lease back to the worker, once nobody needs its bytes; the next ``flush`` tells the worker."""
         self._releases.append(key)
 
     def flush(self) -> bool:
-        """Sends what is queued. Returns True if nothing is left; False: call again when the lane is writable."""
+        """Sends all queued records. Returns True if none is left; False: call again when the socket is writable."""
         self.unsaid = False
         if self._announcer.closures != self._arena.closures:
             self._announcer.withdraw_closed()
@@ -167,10 +182,11 @@ class SubmitterLane:
         return self._channel.flush()
 
     def receive(self) -> list[tuple[PreparedAnswer, AnswerRecord]] | None:
-        """Returns one datagram's answers (possibly none), each with its prepared part; None when nothing is waiting.
+        """Returns the answers in the next datagram (possibly none), each with its prepared answer; None: no datagram is waiting.
 
-        Raises: ChannelClosed: the worker is going; requests may be run again only once it is fenced.  InvalidArgument: malformed,
-          of another edition of the wire, or with a number that was never prepared, or not like what that stands for.
+        Raises: ChannelClosed: the worker has closed its end or exited; its requests may be run again only once the process is
+          certainly gone.  InvalidArgument: the datagram is malformed or of another version, or an answer names a number that was
+          never prepared, or carries more or fewer tensors than were prepared for it.
         """
         try:
             received = self._channel.receive() if self._agreed else self._first()
@@ -206,7 +222,10 @@ class SubmitterLane:
         return answers
 
     def _first(self) -> tuple[list[Any], list[int]] | None:
-        """Receives the first datagrams, behind the version of the wire. Raises InvalidArgument: the worker has another one."""
+        """Receives the first datagram and checks its WireVersion. Returns the records behind that, or the next datagram's.
+
+        Returns None when no datagram is waiting. Raises InvalidArgument: the worker uses another version of the records.
+        """
         received = self._channel.receive()
         if received is None:
             return None
@@ -231,7 +250,7 @@ class SubmitterLane:
         self.unsaid = True
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> AnswerRecord:
-        """Makes the error that replaces an answer whose segment could not be mapped here."""
+        """Returns the error that replaces an answer whose segment could not be mapped here; releases its lease."""
         self._say(Release((lease,)))
         try:
             self._responses.view(Slice(lease[0], lease[1], 0))
@@ -240,13 +259,16 @@ class SubmitterLane:
         raise AssertionError("an answer that can be reached")
 
     def close(self) -> None:
-        """Closes the socket and unmaps the response arena; the request arena stays."""
+        """Closes the socket and unmaps the worker's response arena; the submitter's request arena stays open."""
         self._channel.close()
         self._responses.close()
 
 
 class WorkerLane:
-    """The worker's end of a lane; it owns the response arena, whose first segment is made with a front's lane."""
+    """The worker's end of a lane: it receives requests from one submitter and sends answers.
+
+    It owns the response arena. The arena's first segment is made at once for a front's lane, on first use for a client's.
+    """
 
     def __init__(
         self,
@@ -260,15 +282,15 @@ class WorkerLane:
         buffer: bytearray | None = None,
         budget: Budget | None = None,
     ) -> None:
-        """Begins the lane.
+        """Takes the socket over, sends the version of the records and creates the response arena.
 
         Args:
-          byte_size, max_byte_size, keep_byte_size: of the response arena (``Arena``).
+          byte_size, max_byte_size, keep_byte_size: sizes of the response arena (``Arena``).
           on_segment: called with every segment of both arenas.
-          writable: page-lock them (``tensord.shm.segment``).
-          segments: where a client's segments go, which makes it a client's lane; None: a front's.
-          buffer: as in ``Channel``.
-          budget: of the response arenas of all lanes of one client's user.
+          writable: whether to map the submitter's segments writable, so that they can be page-locked (``tensord.shm.segment``).
+          segments: holds the segments of a client, and makes this a client's lane; None: a front's.
+          buffer: the receive buffer, if several channels of this thread share one (``Channel``).
+          budget: limits the response arenas of all lanes of one client's user together; None: no such limit.
         """
         client = self._client = segments is not None
         self._channel = Channel(sock, _FROM_SUBMITTER, MAX_CLIENT_RECORD if client else MAX_RECORD, buffer)
@@ -292,12 +314,12 @@ class WorkerLane:
 
     @property
     def waiting(self) -> int:
-        """Counts records not yet sent."""
+        """Returns how many records for the submitter are queued and not yet sent."""
         return self._channel.waiting
 
     @property
     def waiting_byte_size(self) -> int:
-        """Counts the bytes of those records."""
+        """Returns how many bytes of records for the submitter are queued and not yet sent."""
         return self._channel.waiting_byte_size
 
     @property
@@ -306,9 +328,10 @@ class WorkerLane:
         return self._arena
 
     def receive(self) -> list[Instruction] | None:
-        """Returns one datagram's requests and instructions about them (possibly none), in order; None when nothing is waiting.
+        """Returns the requests and instructions in the next datagram (possibly none), in order; None: no datagram is waiting.
 
-        Raises: ChannelClosed: the submitter is gone.  InvalidArgument: malformed, or a lease given back that is not on loan.
+        Raises: ChannelClosed: the submitter has closed its end or exited.  InvalidArgument: the datagram is malformed or of
+          another version, or it returns a lease that is not outstanding.
         """
         try:
             received = self._channel.receive()
@@ -323,11 +346,12 @@ class WorkerLane:
         return self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Instruction]:
-        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` received. Returns as ``receive``.
+        """Decodes a datagram that ``tensord.workers.dispatch.fast_path`` has received. Returns the same list as ``receive``.
 
-        ``flags`` are those of ``recvmsg``.
-
-        Raises: InvalidArgument: malformed, or a lease given back that is not on loan.
+        Args:
+          fds: the descriptors that came with it.
+          flags: the flags that ``recvmsg`` returned.
+        Raises: InvalidArgument: the datagram is malformed, or it returns a lease that is not outstanding.
         """
         try:
             records, fds = self._channel.read(content, fds, flags)
@@ -371,30 +395,36 @@ class WorkerLane:
         return wanted
 
     def close_segment(self, segment: int) -> None:
-        """Ends a client's segment; unknown numbers are ignored."""
+        """Closes a segment that a client has shared on its lane; an unknown number is ignored."""
         self._requests.close_segment(segment)
 
     def view(self, place: Slice) -> memoryview:
-        """Returns bytes of a request in the submitter's arena, read-only. Raises InvalidArgument: outside it."""
+        """Returns bytes of a request in the submitter's arena as a read-only view.
+
+        Raises InvalidArgument: no such segment, or a range outside it; Unavailable: this process could not map the segment.
+        """
         return self._requests.view(place)
 
     def loan(self, byte_size: int) -> Lease | None:
-        """Lends room for an answer; returns None when the arena is full now. Raises InvalidArgument: larger than the arena."""
+        """Lends room for an answer in the response arena; returns None when the arena has none now.
+
+        Raises InvalidArgument: ``byte_size`` is more than the arena can ever hold; Unavailable: the host has no memory left.
+        """
         return self._arena.loan(byte_size)
 
     def is_announced(self, lease: Lease) -> bool:
-        """Returns whether the submitter knows the lease's segment and every closure in the arena."""
+        """Returns whether the submitter knows this lease's segment and was told of every segment closed so far."""
         return self._announcer.is_published(lease.place.segment)
 
     def number(self, prepared: PreparedAnswer) -> Numbered[PreparedAnswer]:
-        """Returns the number that stands for such answers."""
+        """Returns a prepared answer together with the number that stands for it on this lane."""
         return self._numbers.number(prepared)
 
     def complete(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer whose bytes are in place, or an error if its segment cannot be announced.
+        """Queues an answer for the submitter; its bytes must be in place. If its segment cannot be announced, an error is queued.
 
-        Args:
-          numbered: what the number in it stands for.
+        ``numbered``: the prepared answer that ``record`` names by number; it is sent first if the submitter does not know it.
+        None: the record carries its prepared answer itself.
         """
         if numbered is not None and numbered not in self.published:
             self.published.publish(numbered)
@@ -403,13 +433,16 @@ class WorkerLane:
         self._channel.put(record)
 
     def complete_encoded(self, numbered: Numbered[PreparedAnswer], records: list[bytes]) -> None:
-        """Queues encoded answers (``AnswerRecord``) that share one number and carry their outputs in the records."""
+        """Queues encoded answers (``AnswerRecord``) that share one prepared answer and carry their outputs in the records."""
         if numbered not in self.published:
             self.published.publish(numbered)
         self._channel.put_encoded(records)
 
     def _announced(self, request_id: int, lease: LeaseKey) -> AnswerRecord | None:
-        """Announces the segment of a lease. If that fails, releases the lease and returns the error to answer with."""
+        """Announces the segment of a lease to the submitter. Returns None if that succeeds.
+
+        Otherwise it releases the lease and returns the error to answer the request with.
+        """
         try:
             self._announcer.announce(lease[0])
         except Unavailable as error:
@@ -418,11 +451,14 @@ class WorkerLane:
         return None
 
     def adopt(self, datagram: bytes) -> None:
-        """Queues answers that were packed elsewhere and could not be sent. Call it only while nothing else waits."""
+        """Queues a datagram of answers that was packed elsewhere and that the socket did not accept.
+
+        Call it only while nothing else is queued.
+        """
         self._channel.adopt(datagram)
 
     def flush(self) -> bool:
-        """Sends what is queued. Returns True if nothing is left; False: call again when the lane is writable."""
+        """Sends all queued records. Returns True if none is left; False: call again when the socket is writable."""
         self.unsaid = False
         if self._announcer.closures != self._arena.closures:
             self._announcer.withdraw_closed()
@@ -436,7 +472,10 @@ class WorkerLane:
 
 
 def _agree(records: list[Any], fds: list[int]) -> bool:
-    """Removes the other end's version of the wire from a lane's first records. Raises InvalidArgument: it is not this one."""
+    """Checks the WireVersion that begins a lane's first records, and removes it from ``records``. Returns True.
+
+    Raises InvalidArgument: another record came first, or the other end uses another version; ``fds`` are closed then.
+    """
     first = records.pop(0) if records else None
     if type(first) is WireVersion and first.number == WIRE_VERSION:
         if fds and not records:
@@ -449,14 +488,20 @@ def _agree(records: list[Any], fds: list[int]) -> bool:
 
 
 def _segment_of(lost: DescriptorsLost) -> int:
-    """Returns the segment whose descriptor was lost. Raises InvalidArgument: nothing else on a lane carries descriptors."""
+    """Returns the number of the segment whose descriptor was lost.
+
+    Raises InvalidArgument: the lost descriptor came with anything but one SegmentOpened, the only record that may carry one.
+    """
     if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
         raise InvalidArgument(f"malformed datagram: {lost}")
     return lost.records[0].segment
 
 
 def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> None:
-    """Opens or closes a segment. Raises Unavailable: it cannot be mapped now.  InvalidArgument: another or a malformed record."""
+    """Maps or unmaps a segment of the other end, as a SegmentOpened or SegmentClosed says.
+
+    Raises Unavailable: the segment cannot be mapped now; InvalidArgument: the record is malformed or of another kind.
+    """
     if type(record) is SegmentOpened and len(fds) == 1:
         segments.open(record.segment, record.byte_size, fds[0])
     elif type(record) is SegmentClosed and not fds:

@@ -1,10 +1,11 @@
-"""Finds and ends the processes that models start, by a mark in their environment, which children inherit.
+"""Finds and kills the processes that models have started, by a variable in their environment, which child processes inherit.
 
     _TENSORD_MARK    of a worker: what any of its models started, whatever became of parents, groups and sessions
     _TENSORD_MODEL   of one load of a model there
 
-As a program, ``python marked_processes.py WORKER SUPERVISOR MARK``, it waits for a worker's end, and ends what that has left
-behind if the supervisor, who does so otherwise, has ended as well. It imports nothing of ours, and costs next to nothing.
+As a program, ``python marked_processes.py WORKER SUPERVISOR MARK``, it waits until the worker has ended. If the supervisor has
+ended as well, it kills the processes that the worker has left behind; otherwise the supervisor does that. It imports nothing of
+ours, and costs next to nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SUPERVISOR_MS = 2000
 
 
 class Found(NamedTuple):
-    """Identifies a process: a pid is unique only together with its start time."""
+    """Identifies a running process: a pid is unique only together with the process's start time."""
 
     pid: int
     parent: int
@@ -38,7 +39,7 @@ class Found(NamedTuple):
 
 
 def look(pid: int) -> Found | None:
-    """Returns the living process with that pid, or None."""
+    """Returns the running process with that pid; None if there is none, or it has exited and is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The process's name, which may hold anything, stands in parentheses.
@@ -49,12 +50,12 @@ def look(pid: int) -> Found | None:
 
 
 def everybody() -> list[Found]:
-    """Returns all living processes."""
+    """Returns all running processes of the host."""
     return [found for name in os.listdir("/proc") if name.isdigit() and (found := look(int(name))) is not None]
 
 
 def has(found: Found, variable: bytes) -> bool:
-    """Returns whether the process was started with that variable, NAME=value, in its environment."""
+    """Returns whether the process was started with this variable (NAME=value); False if its environment cannot be read."""
     try:
         with open(f"/proc/{found.pid}/environ", "rb") as file:
             return variable in file.read().split(b"\0")
@@ -63,7 +64,7 @@ def has(found: Found, variable: bytes) -> bool:
 
 
 def send(found: Found, number: int) -> bool:
-    """Sends the process a signal. Returns whether it lived."""
+    """Sends a signal (``number``) to exactly this process. Returns False if it has ended, or belongs to another user."""
     try:
         # The pidfd is opened before the second look: by now the pid may be another process's.
         held = os.pidfd_open(found.pid)
@@ -83,7 +84,10 @@ def send(found: Found, number: int) -> bool:
 
 
 def kill_all(variable: bytes) -> int:
-    """Kills processes with that variable until there is none. Returns how many there were."""
+    """Kills all processes that have this variable (NAME=value) in their environment, until none is left (20 looks at most).
+
+    Returns how many were killed.
+    """
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):
         found = [each for each in everybody() if has(each, variable) and send(each, signal.SIGKILL)]
@@ -110,7 +114,10 @@ def _held(pid: int) -> int:
 
 
 def _ended(process: int, timeout_ms: int | None) -> bool:
-    """Waits for the end of a process by its pidfd; -1: it had ended before. Returns whether it has ended."""
+    """Waits until the process behind this pidfd has ended, or the timeout has passed. Returns whether the process has ended.
+
+    Pidfd -1: the process had ended before. Timeout None: no limit.
+    """
     if process < 0:
         return True
     poll = select.poll()

@@ -1,7 +1,7 @@
-"""The records of a lane: requests and their answers between a submitter and a worker, and where their tensors are.
+"""The records that a submitter and a worker exchange on a lane: requests, answers, and where their tensors are.
 
-Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` says what they all are,
-``tensord.shm.control_records`` what travels between the supervisor and its children.
+Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` has their base class,
+``tensord.shm.control_records`` the records between the supervisor and its children.
 
                 submitter --> worker                     worker --> submitter
     lane        WireVersion                              WireVersion
@@ -9,9 +9,10 @@ Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`
                 Prepare TraceContext RequestRecord       PrepareAnswer AnswerRecord
                 Release Taken Cancel
 
-A request is what is said once (``PreparedRequest``: model, names, datatypes, shapes, regions, outputs, parameters) and what is
-its own (``RequestRecord``: ids, tensors, schedule, deadline, strikes, trace); likewise an answer. What repeats itself is sent
-once with a number (``Prepare``), which then stands for it (``tensord.shm.prepared``); what does not travels inside the record.
+A request has a part that many requests share (``PreparedRequest``: model, names, datatypes, shapes, regions, outputs, parameters)
+and a part that only it has (``RequestRecord``: ids, tensors, schedule, deadline, crash count, trace); likewise an answer. A
+shared part that comes again is sent once with a number (``Prepare``), which then stands for it (``tensord.shm.prepared``); one
+that does not come again travels inside the record.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Slice(Record, frozen=True, tag="a"):
-    """Bytes in an arena of the lane: ``[offset, offset + byte_size)`` of segment ``segment``."""
+    """Names bytes in one of the lane's arenas: ``[offset, offset + byte_size)`` of segment ``segment``."""
 
     segment: int
     offset: int
@@ -51,7 +52,7 @@ class Slice(Record, frozen=True, tag="a"):
 
 
 class RegionSlice(Record, frozen=True, tag="r"):
-    """Bytes in a client's registered region. For outputs ``byte_size`` is the room, not the size written."""
+    """Names bytes in a client's registered region. For an output ``byte_size`` is the room there, not the size written."""
 
     region: str
     offset: int
@@ -66,7 +67,7 @@ Buffer = bytes | memoryview
 
 
 class PreparedTensor(Record, frozen=True, tag="t"):
-    """One named tensor but for its bytes, which are length-prefixed (u32 little-endian) where they are BYTES."""
+    """Describes a tensor without its contents. (Where these are BYTES, a u32 little-endian length precedes each element.)"""
 
     name: str
     datatype: str
@@ -76,7 +77,7 @@ class PreparedTensor(Record, frozen=True, tag="t"):
 
 
 class RequestedOutput(Record, frozen=True, tag="o"):
-    """An output the client asked for. ``region`` is where it goes, None for the response arena."""
+    """Names an output that the client asked for. ``region`` is where it goes; None: into the response arena."""
 
     name: str
     region: RegionSlice | None = None
@@ -88,35 +89,35 @@ class RequestedOutput(Record, frozen=True, tag="o"):
 
 
 class WireVersion(Record, frozen=True, tag="V"):
-    """The first record on a lane in each direction: which edition of these records its sender speaks.
+    """Says which version of these records the sender uses. It is the first record on a lane in each direction.
 
-    This one never changes, so whoever speaks another edition can read it and say so.
+    This record never changes, so that a peer with any other version can read it and say so.
     """
 
     number: int
 
 
 class SegmentOpened(Record, frozen=True, tag="S+"):
-    """The sender's arena grew by a sealed segment; its descriptor travels with this record."""
+    """Tells the peer that the sender's arena has a new sealed segment, whose descriptor travels with this record."""
 
     segment: int
     byte_size: int
 
 
 class SegmentClosed(Record, frozen=True, tag="S-"):
-    """The sender will not refer to this segment again: unmap it."""
+    """Tells the peer to unmap a segment of the sender's arena, which no later record will refer to."""
 
     segment: int
 
 
 class SegmentRefused(Record, frozen=True, tag="S!"):
-    """The peer could not map this segment of the receiver's arena: it is to be announced again before its next use."""
+    """Tells the owner of an arena that the sender could not map a segment: announce it again before its next use."""
 
     segment: int
 
 
 class TracedTensor(Record, frozen=True, tag="tt"):
-    """A tensor of a traced request as text: elements in row-major order, comma-separated, the first ones of a large tensor."""
+    """A tensor of a traced request as text: its elements in row-major order, with commas; of a large tensor only the first."""
 
     activity: str
     name: str
@@ -127,7 +128,7 @@ class TracedTensor(Record, frozen=True, tag="tt"):
 
 
 class OwnSpan(Record, frozen=True, tag="os"):
-    """A part of a traced request's run that its model's code has named (``tensord.models.span``)."""
+    """A section of a traced request's run that the model's code has named with ``tensord.models.span``."""
 
     name: str
     #: CLOCK_MONOTONIC ns.
@@ -141,7 +142,7 @@ class OwnSpan(Record, frozen=True, tag="os"):
 
 
 class Timeline(Record, frozen=True, tag="tl"):
-    """What a traced request met in the worker: names and CLOCK_MONOTONIC ns, and its tensors."""
+    """What happened to a traced request in the worker: names of events with CLOCK_MONOTONIC ns, and the request's tensors."""
 
     moments: tuple[tuple[str, int], ...]
     tensors: tuple[TracedTensor, ...] = ()
@@ -157,7 +158,7 @@ class Timeline(Record, frozen=True, tag="tl"):
 
 
 class PreparedRequest(Record, frozen=True, tag="P"):
-    """Holds what requests of one kind have in common."""
+    """The part of a request that many requests share: model, inputs without contents, outputs, parameters."""
 
     model: str
     #: 0: the newest ready version.
@@ -170,14 +171,14 @@ class PreparedRequest(Record, frozen=True, tag="P"):
 
 
 class Prepare(Record, frozen=True, tag="Q+"):
-    """Assigns a number on this lane to what it carries, from now on."""
+    """Tells the worker that from now on, on this lane, ``number`` stands for this prepared request."""
 
     number: int
     prepared: PreparedRequest
 
 
 class TraceContext(Record, frozen=True, tag="tc"):
-    """Says which trace the request belongs to that follows, if it has this id. From fronts, of traced requests alone."""
+    """Says which trace the next request on this lane belongs to, if the request has this id. Only fronts send it."""
 
     request_id: int
     #: In hexadecimal digits as W3C Trace Context has it, or the number of the trace in its file.
@@ -187,7 +188,7 @@ class TraceContext(Record, frozen=True, tag="tc"):
 
 
 class RequestRecord(Record, frozen=True, tag="q"):
-    """One request. ``request_id`` is the submitter's, never reused on any lane of that submitter."""
+    """One inference request. ``request_id`` is chosen by the submitter, which never uses it again on any of its lanes."""
 
     request_id: _Natural
     #: By its number, or as it is where it has none.
@@ -216,15 +217,15 @@ class RequestRecord(Record, frozen=True, tag="q"):
 
 
 class Release(Record, frozen=True, tag="L"):
-    """Response-arena leases the submitter is done with: (segment, offset, generation) each."""
+    """Gives leases of the response arena back to the worker, each as (segment, offset, generation)."""
 
     leases: tuple[tuple[int, int, int], ...]
 
 
 class Taken(Record, frozen=True, tag="T"):
-    """Its client has taken responses of a request: so many bytes (``response_byte_size``) since that was last told.
+    """Tells the worker that the client has taken ``byte_size`` more bytes (``response_byte_size``) of a request's responses.
 
-    Told by and by: who sends responses waits only where much of them was not taken.
+    It may be sent late: the worker stops sending responses only when many bytes are not taken.
     """
 
     request_id: int
@@ -232,13 +233,16 @@ class Taken(Record, frozen=True, tag="T"):
 
 
 class Cancel(Record, frozen=True, tag="X"):
-    """Nobody waits for this request any more. If it still queues it is dropped; a final answer comes either way."""
+    """Tells the worker that nobody waits for the answer to this request any more.
+
+    A request that is still queued is dropped. The worker sends a final answer in any case.
+    """
 
     request_id: int
 
 
 class PreparedAnswer(Record, frozen=True, tag="A"):
-    """Holds what answers of one kind have in common."""
+    """The part of an answer that many answers share: version, outputs without contents, parameters."""
 
     version: int = 0
     outputs: tuple[PreparedTensor, ...] = ()
@@ -248,14 +252,14 @@ class PreparedAnswer(Record, frozen=True, tag="A"):
 
 
 class PrepareAnswer(Record, frozen=True, tag="C+"):
-    """Assigns a number on this lane to what it carries, from now on."""
+    """Tells the submitter that from now on, on this lane, ``number`` stands for this prepared answer."""
 
     number: int
     prepared: PreparedAnswer
 
 
 class AnswerRecord(Record, frozen=True, tag="c"):
-    """One answer, or what went wrong."""
+    """One answer to a request: outputs, or an error in ``code`` and ``message``."""
 
     request_id: int
     #: By its number, or as it is where it has none.
@@ -280,7 +284,7 @@ NOT_LAST = PreparedAnswer(final=False)
 
 
 def is_mark(prepared: PreparedAnswer, answer: AnswerRecord) -> bool:
-    """Returns whether an answer is no response, and says only that none comes any more."""
+    """Returns whether an answer carries no response and no error, and only says that no further response comes."""
     return prepared.final and not (answer.code or prepared.version or prepared.outputs)
 
 
@@ -300,7 +304,10 @@ ToSubmitter = WireVersion | SegmentOpened | SegmentClosed | SegmentRefused | Pre
 
 
 def placed(tensors: tuple[PreparedTensor, ...], contents: tuple[Content, ...]) -> list[tuple[PreparedTensor, Place]]:
-    """Puts each tensor beside where its bytes are. Raises InvalidArgument: the record has too many contents, or too few."""
+    """Returns each tensor with the place of its bytes: its region, or the next of the record's contents.
+
+    Raises InvalidArgument: the record has too many contents, or too few.
+    """
     rest = iter(contents)
     found: list[tuple[PreparedTensor, Place]] = []
     for tensor in tensors:
@@ -318,7 +325,10 @@ _RESPONSE_BYTE_SIZE = 256
 
 
 def response_byte_size(contents: tuple[Content, ...]) -> int:
-    """Counts a response where those of a request that nobody has taken are bounded: both ends of a lane come to the same."""
+    """Returns how many bytes a response counts against the limit of responses that a client has not yet taken.
+
+    Submitter and worker both compute it from the same contents, so they agree.
+    """
     size = _RESPONSE_BYTE_SIZE
     for content in contents:
         size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]

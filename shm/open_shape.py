@@ -1,4 +1,4 @@
-"""Shapes with one open dimension, -1, whose size is found from the data. Pure functions.
+"""Shapes with one open dimension, -1, whose size is computed from the data. Pure functions.
 
 Source: KServe's schema of inference requests, "Use -1 for variable-length or batch dimensions".
 """
@@ -14,12 +14,12 @@ OPEN = -1
 
 
 def is_open(shape: Sequence[int]) -> bool:
-    """Returns whether a dimension is left open."""
+    """Returns whether a dimension of the shape is open (-1)."""
     return OPEN in shape
 
 
 def check(shape: Sequence[int], what: str) -> None:
-    """Raises InvalidArgument if more than one dimension is open, or the others are no shape."""
+    """Raises InvalidArgument if more than one dimension is open, or the other dimensions are not a valid shape."""
     if shape.count(OPEN) > 1:
         raise InvalidArgument(
             f"{what} {_shown(shape)} has {shape.count(OPEN)} dimensions of -1, at most 1 can be found from the data"
@@ -28,7 +28,10 @@ def check(shape: Sequence[int], what: str) -> None:
 
 
 def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Returns the shape with its open dimension set for ``count`` elements. Raises InvalidArgument: no size fits."""
+    """Returns the shape with its open dimension replaced so that it has ``count`` elements.
+
+    ``what`` names the shape in errors. Raises InvalidArgument: no size of the open dimension gives ``count`` elements.
+    """
     check(shape, what)
     given = element_count([dim for dim in shape if dim != OPEN], what)
     if not given or count % given:
@@ -37,7 +40,10 @@ def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
 
 
 def elements(datatype: str, content: bytes | memoryview, what: str) -> int:
-    """Counts the elements in a tensor's wire bytes. Raises InvalidArgument: not a whole number."""
+    """Returns how many elements a tensor's content holds, as it came over the protocol; ``what`` names the tensor in errors.
+
+    Raises InvalidArgument: the content ends within an element of fixed size.
+    """
     size = ELEMENT_SIZES[datatype]
     if size is not None:
         if len(content) % size:

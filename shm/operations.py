@@ -1,6 +1,7 @@
-"""The operations that processes ask of each other in a call (``tensord.shm.control_records.ControlCall``).
+"""The operations that one process may ask another to carry out, with a ``tensord.shm.control_records.ControlCall``.
 
-Each docstring says what its Reply holds. Who asks is a ``Peer``, which comes with the call.
+Each class is one operation; its docstring says what the ``result`` of the Reply holds. The ``Peer`` in the call says which client
+asks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enable
 
 
 class LoadModel(Record, frozen=True, tag="c.load"):
-    """Loads a model by name; ``config`` is a JSON override, ``files`` override version files (path -> content)."""
+    """Loads a model by name. Reply: empty.
+
+    ``config`` replaces its config.pbtxt, as JSON; ``files`` replace its version files (path -> content).
+    """
 
     name: str
     config: str = ""
@@ -26,35 +30,44 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 
 
 class UnloadModel(Record, frozen=True, tag="c.unload"):
-    """Unloads a model by name."""
+    """Begins to unload a model by name. ``unload_dependents``: also the models that only this one used. Reply: empty."""
 
     name: str
     unload_dependents: bool = False
 
 
 class ModelReady(Record, frozen=True, tag="c.isready"):
-    """A worker asks whether any worker serves that version, or any version (0). Reply: JSON."""
+    """Asks the supervisor whether any worker serves a model version (0: any version). Reply: JSON, true or false."""
 
     name: str
     version: int = 0
 
 
 class RepositoryIndex(Record, frozen=True, tag="c.index"):
-    """Asks for the repository's index. Reply: JSON array of {name, version?, state?, reason?}; ``detailed`` adds footprints."""
+    """Asks for the repository's index. Reply: JSON array of {name, version?, state?, reason?}.
+
+    ``ready``: only versions that are ready; ``detailed``: with the footprint of each version.
+    """
 
     ready: bool = False
     detailed: bool = False
 
 
 class ModelStatistics(Record, frozen=True, tag="c.stats"):
-    """Asks for statistics; "" and 0 mean all. Reply: JSON {"model_stats": [...]}; a worker's own, which the supervisor merges."""
+    """Asks for statistics of a model version; name "" means all models, version 0 all versions.
+
+    Reply: JSON {"model_stats": [...]}. Each worker replies with its own statistics; the supervisor adds them up.
+    """
 
     name: str = ""
     version: int = 0
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Identifies the client that asks, as the socket tells it (``tensord.daemon.front.peer``), never as the client says."""
+    """Identifies the client that asks for an operation, as the socket tells it, never as the client says.
+
+    Source: ``tensord.daemon.front.peer``.
+    """
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"
@@ -68,7 +81,10 @@ class Peer(Record, frozen=True, tag="peer"):
 
     @property
     def owner(self) -> str:
-        """Returns whom quotas count: a user, or a TCP host, whose clients cannot be told apart for longer than a connection."""
+        """Returns the name under which quotas count this client: its user, or for TCP its host.
+
+        (Clients of one TCP host cannot be told apart for longer than a connection.)
+        """
         return f"uid {self.uid}" if self.kind == "unix" else f"{self.kind} {self.address.rpartition(':')[0]}".strip()
 
 
@@ -77,7 +93,10 @@ ANONYMOUS = Peer()
 
 
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
-    """Maps part of a POSIX object. The first worker opens it, replies its descriptor and JSON {"access"}; the others get both."""
+    """Registers part of a POSIX shared-memory object as a region under a name, in one worker.
+
+    The first worker opens the object and replies with its descriptor and JSON {"access"}; the other workers are sent both.
+    """
 
     name: str
     key: str
@@ -92,7 +111,10 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
 
 
 class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
-    """Opens an allocation of a client's GPU memory under a name. Whoever holds the handle can open it: it goes into no log."""
+    """Registers an allocation of a client's GPU memory as a region under a name.
+
+    Anybody who has the handle can open the memory, so the handle is never written to a log.
+    """
 
     name: str
     #: A cudaIpcMemHandle_t: 64 bytes.
@@ -108,9 +130,10 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """Unregisters a region: no later request finds it. Name "", to the supervisor alone: every one that the peer may unregister.
+    """Unregisters a region of a kind, "system" or "cuda": no later request finds it.
 
-    A worker's reply: JSON, how many tensors of requests are in it now.
+    Name "", to the supervisor only: every region that this client may unregister. A worker replies with JSON, the number of
+    tensors of requests that lie in the region now.
     """
 
     kind: str
@@ -118,33 +141,34 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
 
 class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
-    """Waits for the end of a region. Reply, empty: no request uses a region that had that name, and it is closed."""
+    """Waits until no request uses a region that had this name, and the region is closed. Reply: empty."""
 
     name: str
 
 
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
-    """Asks for everything known of a region, or of all (""). Reply: JSON array.
+    """Asks for all that is known of a region, or of all regions (name ""). Reply: JSON array.
 
-    A worker's: JSON object, name -> the tensors of requests that are in the region of that name, and in those that had it.
+    A worker replies with a JSON object: name -> number of tensors of requests that lie in the region of that name, or in earlier
+    regions of the same name.
     """
 
     name: str = ""
 
 
 class WorkerFigures(Record, frozen=True, tag="c.figures"):
-    """Asks a worker for its metrics. Reply: ``tensord.shm.figures.Figures`` as JSON."""
+    """Asks a worker for its counters, from which metrics are made. Reply: ``tensord.shm.figures.Figures`` as JSON."""
 
 
 class FileSource(Record, frozen=True, tag="s.file"):
-    """Parameters in a file beside the model, or in an Orbax folder: whatever ``tensord.models.load`` reads."""
+    """Names parameters in a file in the model's folder, or in an Orbax checkpoint: what ``tensord.models.load`` can read."""
 
     #: Relative to the version's folder or, where that has none of the name, to the model's; never leads out of the latter.
     path: str
 
 
 class RegionSource(Record, frozen=True, tag="s.region"):
-    """Parameters in safetensors' layout in a registered region, of system or GPU memory."""
+    """Names parameters in safetensors format in a registered region, of system or GPU memory."""
 
     region: str
     offset: int = 0
@@ -153,13 +177,13 @@ class RegionSource(Record, frozen=True, tag="s.region"):
 
 
 class MemorySource(Record, frozen=True, tag="s.memory"):
-    """Parameters in safetensors' layout in memory whose descriptor comes with the call."""
+    """Says that parameters in safetensors format are in memory whose descriptor comes with the call."""
 
     byte_size: int
 
 
 class LeafPlace(Record, frozen=True, tag="s.leaf"):
-    """The bytes of one leaf in a registered region."""
+    """Says where in a registered region the bytes of one parameter are, and its datatype and shape."""
 
     region: str
     offset: int
@@ -170,7 +194,7 @@ class LeafPlace(Record, frozen=True, tag="s.leaf"):
 
 
 class LeavesSource(Record, frozen=True, tag="s.leaves"):
-    """Parameters leaf by leaf."""
+    """Names parameters one by one, each with its place in a registered region."""
 
     #: The leaf's name, keys joined by dots -> where it is.
     leaves: dict[str, LeafPlace]
@@ -182,7 +206,7 @@ MAIN_SET = "main"
 
 
 class MakeParameters(Record, frozen=True, tag="c.makeparams"):
-    """Has a worker make one sealed memory of the parameters of a set, whole, in safetensors' layout.
+    """Has a worker write all parameters of a set, in safetensors format, into one sealed memory.
 
     Reply: JSON {"byte_size"}, with the memory's descriptor (a memfd, sealed SHRINK, GROW, WRITE and SEAL).
     """
@@ -198,10 +222,11 @@ class MakeParameters(Record, frozen=True, tag="c.makeparams"):
 
 
 class StageParameters(Record, frozen=True, tag="c.stageparams"):
-    """Validates the parameters of a set, and places them on the device beside those that are in use. Comes with their memory.
+    """Has a worker validate new parameters of a set and copy them to the device, next to those in use.
 
-    They are whole and in safetensors' layout. Without memory: what the worker kept of that set under that number; number 0 of
-    main is what the repository holds. Reply: JSON {"byte_size"}, or why they do not fit: then nothing has changed.
+    The memory that comes with the call holds all parameters in safetensors format. Without memory, the worker takes what it has
+    kept of this set under this ``number``; number 0 of the set main is what the repository holds. Reply: JSON {"byte_size"}, or
+    the error that says why they do not fit; then nothing has changed.
     """
 
     #: The supervisor's number of the push, by which it is committed or aborted.
@@ -216,7 +241,7 @@ class StageParameters(Record, frozen=True, tag="c.stageparams"):
 
 
 class CommitParameters(Record, frozen=True, tag="c.commitparams"):
-    """Puts what was staged into use. Reply, JSON {}: every batch that begins from now on is computed with it."""
+    """Has a worker use the staged parameters of a push for every batch that begins from now on. Reply: JSON {}."""
 
     push: int
     #: Whether sequences and stepped requests that have begun go on with it, too.
@@ -224,13 +249,13 @@ class CommitParameters(Record, frozen=True, tag="c.commitparams"):
 
 
 class AbortParameters(Record, frozen=True, tag="c.abortparams"):
-    """Forgets what was staged for a push, if anything. Reply: JSON {}."""
+    """Has a worker drop the staged parameters of a push, if there are any. Reply: JSON {}."""
 
     push: int
 
 
 class DropParameters(Record, frozen=True, tag="c.dropparams"):
-    """Forgets a set, which is not main; no later request finds it. Reply: JSON {}."""
+    """Drops a parameter set, which must not be main: no later request finds the set. Reply: JSON {}."""
 
     model: str
     #: To the supervisor 0: the newest that serves.
@@ -239,7 +264,7 @@ class DropParameters(Record, frozen=True, tag="c.dropparams"):
 
 
 class PushParameters(Record, frozen=True, tag="c.push"):
-    """Brings a new number of a parameter set to every worker that has the model version, or to none.
+    """Sends a new version (``number``) of a parameter set to every worker that has the model version, or to none.
 
     Reply: JSON {"model", "version", "set", "number", "byte_size"}.
     """
@@ -260,7 +285,10 @@ class PushParameters(Record, frozen=True, tag="c.push"):
 
 
 class ListParameters(Record, frozen=True, tag="c.listparams"):
-    """Asks for the parameter sets of a model ("": of all), a version (0: of all) and a name ("": all). Reply: JSON array."""
+    """Asks for the parameter sets of a model ("": of all models), a version (0: of all) and a name ("": all names).
+
+    Reply: JSON array.
+    """
 
     model: str = ""
     version: int = 0
@@ -268,7 +296,7 @@ class ListParameters(Record, frozen=True, tag="c.listparams"):
 
 
 class RevertParameters(Record, frozen=True, tag="c.revertparams"):
-    """Asks the supervisor to put the parameters into use again that a set had before. Reply: as for PushParameters."""
+    """Asks the supervisor to use the parameters again that a set had before its last push. Reply: as for PushParameters."""
 
     model: str
     #: 0: the newest that serves.
@@ -277,49 +305,49 @@ class RevertParameters(Record, frozen=True, tag="c.revertparams"):
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
-    """Asks for the status of a region, or of all (""), of a kind, "system" or "cuda". Reply: JSON array."""
+    """Asks for the status of one region, or of all (name ""), of a kind, "system" or "cuda". Reply: JSON array."""
 
     kind: str
     name: str
 
 
 class Settle(Record, frozen=True, tag="c.settle"):
-    """Waits for the fronts. Reply, empty: every front acts upon all that was sent to the asking one before."""
+    """Waits until every front acts upon all changes that were sent to the asking front before. Reply: empty."""
 
 
 class AwaitIdle(Record, frozen=True, tag="c.idle"):
-    """Asks a front to answer once no client of it waits for an answer, or for the rest of one. Reply: empty."""
+    """Has a front reply once none of its clients waits for an answer, or for the rest of one. Reply: empty."""
 
 
 class EndIdleLanes(Record, frozen=True, tag="c.idlelanes"):
-    """Asks a worker to end the clients' lanes on which nothing is in flight. Reply: JSON, how many others there are."""
+    """Has a worker close the clients' lanes that have no request in flight. Reply: JSON, the number of lanes that stay open."""
 
 
 class TakeProfile(Record, frozen=True, tag="c.profile"):
-    """Has a worker record what it does for so many seconds, and write that below a folder. Reply, empty: it is written."""
+    """Has a worker record a profile for ``seconds`` and write it below ``folder``. Reply: empty, once it is written."""
 
     seconds: float
     folder: str
 
 
 class SequenceRecords(Record, frozen=True, tag="c.seqrec"):
-    """Asks a worker for its sequences. Reply: JSON array, 1,000 of a model version at most."""
+    """Asks a worker for the sequences that it has. Reply: JSON array, at most 1,000 of each model version."""
 
 
 class ConnectionRecords(Record, frozen=True, tag="c.connrec"):
-    """Asks a front for its connections. Reply: JSON array, 1,000 at most."""
+    """Asks a front for its clients' connections. Reply: JSON array, at most 1,000."""
 
 
 class RecentErrors(Record, frozen=True, tag="c.errors"):
-    """Asks a front for the last errors that it has answered. Reply: JSON array, 100 at most, the latest last."""
+    """Asks a front for the last errors that it has sent to clients. Reply: JSON array, at most 100, the latest last."""
 
 
 class TraceExemplars(Record, frozen=True, tag="c.exemplars"):
-    """Asks a front for the traced requests that stand for buckets of the histograms. Reply: JSON, ``Exemplars.told``."""
+    """Asks a front for its histograms' exemplars: a traced request for each bucket. Reply: JSON, ``Exemplars.told``."""
 
 
 class ChangeLog(Record, frozen=True, tag="c.log"):
-    """Changes the log settings that are not None. Reply: JSON, all settings then in force."""
+    """Changes the log settings that are not None. Reply: JSON, all settings that are now in force."""
 
     info: bool | None = None
     warning: bool | None = None
@@ -329,9 +357,10 @@ class ChangeLog(Record, frozen=True, tag="c.log"):
 
 
 class ChangeTrace(Record, frozen=True, tag="c.trace"):
-    """Changes the trace settings of a model, or of all (""), that are not None, and forgets its own values for ``cleared``.
+    """Changes the trace settings that are not None, of a model or of all models ("").
 
-    Reply: JSON, the settings then in force there. Fields as in TraceChanged; ``count`` is -1 for no limit.
+    A model forgets its own value for each setting in ``cleared``. Reply: JSON, the settings of the model that are now in force.
+    Fields as in TraceChanged; ``count`` is -1 for no limit.
     """
 
     model: str = ""

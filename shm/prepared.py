@@ -1,4 +1,4 @@
-"""Numbers for what requests, or answers, of one kind have in common: it is sent once on a lane, and its number with each of them.
+"""Numbers for prepared requests and answers: the part that many of them share is sent once on a lane, afterwards its number.
 
     submitter                                                          worker
     Prepare 7: model, names, datatypes, shapes, regions       ──▶      what was found when the first one was validated
@@ -6,10 +6,10 @@
                                                        ◀──      PrepareAnswer 3: names, datatypes, shapes, regions
                                                        ◀──      AnswerRecord 3: id, bytes   ...
 
-A client asks the same again and again, with other tensors. Whoever sends gives the numbers, and after ``MAX_NUMBERS`` begins
-again at 0; a lane is told what a number stands for whenever it last stood for something else. Records are read in the order in
-which they were sent, so a number means what was said of it last. What does not repeat itself gets no number and travels inside
-its record.
+Clients send the same request again and again, with other tensors. The sender assigns the numbers, and after ``MAX_NUMBERS``
+begins again at 0; it tells a lane whenever a number has a new meaning there. Records are read in the order in which they were
+sent, so a number always has the meaning that was sent last. A prepared request that does not come again gets no number and
+travels inside its record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ R = TypeVar("R")
 
 
 class Numbered(Generic[T]):
-    """One kind. Two of them may have the same number, one after the other: what tells them apart is the object."""
+    """A prepared request or answer with the number that stands for it.
+
+    Numbers are used again, so two objects may have the same number at different times: compare objects, not numbers.
+    """
 
     __slots__ = ("number", "prepared")
 
@@ -47,10 +50,15 @@ OnNumber = Callable[[int, int], object]
 
 
 class Numbers(Generic[T]):
-    """Gives the numbers of one sender: equal ones get the same."""
+    """Assigns numbers to the prepared requests or answers of one sender; equal ones get the same number."""
 
     def __init__(self, on_number: OnNumber | None = None, count: int = MAX_NUMBERS) -> None:
-        """``count``: so many have a number at the same time; 0: none of those that need not have one."""
+        """Begins without any numbers assigned.
+
+        Args:
+          on_number: called after each assignment, with how many have a number now and how many have just lost theirs.
+          count: how many may have a number at a time; 0: ``number_again`` assigns none.
+        """
         self._on_number = on_number
         self._count = count
         self._known: dict[bytes, Numbered[T]] = {}
@@ -62,12 +70,15 @@ class Numbers(Generic[T]):
         self.evicted = 0
 
     def number(self, prepared: T) -> Numbered[T]:
-        """Returns it with its number."""
+        """Returns the prepared request or answer with its number, which is assigned now if it has none."""
         key = encoder.encode(prepared)
         return self._known.get(key) or self._assign(key, prepared)
 
     def number_again(self, prepared: T) -> Numbered[T] | None:
-        """Returns it with its number. None: it came for the first time, and many never come again."""
+        """Returns the prepared request or answer with its number, which is assigned when it comes for the second time.
+
+        Returns None when it comes for the first time: many never come again.
+        """
         key = encoder.encode(prepared)
         known = self._known.get(key)
         if known is not None:
@@ -99,10 +110,10 @@ class Numbers(Generic[T]):
 
 
 class PublishedNumbers(set[Numbered[T]]):
-    """The numbers that the other end of a lane was told, and that still stand for the same there."""
+    """The numbered requests or answers that the other end of a lane knows, and whose numbers still mean the same there."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
-        """``record``: Prepare or PrepareAnswer."""
+        """Begins with none published on this channel. ``record``: the class to send them with, Prepare or PrepareAnswer."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Numbered[T]] = {}
@@ -110,7 +121,10 @@ class PublishedNumbers(set[Numbered[T]]):
         self.renumbered = 0
 
     def publish(self, numbered: Numbered[T]) -> None:
-        """Queues what a number stands for; before the first record that names it. Only where it is not in here."""
+        """Queues the record that tells the other end what a number stands for, to be sent before any record that names it.
+
+        Call it only if ``numbered`` is not in this set.
+        """
         self._channel.put(self._record(numbered.number, numbered.prepared))
         former = self._numbers.get(numbered.number)
         if former is not None:
@@ -121,12 +135,12 @@ class PublishedNumbers(set[Numbered[T]]):
 
 
 class ReceivedNumbers(dict[int, R]):
-    """Holds what the numbers of the other end of a lane stand for, as their reader has understood it."""
+    """Maps each number that the other end of a lane has sent to its meaning, in the form that the reader needs."""
 
     __slots__ = ()
 
     def learn(self, number: int, meaning: R) -> None:
-        """Raises InvalidArgument: no sender numbers like that."""
+        """Sets the meaning of a number. Raises InvalidArgument: the number is out of range."""
         if not 0 <= number < MAX_NUMBERS:
             raise InvalidArgument(f"number {number} was prepared, numbers are below {MAX_NUMBERS}")
         self[number] = meaning

@@ -1,4 +1,4 @@
-"""The records that say how far the daemon is: each is sent whole on every change, and the last one holds."""
+"""The records that say how far the daemon's start has come. Each is sent whole on every change; the latest one is valid."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tensord.shm.record import Record
 
 
 class Readiness(Record, frozen=True, tag="readiness"):
-    """Says whether the daemon is ready, and which of the wanted models serve nothing now."""
+    """Says whether the daemon is ready, and which of the models that should be served are not."""
 
     ready: bool = False
     #: The number of models that should be served, and of those that are not.
@@ -20,7 +20,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
     draining: bool = False
 
     def sentence(self) -> str:
-        """Returns a sentence on why it may not be ready, as which models serve nothing; "" if all wanted ones are served."""
+        """Returns a sentence on why the daemon is not ready, such as which models are not served; "" if there is no reason."""
         if self.draining:
             return "the server is draining"
         if not self.unserved:
@@ -31,7 +31,7 @@ class Readiness(Record, frozen=True, tag="readiness"):
 
 
 class Loading(Record, frozen=True, tag="loading"):
-    """Says what the loader is at: executable ``number`` of ``total``; 0 of 0 until the total is known."""
+    """Says which step of loading a model a worker is at: executable ``number`` of ``total``; 0 of 0 until the total is known."""
 
     name: str
     version: int
@@ -41,7 +41,7 @@ class Loading(Record, frozen=True, tag="loading"):
     compiled: int = 0
 
     def __str__(self) -> str:
-        """Words the step: ``loading digits``, ``compiling digits 3/16, 1 from the cache``."""
+        """Returns the step in words: ``loading digits``, ``compiling digits 3/16, 1 from the cache``."""
         if not self.total:
             return f"loading {self.name}"
         cached = self.number - 1 - self.compiled

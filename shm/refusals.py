@@ -1,7 +1,7 @@
-"""Requests that are answered 503 because there is no room, time or worker for them, counted by reason for metrics and the log.
+"""Counts requests that are refused with 503 for want of room, time or a worker, by reason, for metrics and the log.
 
-Whoever refuses counts for himself: workers for each model version (``tensord.shm.figures``), fronts on their shared counters
-(``tensord.daemon.control.shared_counters``). The log of each gets one line a minute at most, however many there are.
+Each process counts its own refusals: workers for each model version (``tensord.shm.figures``), fronts in their shared counters
+(``tensord.daemon.control.shared_counters``). Each writes at most one line a minute to the log, however many there are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_ENTRIES = 10
 
 
 class Refusal(enum.Enum):
-    """The reason of a refusal; the value is the label in metrics and the word in the log."""
+    """The reason why a request was refused. The value is the label in metrics and the word in the log."""
 
     #: As many requests wait for the model on this worker as may.
     QUEUE_FULL = "queue_full"
@@ -46,13 +46,13 @@ class Refusal(enum.Enum):
 
 
 class RefusalLog:
-    """Counts what one process refused since its last line in the log.
+    """Counts the requests that one process has refused since its last log line, and writes the next line when it is due.
 
     It belongs to the process's loop, which calls ``settle`` when ``due_ns`` has come.
     """
 
     def __init__(self, what: str = "refused with 503") -> None:
-        """Takes ``what``, which begins each line."""
+        """Begins with no refusals. ``what``: the words that each log line begins with, behind which the counts follow."""
         self._what = what
         self._counts: Counter[tuple[str, str]] = Counter()
         #: The text that the first of them was answered with.
@@ -65,9 +65,10 @@ class RefusalLog:
         """Counts one refused request.
 
         Args:
-          model: "" where it was not known yet.
-          why: a reason, as ``Refusal`` has them, or a code.
-          example: what it was answered, which the line has of the first one.
+          model: the name of the model; "" if it was not known yet.
+          why: the reason, a value of ``Refusal``, or an error's code.
+          now_ns: the time (CLOCK_MONOTONIC).
+          example: the message that the request was answered with; the log line shows the one of the first refusal.
         """
         if not self._counts:
             self._began_ns = now_ns
@@ -79,11 +80,11 @@ class RefusalLog:
 
     @property
     def due_ns(self) -> int | None:
-        """Returns when the line is due (CLOCK_MONOTONIC); None: there is nothing to say."""
+        """Returns when the next log line is to be written (CLOCK_MONOTONIC ns); None if nothing was refused."""
         return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
 
     def settle(self, now_ns: int) -> None:
-        """Writes the line if it is due."""
+        """Writes the log line if it is due at ``now_ns``, and begins to count anew."""
         due_ns = self.due_ns
         if due_ns is None or now_ns < due_ns:
             return

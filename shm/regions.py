@@ -1,16 +1,16 @@
-"""A region is a range of a client's POSIX shared memory: opened carefully, mapped in workers only, held while a request uses it.
+"""A region is a range of a client's POSIX shared memory: opened with care, mapped in workers only, leased to each request.
 
 The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system and nothing else: no
-path, no symbolic link, no FIFO, device or directory, no semaphore; whose are welcome is
-``tensord.workers.regions.region_table``'s business. The descriptor is kept for the region's life; the name is never opened
-again: the client may unlink or reuse it.
+path, no symbolic link, no FIFO, device or directory, no semaphore. Whose objects are accepted is decided in
+``tensord.workers.regions.region_table``. The descriptor stays open for the region's life; the name is never opened
+again: the client may unlink it or use it for something else.
 
     shared-memory object   | ...... | offset ......... offset + byte_size | ...... |
     Region.view                     | 0 ...................... byte_size |
 
-Three ways to use one (docs/shared-memory.md has what each costs and promises):
+Three ways to use a region (docs/shared-memory.md says what each costs and promises):
 
-    guarded    mapped; what goes missing under it turns into zeros and an error (``tensord.shm.guard``)
+    guarded    mapped; pages that go missing turn into zeros and an error (``tensord.shm.guard``)
     sealed     mapped; a memfd that its owner cannot shrink any more, handed over by descriptor
     snapshot   not mapped: read and written with system calls (``tensord.shm.snapshot_region``)
 """
@@ -49,11 +49,11 @@ _SEALS = {"F_SEAL_SHRINK": fcntl.F_SEAL_SHRINK, "F_SEAL_GROW": fcntl.F_SEAL_GROW
 
 
 def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
-    """Checks a range of a client region, on Python integers, so that nothing can wrap.
+    """Checks that ``[offset, offset + byte_size)`` lies inside a client's region of ``limit`` bytes.
 
-    Every access to a region passes through here.
+    Every access to a region passes through here. Python integers are compared, so nothing can overflow. ``region``: its name.
 
-    Raises: InvalidArgument: ``[offset, offset + byte_size)`` is not wholly inside ``limit`` bytes.
+    Raises: InvalidArgument: the range is not wholly inside the region.
     """
     if 0 <= offset < limit and 0 <= byte_size <= limit - offset:
         return
@@ -65,13 +65,13 @@ def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
 
 
 def open_object(name: str, key: str) -> int:
-    """Opens the shared-memory object of a client for reading and writing; the caller owns the descriptor.
+    """Opens a client's shared-memory object for reading and writing. Returns its descriptor, which the caller owns.
 
     Args:
-      name: the region's name, for messages; the key appears in none but its owner's.
-      key: as ``shm_open`` takes it, with or without the leading slash.
-    Raises: InvalidArgument: a key or an object that is nobody's to register.  Internal: there is no such object or it may not
-      be opened, as Triton classifies it.  Unavailable: this process may have no more files open.
+      name: the region's name, for error messages; the key appears only in messages to its owner.
+      key: the object's name as ``shm_open`` takes it, with or without the leading slash.
+    Raises: InvalidArgument: no client may register a key or an object of this kind.  Internal: there is no such object or it may
+      not be opened (Triton's classification).  Unavailable: this process has reached its limit of open files.
     """
     bare = key.lstrip("/")
     if not bare or bare.startswith(_REFUSED):
@@ -95,9 +95,9 @@ def open_object(name: str, key: str) -> int:
 
 
 def _shm_open(bare: str) -> int:
-    """Opens an existing object with ``O_RDWR``, on which a FIFO does not block and a directory is refused.
+    """Opens an existing object with ``O_RDWR``, which does not block on a FIFO and refuses a directory.
 
-    Raises: OSError, ValueError: it cannot be opened; ``errno`` tells only whether this process may have no more files open.
+    Raises: OSError, ValueError: the object cannot be opened; ``errno`` is reliable only for the limit of open files.
     """
     if posix_ipc is None:
         # This is what shm_open of the C library does on Linux: the name is that of a file, and a symbolic link is refused.
@@ -115,9 +115,9 @@ def _shm_open(bare: str) -> int:
 
 
 def check_sealed(name: str, fd: int) -> None:
-    """Checks that a descriptor is memory that keeps its size for ever, whatever its owner does.
+    """Checks that a descriptor is a memfd whose size nobody can change any more, not even its owner.
 
-    Raises: InvalidArgument: it is not a memfd of ordinary pages with the seals for that.
+    Raises: InvalidArgument: it is no memfd, lacks one of the seals, or has pages of another size than the ordinary one.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -139,7 +139,10 @@ def check_sealed(name: str, fd: int) -> None:
 
 
 def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.stat_result:
-    """Checks that a range can be registered, and returns the object's status. Raises InvalidArgument: empty, or not inside it."""
+    """Checks that a range of an object can be registered as region ``name``. Returns the object's ``os.fstat``.
+
+    Raises InvalidArgument: the range is empty, or not inside the object.
+    """
     found = os.fstat(fd)
     if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
         raise InvalidArgument(
@@ -152,18 +155,19 @@ def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.st
 class Region:
     """A registered range of a client's object, mapped read-write in this worker; used for guarded and sealed access.
 
-    It is closed when ``leases`` is 0: every request takes one from its validation to its completion.
+    It is closed only when ``leases`` is 0: every request holds one lease from its validation to its completion.
     """
 
     def __init__(
         self, name: str, key: str, fd: int, offset: int, byte_size: int, populate: int = _POPULATE_LIMIT
     ) -> None:
-        """Maps the range and takes the descriptor over, also when it refuses.
+        """Maps the range and takes the descriptor over; if it raises, it closes the descriptor.
 
         Args:
-          populate: bytes up to which existing pages are mapped at once; the first request pays for those of a larger region.
-        Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object.  Unavailable: no more can be
-          guarded.
+          populate: a region of up to so many bytes gets its existing pages mapped at once; of a larger one the first request maps
+            them.
+        Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object, or cannot be mapped.
+          Unavailable: the guard has no room for another mapping.
         """
         guard.install()
         try:
@@ -190,50 +194,59 @@ class Region:
         self._whole = memoryview(self._mapping)
 
     def view(self, offset: int, byte_size: int) -> memoryview:
-        """Returns writable bytes at ``offset`` from the region's start. Raises InvalidArgument: not wholly inside it."""
+        """Returns the bytes of a range, counted from the region's start, as a writable view.
+
+        Raises InvalidArgument: the range is not wholly inside the region.
+        """
         check_range(offset, byte_size, self.byte_size, self.name)
         return self._whole[offset : offset + byte_size]
 
     @property
     def backed(self) -> bool:
-        """Returns whether all pages of the object exist, so that touching them allocates nothing."""
+        """Returns whether all pages of the object exist, so that touching them allocates no memory."""
         found = os.fstat(self.fd)
         return found.st_blocks * 512 >= found.st_size
 
     @property
     def faults(self) -> int:
-        """Counts how often the region's memory was missing when it was touched.
+        """Returns how often a page of the region was missing when it was touched.
 
-        Its owner truncated the object, or the host had no page for a hole. A request during which this grew has no valid
-        answer. Always 0 without the guard, where such an access is fatal.
+        That happens when the owner truncated the object, or the host had no page for a hole. A request during which this number
+        grew has no valid answer. Without the guard the number is always 0, because such an access kills the process.
         """
         return 0 if self._guard is None else self._guard.faults
 
     def hold(self, held: bool) -> None:
-        """Notes that a GPU's driver has locked the pages, or is about to unlock them. For any thread."""
+        """Notes that a GPU's driver has locked the pages (True), or is about to unlock them. Any thread may call this."""
         if self._guard is not None:
             self._guard.hold(held)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
-        """Writes contiguous bytes. Raises InvalidArgument: not wholly inside the region."""
+        """Writes contiguous bytes at ``offset`` from the region's start.
+
+        Raises InvalidArgument: the range is not wholly inside the region.
+        """
         byte_size = len(content)
         check_range(offset, byte_size, self.byte_size, self.name)
         self._whole[offset : offset + byte_size] = content
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Copies bytes out of the region, for parsing what its owner could change. Raises InvalidArgument: not inside it."""
+        """Returns a copy of a range, for content that is parsed and that the owner could change meanwhile.
+
+        Raises InvalidArgument: the range is not inside the region.
+        """
         return bytes(self.view(offset, byte_size))
 
     def lease(self) -> None:
-        """Counts a request that starts to use the region."""
+        """Counts one more request that uses the region."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """Ends a request's use of the region."""
+        """Counts one request fewer that uses the region."""
         self.leases -= 1
 
     def close(self) -> None:
-        """Unmaps the region. Idempotent. A view that is still referenced keeps the mapping until it is dropped."""
+        """Unmaps the region and closes its descriptor. Idempotent. A view that is still referenced keeps the memory mapped."""
         if self.fd < 0:
             return
         os.close(self.fd)

@@ -7,10 +7,10 @@ the processes die. Its seals, applied before anyone else sees the descriptor:
     F_SEAL_FUTURE_WRITE          only the creator's mapping, made before sealing, can write
     F_SEAL_SEAL                  nobody can change the above
 
-F_SEAL_FUTURE_WRITE is left out for a reader with a GPU. CUDA page-locks only what the process may write to, so such a reader maps
-it writable; but it gives nobody a writable view, and writes nothing: what lies there is its creator's as ever.
+F_SEAL_FUTURE_WRITE is left out for a reader with a GPU. CUDA page-locks only memory that the process may write to, so such a
+reader maps the segment writable; but it gives nobody a writable view and never writes there.
 
-Its pages are allocated at once: memory that is not there is an error here, not a fault in the middle of a request.
+All pages are allocated when the segment is created: a lack of memory is an error there, not a fault in the middle of a request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Segment:
-    """Maps a sealed memfd; the view is writable for its creator and read-only for everybody else."""
+    """A sealed memfd, mapped in this process. The view is writable for the segment's creator, read-only for everybody else."""
 
     #: The view of the whole mapping.
     view: memoryview
@@ -47,9 +47,9 @@ class Segment:
 
     @classmethod
     def create(cls, byte_size: int) -> Segment:
-        """Creates a segment of so many bytes.
+        """Creates a segment of ``byte_size`` bytes.
 
-        Raises: Unavailable: the host has no memory left for it, or this process no descriptor.
+        Raises: Unavailable: the host has not enough memory left, or this process has reached its limit of open files.
         """
         with descriptors.needed("another arena segment"):
             fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -65,10 +65,10 @@ class Segment:
         return cls(fd, byte_size, mapping, memoryview(mapping))
 
     def share(self, writable: bool) -> int:
-        """Returns the descriptor to send to a peer; the first call seals it for good.
+        """Returns the descriptor to send to a peer, and seals the segment at the first call.
 
         Args:
-          writable: peers have to map it writable, to page-lock it. What holds for the first peer holds for all.
+          writable: whether peers may map the segment writable, to page-lock it. The first call decides for all peers.
         """
         if not self._shared:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if writable else F_SEAL_FUTURE_WRITE))
@@ -77,12 +77,12 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, byte_size: int, writable: bool = False) -> Segment:
-        """Maps a peer's segment; takes the descriptor over, also when it refuses it.
+        """Maps a segment that a peer has created. Takes the descriptor over; if it raises, it closes the descriptor.
 
         Args:
-          writable: map it writable, to page-lock it. The view is read-only nevertheless.
-        Raises: InvalidArgument: not sealed against resizing, not of the announced size, or not to be mapped so.  Unavailable: it
-          cannot be mapped now.
+          writable: whether to map the segment writable, to page-lock it. The view is read-only nevertheless.
+        Raises: InvalidArgument: it is not sealed against resizing, has another size than announced, or may not be mapped
+          writable. Unavailable: it cannot be mapped now.
         """
         try:
             try:
@@ -110,7 +110,7 @@ class Segment:
     def close(self) -> None:
         """Closes the descriptor and unmaps the memory. Idempotent.
 
-        A view still in use keeps the mapping, not the descriptor, until it is dropped.
+        A view that is still in use keeps the memory mapped until it is dropped; the descriptor is closed in any case.
         """
         if self.fd < 0:
             return

@@ -1,7 +1,7 @@
-"""The keys of sequences: 128 bits that stand for a model version and a correlation id, the same in every process.
+"""The keys of sequences: 128 bits that stand for a model version and a sequence id, the same in every process.
 
-A sequence that shares its key with another one by chance is sent to a wrong worker, which compares whole ids: that costs an
-error, never another's state.
+If two sequences have the same key by chance, a request may be sent to the wrong worker. The worker compares whole ids, so the
+request fails, and never gets another sequence's state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _MOST_KNOWN = 4096
 
 
 class SequenceKeys:
-    """Makes the keys of one model version. A reload has the same keys: a sequence goes on in the load that it began in."""
+    """Makes the keys of one model version's sequences.
+
+    The keys stay the same when the version is loaded again, but a sequence stays with the load that it began in.
+    """
 
     __slots__ = ("_digest", "_known", "slots")
 
@@ -30,7 +33,7 @@ class SequenceKeys:
         self._known: dict[SequenceId, Key] = {}
 
     def key(self, sequence: SequenceId) -> Key:
-        """Returns the key of a sequence. A number and the string of its digits are two sequences."""
+        """Returns the key of the sequence with this id. The ids 5 and "5" are two sequences."""
         key = self._known.get(sequence)
         if key is None:
             if len(self._known) >= _MOST_KNOWN:

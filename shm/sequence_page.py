@@ -1,21 +1,22 @@
-"""A worker's sequence page lists the sequences it has; every front reads it without asking, even when the worker is dead.
+"""A worker's sequence page lists the worker's sequences; every front can read it at any time, even after the worker died.
 
-Nameless and sealed like every segment. Only the worker writes, nobody locks. Words of u64:
+The page is nameless and sealed like every segment. Only the worker writes to it, nobody locks. Words of u64:
 
     word 0   layout (1)       word 1   moves             word 2   multiplier (odd, random)      word 3   log2 of the entries
     entry k  at word 4 + 3 * k:   low, high (the key), value.   low 0: nothing is there
 
-It is an open-addressed hash table. A key stands at its home, the top bits of ``low * multiplier``, or behind it with nothing free
-between; whoever picks the ids of sequences cannot know the multiplier, so cannot make these ways long. What is behind a removed
-entry moves up, so they stay short however many ids come and go. Two kinds of keys (``tensord.shm.sequence_keys``), two of values:
+It is an open-addressed hash table. The entry of a key is at its home, the top bits of ``low * multiplier``, or behind it with no
+free entry between. Clients choose the ids of sequences but cannot know the multiplier, so they cannot make the search long.
+When an entry is removed, those behind it move up, so the search stays short however many ids come and go. There are two kinds of
+keys (``tensord.shm.sequence_keys``) and of values:
 
     a sequence         since (CLOCK_MONOTONIC ns) << 2 | SequenceState
     a model version    edition << 42 | free slots << 22 | backlog << 2 | 0
 
 No reader is misled, wherever the writer is or was killed: each store is one aligned word, and stores are seen in their order (as
-on x86). An entry is new with its ``low``, its last store. One that moves stands at both places until ``moves`` has grown; only
-then is the old place overwritten, ``high`` 0 first, which is no key's. So who looked past a moving entry sees another number in
-``moves``, and looks again; and nothing is ever half written that had been whole.
+on x86). A new entry exists from its last store on, that of ``low``. An entry that moves is in both places until ``moves`` has
+grown; only then is the old place overwritten, first its ``high`` with 0, which no key has. A reader who has missed an entry that
+moved sees that ``moves`` has changed, and looks again; and no entry that was complete is ever half overwritten.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _MOST_MODELS = 1024
 
 
 class SequenceState(enum.IntEnum):
-    """The state of a sequence."""
+    """The state of a sequence on a worker."""
 
     #: The sequence is admitted, and no request of it has run.
     WAITING = 1
@@ -51,7 +52,7 @@ class SequenceState(enum.IntEnum):
 
 
 class FreeSlots(NamedTuple):
-    """The free slots for sequences of a model version on one worker."""
+    """How many more sequences of a model version a worker can admit at once."""
 
     #: A number that changes each time the slots are published.
     edition: int
@@ -61,7 +62,7 @@ class FreeSlots(NamedTuple):
 
 
 class SequencePage:
-    """A worker's sequence page; writable for the worker that created it."""
+    """A worker's sequence page; writable in the worker that created it, read-only elsewhere."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -80,7 +81,10 @@ class SequencePage:
 
     @classmethod
     def create(cls, sequences: int) -> SequencePage:
-        """Creates a page for so many live sequences. Raises Unavailable: the host has no memory for it."""
+        """Creates a page with room for ``sequences`` live sequences and about as many ended ones.
+
+        Raises Unavailable: the host has no memory left, or this process has reached its limit of open files.
+        """
         # About as many again may have ended.
         bits = ((2 * sequences + _MOST_MODELS) * 3 // 2).bit_length()
         segment = Segment.create(8 * (_HEADER + (_ENTRY << bits)))
@@ -91,9 +95,9 @@ class SequencePage:
 
     @classmethod
     def attach(cls, fd: int) -> SequencePage:
-        """Maps a page and takes its descriptor over. Raises InvalidArgument: not a sequence page.
+        """Maps a worker's page and takes its descriptor over.
 
-        Unavailable: it cannot be mapped.
+        Raises InvalidArgument: it is not a sequence page; Unavailable: it cannot be mapped now.
         """
         segment = Segment.attach(fd, os.fstat(fd).st_size)
         words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
@@ -118,17 +122,20 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def find(self, key: Key) -> tuple[SequenceState, int] | None:
-        """Returns the state of a sequence and since when it is there (CLOCK_MONOTONIC ns); None: it is not on the page."""
+        """Returns the state of a sequence and when it was admitted (CLOCK_MONOTONIC ns); None: it is not on the page."""
         value = self.value(key)
         return (_STATES[value & 3], value >> 2) if value & 3 else None
 
     def slots(self, key: Key) -> FreeSlots | None:
-        """Returns the free slots of a model version; None: nothing is published of it."""
+        """Returns the free slots of a model version; None: the worker has published none for it."""
         value = self.value(key)
         return FreeSlots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
 
     def sequences(self) -> Iterator[tuple[Key, SequenceState, int]]:
-        """Yields all sequences, with their state and since when they are there; a dead worker's page still has what it had."""
+        """Yields the key of each sequence, its state, and when it was admitted (CLOCK_MONOTONIC ns).
+
+        The page of a dead worker still has the sequences that the worker had.
+        """
         words = self._words
         for number, low in enumerate(words[_HEADER::_ENTRY].tolist()):
             at = _HEADER + _ENTRY * number
@@ -138,7 +145,10 @@ class SequencePage:
                 yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
 
     def value(self, key: Key) -> int:
-        """Returns the value of a key, as drawn above; 0: it is not there. Of two sequences the later one has the larger value."""
+        """Returns the value of a key (see this module's text for its bits); 0: the key is not on the page.
+
+        Of two sequences, the one that was admitted later has the larger value.
+        """
         low, high = key
         words = self._words
         home = _HEADER + _ENTRY * ((low * self._multiplier & _MASK) >> self._shift)
@@ -162,18 +172,28 @@ class SequencePage:
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def admit(self, key: Key, now_ns: int) -> int:
-        """Enters a sequence as WAITING. Returns since when it is there, which tells it from others of its key."""
+        """Enters a sequence on the page in the state WAITING.
+
+        Returns the time of its admission, CLOCK_MONOTONIC ns, which differs from that of every earlier sequence with the same
+        key.
+        """
         self._last_ns = since_ns = max(self._last_ns + 1, now_ns)
         self._sequences += self._store(key, since_ns << 2 | SequenceState.WAITING)
         return since_ns
 
     def begin(self, key: Key, since_ns: int) -> None:
-        """Marks a sequence as BEGUN; ignored where a later one has its place."""
+        """Changes the state of a sequence to BEGUN.
+
+        ``since_ns``: its time of admission; ignored if a later sequence with the same key has replaced it.
+        """
         if self.value(key) == since_ns << 2 | SequenceState.WAITING:
             self._store(key, since_ns << 2 | SequenceState.BEGUN)
 
     def end(self, key: Key, since_ns: int) -> None:
-        """Marks a sequence as ENDED; the next ``settle`` removes it. Ignored where a later one has its place."""
+        """Changes the state of a sequence to ENDED; ``settle`` removes it from the page.
+
+        ``since_ns``: its time of admission; ignored if a later sequence with the same key has replaced it.
+        """
         if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
             self._store(key, since_ns << 2 | SequenceState.ENDED)
             self._ended.append((key, since_ns))
@@ -181,7 +201,7 @@ class SequencePage:
                 self._forget_ended()
 
     def settle(self) -> None:
-        """Removes all ENDED sequences, once their answers have left."""
+        """Removes all ENDED sequences from the page; call it once their answers have left the worker."""
         while self._ended:
             self._forget_ended()
 
@@ -192,18 +212,18 @@ class SequencePage:
             self._sequences -= 1
 
     def publish_slots(self, key: Key, free: int, backlog: int) -> None:
-        """Publishes the free slots of a model version."""
+        """Publishes how many slots for sequences a model version has free, and how many sequences wait for one (``backlog``)."""
         self._edition = self._edition % _MOST_SLOTS + 1
         if self._models < _MOST_MODELS or self.value(key):
             free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
             self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
 
     def withdraw_slots(self, key: Key) -> None:
-        """Withdraws the slots of a model version: no new sequence of it is taken here."""
+        """Removes a model version's slots from the page: fronts send no new sequence of it to this worker."""
         self._models -= self._remove(key)
 
     def __len__(self) -> int:
-        """Counts the sequences on the page, for its writer."""
+        """Returns the number of sequences on the page. Only the process that writes the page may ask."""
         return self._sequences
 
     def _home(self, low: int) -> int:
@@ -213,14 +233,14 @@ class SequencePage:
         return _HEADER if at + _ENTRY == self._end else at + _ENTRY
 
     def _place(self, key: Key) -> int:
-        """Returns the position of a key's entry, or the empty one where it belongs."""
+        """Returns the word at which the entry of a key begins, or the free entry where it would be stored."""
         words, at = self._words, self._home(key[0])
         while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
             at = self._next(at)
         return at
 
     def _store(self, key: Key, value: int) -> bool:
-        """Writes an entry. Returns whether the key is new."""
+        """Stores the value of a key. Returns whether the key was not on the page before."""
         words, at = self._words, self._place(key)
         if words[at]:
             words[at + 2] = value
@@ -231,7 +251,7 @@ class SequencePage:
         return True
 
     def _remove(self, key: Key) -> bool:
-        """Removes an entry, and moves up those behind it. Returns whether it was there."""
+        """Removes the entry of a key and moves up entries behind it. Returns whether the key was on the page."""
         words, hole = self._words, self._place(key)
         if not words[hole]:
             return False
@@ -251,7 +271,7 @@ class SequencePage:
         return True
 
     def longest_way(self) -> int:
-        """Returns, for tests, how many entries a reader looks at for the key that is hardest to find."""
+        """Returns how many entries a reader compares to find the key that is hardest to find; for tests."""
         words, span = self._words, self._end - _HEADER
         places = range(_HEADER, self._end, _ENTRY)
         return max(((at - self._home(words[at])) % span // _ENTRY + 1 for at in places if words[at]), default=0)

@@ -1,10 +1,10 @@
-"""A client's region that is never mapped: system calls read and write it, so its owner cannot take memory away under our feet.
+"""A client's region that is never mapped: it is read and written with system calls, so its owner cannot truncate mapped memory.
 
     read    preadv into memory of ours; a short count is an error
     write   pwritev, after a look at the object's size: writing beyond its end would make it grow
 
-What was read stays as it was read, whatever the owner writes afterwards. A read is not atomic: an owner that writes while it runs
-gets an answer to some mixture of what was there before and after.
+Bytes that were read are a copy, which the owner cannot change any more. A read is not atomic: if the owner writes meanwhile,
+the copy is a mixture of the bytes before and after.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from tensord.shm.regions import check_object_range, check_range
 
 
 class SnapshotRegion:
-    """A registered range of a client's object, behind a descriptor; leases work as in ``tensord.shm.regions.Region``."""
+    """A registered range of a client's object, read and written through its descriptor and never mapped.
+
+    Leases are counted as in ``tensord.shm.regions.Region``.
+    """
 
     #: Always 0: no memory is mapped that could go missing, and every call finds out for itself.
     faults = 0
 
     def __init__(self, name: str, key: str, fd: int, offset: int, byte_size: int) -> None:
-        """Takes the descriptor over, also when it refuses the range. Raises InvalidArgument: empty, or not inside the object."""
+        """Takes the descriptor over; if it raises, it closes the descriptor.
+
+        Raises InvalidArgument: the range is empty, or not inside the object.
+        """
         try:
             found = check_object_range(name, fd, offset, byte_size)
         except BaseException:
@@ -39,11 +45,14 @@ class SnapshotRegion:
         self.leases = 0
 
     def check(self, offset: int, byte_size: int) -> None:
-        """Raises InvalidArgument if the range is not wholly inside the region."""
+        """Raises InvalidArgument if a range, counted from the region's start, is not wholly inside the region."""
         check_range(offset, byte_size, self.byte_size, self.name)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills ``buffer`` (contiguous bytes) with what is at ``offset``. Raises InvalidArgument: outside, or no longer there."""
+        """Fills ``buffer`` (contiguous bytes) from ``offset`` on, counted from the region's start.
+
+        Raises InvalidArgument: the range is outside the region, or the object was truncated.
+        """
         size = buffer.nbytes
         self.check(offset, size)
         at = self.offset + offset
@@ -56,14 +65,17 @@ class SnapshotRegion:
             done += count
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Returns a copy of the range. Raises as ``read_into``."""
+        """Returns a copy of a range, counted from the region's start. Raises as ``read_into``."""
         self.check(offset, byte_size)
         made = bytearray(byte_size)
         self.read_into(offset, memoryview(made))
         return bytes(made)
 
     def write(self, offset: int, content: memoryview | bytes) -> None:
-        """Writes contiguous bytes. Raises InvalidArgument: outside, the object shrank, or the host has no memory for it."""
+        """Writes contiguous bytes at ``offset`` from the region's start.
+
+        Raises InvalidArgument: the range is outside the region, the object was truncated, or the host has no memory left for it.
+        """
         content = memoryview(content)
         size = content.nbytes
         self.check(offset, size)
@@ -88,15 +100,15 @@ class SnapshotRegion:
         )
 
     def lease(self) -> None:
-        """Counts a request that starts to use the region."""
+        """Counts one more request that uses the region."""
         self.leases += 1
 
     def unlease(self) -> None:
-        """Ends a request's use of the region."""
+        """Counts one request fewer that uses the region."""
         self.leases -= 1
 
     def close(self) -> None:
-        """Closes the descriptor. Idempotent."""
+        """Closes the object's descriptor. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

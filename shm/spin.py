@@ -1,10 +1,10 @@
-"""Decides when a process polls for its next record instead of sleeping.
+"""Decides when a process polls for its next record instead of sleeping until it comes.
 
 Waking a process costs tens of microseconds, more in a virtual machine; a small request costs about as much. So both ends of a
-lane look for the next record for a moment before they sleep, but only while records have lately followed each other within that
-moment, and they give the processor away between looks. An idle end, and one whose peer takes its time, sleeps at once.
+lane poll for the next record for a short time before they sleep, but only while records have lately followed each other within
+that time, and they yield the processor between two polls. An idle end, and one whose peer is slow, sleeps at once.
 
-The C part of a worker's loop asks it too, once for each wait (``workers/native/_fast_path.c``).
+The C part of a worker's loop uses it too, once for each wait (``workers/native/_fast_path.c``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from time import monotonic_ns
 
 
 class Spin:
-    """Decides whether to poll, from the times it is given. ``limit_ns`` 0: never."""
+    """Decides whether to poll before sleeping, from the lengths of earlier waits. ``limit_ns``: how long to poll; 0: never."""
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
 
@@ -24,22 +24,22 @@ class Spin:
         self._worth = False
 
     def begin(self, now_ns: int, worked_ns: int = 0) -> int:
-        """Begins the wait for the next record. Returns until when to poll for it; 0: sleep at once.
+        """Begins a wait for the next record. Returns the time until which to poll (CLOCK_MONOTONIC ns); 0: sleep at once.
 
-        ``worked_ns``: time spent on work since the last record. Beside much work a wake-up costs little, and whoever has sent
-        much, or reads it, wants the processor.
+        ``worked_ns``: time spent on work since the last record. After much work polling does not pay: a wake-up costs little
+        beside the work, and the peer needs the processor for what it sends or receives.
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0
 
     @staticmethod
     def give_way() -> int:
-        """Yields the processor between two polls. Returns the time afterwards."""
+        """Yields the processor between two polls. Returns the time afterwards (CLOCK_MONOTONIC ns)."""
         os.sched_yield()
         return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
-        """Ends a wait, with a record or without: the next one learns from its length."""
+        """Ends a wait, whether or not a record came: only after a wait shorter than the limit will the next ``begin`` poll."""
         self._worth = now_ns - self._since_ns < self._limit_ns
 
     def __repr__(self) -> str:

@@ -1,9 +1,10 @@
-"""Lets a dying process leave its stack: its interpreter writes it into memory that the supervisor still has afterwards.
+"""Lets a process that crashes or is about to be killed write its stacks into memory that the supervisor reads afterwards.
 
     supervisor  create ─▶ the descriptor goes along with Start ─▶ the process is dead ─▶ read
     child       enable: a fatal signal, and ``STACK_SIGNAL`` of a supervisor that is about to kill it, write every thread's stack
 
-Into memory and not to standard error, so that it stands in the log beside the process's name, whatever else is printed.
+The stacks go into memory and not to standard error, so that the log can show them with the process's name, whatever else the
+process prints.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ _MAX_BYTE_SIZE = 32 << 10
 
 
 def create() -> int:
-    """Creates nameless memory and returns its descriptor. Raises OSError: there is no descriptor for it."""
+    """Creates nameless memory for one process's stacks and returns its descriptor. Raises OSError: no descriptor is left."""
     return os.memfd_create("tensord-stack", os.MFD_CLOEXEC)
 
 
 def enable(fd: int) -> None:
-    """Lets this process write its stacks there from now on. The descriptor is never closed."""
+    """Makes this process write its stacks to ``fd`` on a fatal signal or STACK_SIGNAL. ``fd`` must stay open."""
     faulthandler.enable(fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
 
 
 def read(fd: int) -> list[str]:
-    """Returns the first lines that a dead process wrote there; none where it ended in another way."""
+    """Returns the lines that a dead process has written to ``fd``, at most 32 KiB; an empty list if it died without stacks."""
     text = os.pread(fd, _MAX_BYTE_SIZE, 0).decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()]

@@ -1,14 +1,15 @@
-"""A worker's status page says what it is doing; its supervisor and its submitters read it without asking.
+"""A worker's status page says what the worker is doing; the supervisor and the submitters read it without asking the worker.
 
 A worker that executes, compiles or has just been killed cannot answer a question, but its page still says which of the three it
-is and which requests it was running. Nameless and sealed like every segment; only the worker writes. Layout, u64 each:
+is and which requests it was running. The page is nameless and sealed like every segment; only the worker writes. Layout, u64
+each:
 
     word 0   state (WorkerState)        word 1   since (ns)
     word 2   last turn of the loop (ns) word 3   outputs (Outputs)
     slot k   at word 512 * (k + 1):     count, then count x (submitter, request id); word 510 model (``model_key``), 511 since
 
 A slot belongs to one execution thread. ``begin`` writes the count last and ``end`` clears it, so a reader of a dead worker's page
-never sees an id of an earlier batch. Slot 0 is the main loop's: what that executes is its state as well.
+never sees an id of an earlier batch. Slot 0 belongs to the main loop; an execution there sets the worker's state as well.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _BYTE_SIZE = (SLOTS + 1) * _WORDS * 8
 
 
 class WorkerState(enum.IntEnum):
-    """The state of the worker's main loop; each has its own deadline at the supervisor."""
+    """The state of a worker's main loop. The supervisor has a time limit for each state."""
 
     #: The worker imports and opens the device.
     STARTING = 0
@@ -45,7 +46,7 @@ class WorkerState(enum.IntEnum):
 
 
 class Outputs(enum.IntEnum):
-    """The way by which large outputs get to where clients want them."""
+    """How a worker gets large outputs into the client's region or the arena."""
 
     #: Nothing is decided: the worker starts.
     UNKNOWN = 0
@@ -56,7 +57,7 @@ class Outputs(enum.IntEnum):
 
 
 class Running(NamedTuple):
-    """An execution that is under way."""
+    """Describes an execution that a worker has not finished."""
 
     #: When it began (CLOCK_MONOTONIC).
     since_ns: int
@@ -65,12 +66,12 @@ class Running(NamedTuple):
 
 
 def model_key(name: str, version: int) -> int:
-    """Hashes a model version into one word; whoever knows the models finds it again."""
+    """Returns a hash of a model version that fits into one word; whoever knows all models can find the version by it."""
     return int.from_bytes(hashlib.blake2b(f"{name}/{version}".encode(), digest_size=8).digest(), "little")
 
 
 class StatusPage:
-    """A worker's status page; writable for the worker that created it."""
+    """A worker's status page; writable in the worker that created it, read-only elsewhere."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -84,7 +85,7 @@ class StatusPage:
 
     @classmethod
     def attach(cls, fd: int) -> StatusPage:
-        """Maps a page and takes its descriptor over. Raises InvalidArgument: not a status page."""
+        """Maps a worker's page and takes its descriptor over. Raises InvalidArgument: it is not a status page."""
         return cls(Segment.attach(fd, _BYTE_SIZE))
 
     @property
@@ -93,27 +94,27 @@ class StatusPage:
 
     @property
     def memory(self) -> memoryview:
-        """Returns the page's memory, for code outside of Python that writes it (``tensord.workers.dispatch.fast_path``)."""
+        """Returns the page's memory, for C code that writes to the page (``tensord.workers.dispatch.fast_path``)."""
         return self._segment.view
 
     def set_state(self, state: WorkerState, now_ns: int) -> None:
-        """Sets the state; this counts as a heartbeat, too."""
+        """Sets the state of the main loop from ``now_ns`` on; this counts as a heartbeat, too."""
         self._words[0] = state
         self._words[1] = now_ns
         self._words[2] = now_ns
 
     def beat(self, now_ns: int) -> None:
-        """Notes a heartbeat of the loop."""
+        """Notes that the main loop is alive at ``now_ns``."""
         self._words[2] = now_ns
 
     @property
     def state(self) -> tuple[WorkerState, int]:
-        """Returns the state and since when it holds (CLOCK_MONOTONIC ns)."""
+        """Returns the state of the main loop and the time of its last change (CLOCK_MONOTONIC ns)."""
         return WorkerState(self._words[0]), self._words[1]
 
     @property
     def outputs(self) -> Outputs:
-        """Returns how large outputs are written, as was found when the worker started."""
+        """Returns how large outputs are written; the worker decides that when it starts."""
         return Outputs(self._words[3])
 
     @outputs.setter
@@ -126,13 +127,13 @@ class StatusPage:
 
     @staticmethod
     def word(slot: int) -> int:
-        """Returns the index of a slot's first word."""
+        """Returns the index of the first word of a slot."""
         return _WORDS * (slot + 1)
 
     def begin(self, slot: int, requests: Sequence[tuple[int, int]], model: int, now_ns: int) -> None:
-        """Notes which requests, (submitter, request id) each, the slot's thread starts to run. ``model``: its ``model_key``.
+        """Notes that the thread of ``slot`` starts to run these requests, each a pair (submitter, request id).
 
-        The main loop is in state EXECUTING from then on.
+        ``model``: the ``model_key`` of their model. For the main loop's slot the state becomes EXECUTING.
         """
         if slot >= SLOTS:
             return
@@ -153,7 +154,7 @@ class StatusPage:
         words[at] = len(recorded)
 
     def end(self, slot: int, now_ns: int) -> None:
-        """Notes that the thread of that slot runs nothing; the main loop rests."""
+        """Notes that the thread of ``slot`` has finished its run. For the main loop's slot the state becomes ``resting``."""
         if slot < SLOTS:
             words = self._words
             words[_WORDS * (slot + 1)] = 0
@@ -161,7 +162,7 @@ class StatusPage:
                 words[0], words[1], words[2] = self.resting, now_ns, now_ns
 
     def executing(self) -> set[tuple[int, int]]:
-        """Returns every (submitter, request id) being run; for a dead worker those that it died with."""
+        """Returns (submitter, request id) of every request that the worker is running, or was running when it died."""
         found: set[tuple[int, int]] = set()
         for slot in range(SLOTS):
             at = self.word(slot)
@@ -170,7 +171,7 @@ class StatusPage:
         return found
 
     def oldest(self) -> Running | None:
-        """Returns the execution that has been under way for longest, or None."""
+        """Returns the unfinished execution that began first; None if the worker executes nothing."""
         words, state = self._words, self.state
         busy = [at for at in map(self.word, range(1, SLOTS)) if words[at]]
         running = [Running(words[at + _SINCE], words[at + _MODEL]) for at in busy]

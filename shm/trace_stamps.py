@@ -1,4 +1,4 @@
-"""The names of a trace's timestamps, as clients read them.
+"""The names of the timestamps in a trace, as clients read them.
 
 Source: Triton docs/user_guide/trace.md.
 """
