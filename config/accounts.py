@@ -7,10 +7,10 @@ import pwd
 
 
 def user_id(text: str) -> int:
-    """Returns the id of a user. Raises KeyError: there is no such user."""
+    """Returns the id of a user, given as a name or a number. Raises KeyError: the host has no user of that name."""
     return int(text) if text.isascii() and text.isdigit() else pwd.getpwnam(text).pw_uid
 
 
 def group_id(text: str) -> int:
-    """Returns the id of a group. Raises KeyError: there is no such group."""
+    """Returns the id of a group, given as a name or a number. Raises KeyError: the host has no group of that name."""
     return int(text) if text.isascii() and text.isdigit() else grp.getgrnam(text).gr_gid

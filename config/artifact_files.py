@@ -1,8 +1,8 @@
-"""Finds the files in a version folder that make a model without a model.py, by name.
+"""Finds, by their names, the files in a version folder that make up a model without a model.py.
 
-*.jaxexport             what jax.export wrote: the bytes of Exported.serialize()
+*.jaxexport             a program that jax.export wrote: the bytes of Exported.serialize()
 *.stablehlo, *.mlir     a module of StableHLO: text, bytecode, or a portable artifact
-params.safetensors, params.npz, params.msgpack, params/ (Orbax)     its parameters, one of these
+params.safetensors, params.npz, params.msgpack, params/ (Orbax)     the program's parameters, one of these
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _PARAMETERS = ("params.safetensors", "params.npz", "params.msgpack", "params")
 
 
 def programs(folder: Path) -> list[Path]:
-    """Returns the program files of a version, sorted by name; none if it has no folder."""
+    """Returns the program files in a version's folder, sorted by name; an empty list if the folder does not exist."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.suffix in (EXPORTED, *STABLEHLO) and path.is_file())
 
 
 def parameters(folder: Path) -> list[Path]:
-    """Returns the parameter files: a model may have one."""
+    """Returns the parameter files in a version's folder, all that are there: a valid model has at most one."""
     return [path for name in _PARAMETERS if (path := folder / name).exists()]

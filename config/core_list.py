@@ -1,4 +1,4 @@
-"""Lists of processor cores as Linux writes them: ``0-3,8``."""
+"""Parses and writes lists of processor cores in Linux's notation, such as ``0-3,8``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _PART = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", re.ASCII)
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """Parses a list into its cores, ascending. Raises ValueError: what is expected and what was given."""
+    """Parses a list of cores such as ``0-3,8``. Returns their numbers, ascending.
+
+    Raises ValueError: not such a list; the message says what was expected and what was given.
+    """
     cores: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
@@ -24,7 +27,7 @@ def parse(text: str) -> tuple[int, ...]:
 
 
 def describe(cores: Iterable[int]) -> str:
-    """Writes the shortest list of these cores."""
+    """Returns the shortest list that names these cores, such as ``0-3,8``."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

@@ -1,6 +1,7 @@
-"""Checks an ensemble's own configuration, in Triton's words. ``ensemble_graph`` checks it against its members.
+"""Checks the parts of an ensemble's configuration that can be checked without its members, with Triton's messages.
 
-ensemble tensor    what the ensemble takes, and what its steps write; each is written once, and read or given back
+``ensemble_graph`` checks it against its members. An ensemble tensor is an input of the ensemble or an output of one of its steps;
+exactly one writes it, and at least one step reads it or the ensemble returns it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ MAX_STEPS = 256
 
 
 def is_ensemble(message: ModelConfig) -> bool:
-    """Returns whether a configuration is, or means to be, one of an ensemble."""
+    """Returns whether a configuration, correct or not, is an ensemble's: it has ensemble_scheduling, or the platform "ensemble"."""
     return bool(message.HasField("ensemble_scheduling") or message.platform == PLATFORM)
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument: the first finding."""
+    """Raises InvalidArgument if an ensemble's configuration is wrong, naming the first mistake found."""
     name, steps = message.name, message.ensemble_scheduling.step
     if not message.HasField("ensemble_scheduling"):
         raise InvalidArgument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -100,7 +101,7 @@ def _check_tensors(message: ModelConfig) -> None:
 
 
 def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
-    """Yields the tensors written by steps that can run at all."""
+    """Yields the tensors written by those steps whose inputs are all inputs of the ensemble or written by such steps."""
     there, waiting = set(given), list(message.ensemble_scheduling.step)
     while ready := [step for step in waiting if there.issuperset(step.input_map.values())]:
         waiting = [step for step in waiting if step not in ready]
@@ -110,7 +111,10 @@ def _reachable(message: ModelConfig, given: list[str]) -> Iterator[str]:
 
 
 def _unconnected(message: ModelConfig, tensor: str, written: dict[str, int], made: set[str]) -> str:
-    """Returns what is missing for a tensor that some step would write; "": no step would."""
+    """Returns an input that the step which would write ``tensor`` cannot get; "" if no step would write it.
+
+    ``written``: tensor -> the step that writes it; ``made``: the tensors that are available.
+    """
     if tensor not in written:
         return ""
     step = message.ensemble_scheduling.step[written[tensor]]

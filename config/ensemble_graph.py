@@ -1,6 +1,6 @@
-"""Checks an ensemble against its members, in Triton's words: names, datatypes, shapes, batch sizes.
+"""Checks an ensemble against its members, with Triton's messages: names, datatypes, shapes, batch sizes.
 
-It is asked with the members' completed configurations, so after they were loaded. Pure; ``ensemble_checks`` comes before.
+It needs the members' completed configurations, so it runs after they were loaded, and after ``ensemble_checks``. Pure functions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An ensemble tensor as one model has it."""
+    """An ensemble tensor as one of the models declares it: the ensemble itself or one of its members."""
 
     model: str
     datatype: str
@@ -24,12 +24,15 @@ class _Tensor:
 
     @property
     def full(self) -> tuple[int, ...]:
-        """Returns the dims with the batch dimension, if there is one."""
+        """Returns the tensor's dims, preceded by -1 for the batch if the model has a batch dimension."""
         return (-1, *self.dims) if self.batches else self.dims
 
 
 def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None:
-    """Raises InvalidArgument: the first finding. ``find``: a member's completed configuration, -1 the newest version's."""
+    """Raises InvalidArgument if an ensemble does not fit its members, naming the first mistake found.
+
+    ``find``: returns the completed configuration of a member, by name and version; version -1 means the newest.
+    """
     name = message.name
     known: dict[str, _Tensor] = {}
     _join(name, known, message, [(field.name, field) for field in tensors_of(message)])
@@ -62,7 +65,10 @@ def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None
 
 
 def decoupled(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
-    """Returns whether an ensemble, that is any member of it, answers a request with any number of responses."""
+    """Returns whether an ensemble answers a request with any number of responses: whether any of its members does.
+
+    ``find``: as for ``check``.
+    """
     return any(
         find(step.model_name, step.model_version).model_transaction_policy.decoupled
         for step in message.ensemble_scheduling.step
@@ -91,7 +97,11 @@ def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
 
 
 def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
-    """Compares a model's ensemble tensors with those of the models before it."""
+    """Records how a model declares ensemble tensors in ``known``, and compares that with the models before.
+
+    Raises InvalidArgument: datatypes or shapes of a tensor differ. ``fields``: pairs of an ensemble tensor and the model's input
+    or output.
+    """
     for tensor, field in fields:
         said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)
         before = known.setdefault(tensor, said)
@@ -117,7 +127,7 @@ def _listed(dims: tuple[int, ...]) -> str:
 
 
 def _in_order(message: ModelConfig) -> list[int]:
-    """Returns the numbers of the steps, each after those whose outputs it takes."""
+    """Returns the numbers of the steps in an order in which each step comes after all steps whose outputs it reads."""
     there = {field.name for field in message.input}
     waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
     while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:

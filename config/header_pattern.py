@@ -1,4 +1,7 @@
-"""Compiles the pattern of headers that are forwarded to models, with RE2: matching takes linear time whatever clients send."""
+"""Compiles the pattern that says which headers of a request are forwarded to its model.
+
+The pattern is in RE2's syntax: matching takes linear time whatever clients send.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 
 def compiled(pattern: str) -> Any:
-    """Compiles an RE2 pattern that ignores case. Raises ValueError: what is wrong with it."""
+    """Compiles an RE2 pattern that ignores case. Raises ValueError: no such pattern; the message says what is wrong with it."""
     # RE2 is imported late: few servers forward headers; the others, and processes that only read the configuration, need it not.
     import re2
 

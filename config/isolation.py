@@ -1,4 +1,4 @@
-"""Parameters of models that have a worker process to themselves: ``isolated`` and ``isolated_memory_fraction``."""
+"""Reads the parameters ``isolated`` and ``isolated_memory_fraction``, by which a model gets a worker process to itself."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ TOGETHER = "tensord_together"
 
 
 def is_wanted(message: ModelConfig) -> bool:
-    """Returns whether a model is to be isolated. Raises InvalidArgument: the parameter says neither yes nor no."""
+    """Returns whether a model is to have a worker process to itself. Raises InvalidArgument: neither true nor false is given."""
     return wants(message, PARAMETER)
 
 
 def memory_fraction(message: ModelConfig, default: float) -> float:
-    """Returns the part of a GPU's memory that XLA takes in the model's process. Raises InvalidArgument: it is no such number.
+    """Returns the fraction of a GPU's memory that XLA takes in an isolated model's process.
 
     Args:
-      default: the operator's, for models that do not say (``workers.isolated_memory_fraction``).
+      default: the operator's value (``workers.isolated_memory_fraction``), for models that name none.
+    Raises: InvalidArgument: the model's parameter is not a number above 0 and up to 1.
     """
     if MEMORY_FRACTION not in message.parameters:
         return default
@@ -38,7 +39,7 @@ def memory_fraction(message: ModelConfig, default: float) -> float:
 
 
 def check(message: ModelConfig) -> None:
-    """Raises InvalidArgument if the parameters are wrong, or contradict others."""
+    """Raises InvalidArgument if a model's parameters about isolation are wrong or contradict the rest of its configuration."""
     memory_fraction(message, 1.0)
     if not is_wanted(message):
         return

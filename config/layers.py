@@ -1,7 +1,7 @@
 """Merges the configuration from four layers into one frozen value: default.toml < file < environment < flags.
 
-Every single value is checked where it came from, so an error names its source (file, variable or flag), its key, what was
-expected and what was given. The one rule: an unknown key is refused, with the nearest known one suggested; nothing is ignored.
+Every value is checked together with its source, so an error names the source (file, variable or flag), the key, what was
+expected and what was given. An unknown key is always refused, with the nearest known key as a suggestion; nothing is ignored.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ DEFAULTS = Path(__file__).with_name("default.toml")
 
 
 class ConfigurationError(Exception):
-    """The configuration is wrong; the message names source, key, what was expected and what was given."""
+    """Raised when the configuration is wrong; the message names the source, the key, what was expected and what was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value of one key, and its source."""
+    """A value that one layer gives to one key, with its source."""
 
     #: The key: "http.port", or "server_name" at the top.
     key: str
@@ -51,7 +51,7 @@ class Setting:
 
 @functools.cache
 def known_keys() -> Mapping[str, Any]:
-    """Returns every key with its annotated type.
+    """Returns every key of the configuration with the type of its value, as annotated in ``Options``.
 
     The result is cached: it is needed six times in a start, and resolving the annotations takes 2 ms.
     """
@@ -66,7 +66,7 @@ def known_keys() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """Options, and where each value came from."""
+    """The daemon's options, with the source of each value that the operator has set."""
 
     options: Options
     #: Key -> source of its value, as in ``Setting``; keys with their default are left out.
@@ -76,13 +76,13 @@ class Configured:
 def read(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Configured:
-    """Merges the layers into options.
+    """Merges all layers of the configuration into options, with their sources.
 
     Args:
-      file: the operator's file; None for none.
-      environment: usually ``os.environ``; only names that begin with ``TENSORD_`` count.
+      file: the operator's file; None: there is none.
+      environment: usually ``os.environ``; only variables that begin with ``TENSORD_`` are read.
       flags: settings from the command line.
-    Raises: ConfigurationError: the first finding.
+    Raises: ConfigurationError: something is wrong; the message is about the first mistake found.
     """
     given = [*(read_file(file) if file is not None else ()), *read_environment(environment or {}), *flags]
     options = merge([*read_file(DEFAULTS), *given])
@@ -92,18 +92,18 @@ def read(
 def load(
     file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
 ) -> Options:
-    """Merges the layers into options, as ``read``."""
+    """Merges all layers of the configuration into options. Arguments and errors are those of ``read``."""
     return read(file, environment, flags).options
 
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Returns every key with its default, as ``DEFAULTS`` has it."""
+    """Returns every key of the configuration with its default, from the file ``DEFAULTS``."""
     return {setting.key: setting.value for setting in read_file(DEFAULTS)}
 
 
 def described_type(key: str) -> msgspec.inspect.Type:
-    """Returns the type of a key's value as msgspec describes it; that of one item where it is a list."""
+    """Returns msgspec's description of the type of a key's value; for a list, that of one item."""
     found = msgspec.inspect.type_info(known_keys()[key])
     while isinstance(found, msgspec.inspect.Metadata | _LIST):
         found = found.type if isinstance(found, msgspec.inspect.Metadata) else found.item_type
@@ -111,7 +111,7 @@ def described_type(key: str) -> msgspec.inspect.Type:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Returns the words that a key's value may be, in the order of its declaration; (): it is no choice."""
+    """Returns the words that a key's value may be, in the order of their declaration; (): any value of its type."""
     words = typing.get_args(known_keys()[key])
     if words and words[-1] is Ellipsis:  # a list of them
         words = typing.get_args(words[0])
@@ -119,7 +119,10 @@ def choices(key: str) -> tuple[str, ...]:
 
 
 def merge(settings: Iterable[Setting]) -> Options:
-    """Merges settings; later ones win. Raises ConfigurationError."""
+    """Merges settings into options; later settings replace earlier ones of the same key.
+
+    Raises ConfigurationError: an unknown key, a value that is wrong, or values that contradict each other.
+    """
     keys = known_keys()
     merged: dict[str, Any] = {}
     for setting in settings:
@@ -135,7 +138,10 @@ def merge(settings: Iterable[Setting]) -> Options:
 
 
 def read_file(path: Path) -> list[Setting]:
-    """Reads the settings of a TOML file. Raises ConfigurationError: unreadable, or not TOML (with line and column)."""
+    """Reads the settings in a TOML file.
+
+    Raises ConfigurationError: the file cannot be read, is not TOML (with line and column), or has an unknown section.
+    """
     try:
         content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
@@ -160,7 +166,10 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 
 def written(configured: Configured) -> str:
-    """Writes options as the file of defaults, with their values; behind those that were set stands their source."""
+    """Returns options as a TOML file, in the order and with the comments of the file of defaults.
+
+    A value that the operator has set is followed by a comment with its source.
+    """
     lines: list[str] = []
     section = ""
     for line in DEFAULTS.read_text().splitlines():
@@ -176,7 +185,10 @@ def written(configured: Configured) -> str:
 
 
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
-    """Reads the settings among the variables. Raises ConfigurationError: a ``TENSORD_`` variable that names no key."""
+    """Reads the settings in environment variables.
+
+    Raises ConfigurationError: a variable begins with ``TENSORD_`` and names no key.
+    """
     variables = _variables()
     foreign = service_variables(environment)
     found = []
@@ -190,18 +202,18 @@ def read_environment(environment: Mapping[str, str]) -> list[Setting]:
 
 
 def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
-    """Returns ``TENSORD_`` variables that a container platform set for a service of that name, and nobody for the daemon.
+    """Returns the ``TENSORD_`` variables that a container platform has set for a service, not an operator for the daemon.
 
     For a service named ``tensord`` Kubernetes sets ``TENSORD_SERVICE_HOST``, ``TENSORD_PORT=tcp://...`` and more in every
-    container; for one named ``tensord-http`` ``TENSORD_HTTP_PORT=tcp://...``, which is also the name of a key. So the values tell
-    as well: no key that ends in PORT takes a URL.
+    container; for one named ``tensord-http`` it sets ``TENSORD_HTTP_PORT=tcp://...``, which is also the name of a key. So values
+    are looked at, too: no key that ends in PORT takes a URL.
     Source: Kubernetes "Accessing the Service", environment variables; Docker "Legacy container links".
     """
     return _service_names(environment, PREFIX, _variables())
 
 
 def _variables() -> dict[str, str]:
-    """Returns each key's variable with the key."""
+    """Returns environment variable -> key, for every key of the configuration."""
     return {PREFIX + key.replace(".", "_").upper(): key for key in known_keys()}
 
 
@@ -248,7 +260,10 @@ _PATHS = (
 
 
 def _at_home(setting: Setting, value: Any) -> Any:
-    """Puts the home directory in place of ``~``: in a file or a variable no shell has done so."""
+    """Replaces ``~`` at the start of a path by the home directory, as a shell does for flags but not in files or variables.
+
+    Raises ConfigurationError: no home directory is known for the user that is named.
+    """
     if not isinstance(value, str):
         return tuple(_at_home(setting, each) for each in value)
     scheme = "unix:" if value.startswith("unix:") else ""
@@ -264,7 +279,7 @@ def _at_home(setting: Setting, value: Any) -> Any:
 
 
 def _absolute(options: Options) -> Options:
-    """Makes paths absolute that workers open late: models' code may change the working directory before."""
+    """Makes the paths of repositories and cache absolute, because a model's code may change the working directory."""
     repository, executables = options.repository, options.executables
     cache = executables.cache_directory
     return msgspec.structs.replace(
@@ -279,7 +294,7 @@ _ACCOUNTS = ("owners", "snapshot_owners", "guarded_owners", "groups")
 
 
 def _check(options: Options) -> None:
-    """Checks values against each other. Raises ConfigurationError."""
+    """Checks values that depend on each other or have a syntax of their own. Raises ConfigurationError: the first mistake."""
     arenas, expert = options.arenas, options.expert
     if arenas.max_byte_size < arenas.byte_size:
         raise ConfigurationError(
@@ -349,7 +364,7 @@ def _check(options: Options) -> None:
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
-    """Checks a value with a grammar of its own; its reader words what is wrong."""
+    """Raises ConfigurationError for ``key`` if ``reader`` refuses its value with a ValueError, whose message is kept."""
     try:
         reader(value)
     except ValueError as error:
@@ -357,12 +372,12 @@ def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
 
 
 def changed_keys(old: Options, new: Options) -> list[str]:
-    """Returns the keys whose values differ, in the order of the file."""
+    """Returns the keys whose values differ between two sets of options, in the order of the file of defaults."""
     return [key for key in known_keys() if value_of(old, key) != value_of(new, key)]
 
 
 def value_of(options: Options, key: str) -> Any:
-    """Returns the value of a key."""
+    """Returns the value of a key, such as "http.port", in the options."""
     value: Any = options
     for name in key.split("."):
         value = getattr(value, name)
@@ -375,7 +390,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Shows a value in a sentence, shortened to 100 characters."""
+    """Returns a value as Python writes it, cut to 100 characters, for an error message."""
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
@@ -390,7 +405,10 @@ _SHOWN = 3
 
 
 def _service_names(environment: Mapping[str, str], prefix: str, keys: Container[str]) -> frozenset[str]:
-    """Returns the variables with that prefix that describe a service. ``keys``: variables of our own keys."""
+    """Returns the variables with this prefix that a container platform sets to describe a service.
+
+    ``keys``: the variables of our own keys, which must not be taken for a link's ``..._NAME``.
+    """
     ours = {name: value for name, value in environment.items() if name.startswith(prefix)}
     aliases = {
         name for name, value in ours.items() if name.endswith("_NAME") and name not in keys and _ALIAS.fullmatch(value)
@@ -408,6 +426,6 @@ def _describes(name: str, value: str) -> bool:
 
 
 def ignored_sentence(ignored: frozenset[str]) -> str:
-    """Returns the sentence for the log that names the ignored environment variables (``service_variables``)."""
+    """Returns the log message about environment variables that were ignored (``service_variables``), with up to three names."""
     shown = ", ".join(sorted(ignored)[:_SHOWN]) + (", ..." if len(ignored) > _SHOWN else "")
     return f"environment: not read as configuration, because the container platform set it for a service: {shown}"

@@ -1,13 +1,13 @@
 """Sets up a process's log: one line a message, in the format and at the levels of the options, the same in every process.
 
-    default    I1121 10:20:30.123456 4711 worker-0] text      the form of a Triton server, times in UTC
+    default    I1121 10:20:30.123456 4711 worker-0] text      the format of a Triton server, times in UTC
     ISO8601    2026-11-21T10:20:30.123Z INFO worker-0: text
     json       {"time": ..., "level": ..., "process": ..., "logger": ..., "message": ..., "traceback"?: ..., "trace_id"?: ...}
 
-Under the journal, which has the time, both text formats are ``<6>worker-0: text``, and an object has its priority before it too.
-Lines of the access log (``tensord.daemon.front.answered``) have ``"request": {...}``. A line about a traced request ends with its
-trace, `` trace_id=...``. Whatever a message contains, it is one
-line: control characters are escaped, so no client can write a line of its own.
+Under the journal, which adds the time, both text formats are ``<6>worker-0: text``, and a JSON object is preceded by its priority
+too. Lines of the access log (``tensord.daemon.front.answered``) have ``"request": {...}``. A line about a traced request ends
+with the trace's id, `` trace_id=...``. Whatever a message contains, it becomes one line: control characters are escaped, so no
+client can forge a line.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ _find_trace: Callable[[], str] = str
 
 
 def name_traces(find: Callable[[], str]) -> None:
-    """Has every line carry the id of the trace that ``find()`` returns where it is written; "": it has none."""
+    """Sets the function that gives each log line its trace id. ``find()`` returns the id for the code that logs; "": none."""
     global _find_trace
     _find_trace = find
 
 
 def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
-    """Sets the process's log up; again after a change. ``name`` is the process: "supervisor", "http-0", "worker-1"."""
+    """Sets up this process's log, or changes it to new options.
+
+    Args:
+      name: the process's name in each line: "supervisor", "http-0", "worker-1".
+      environment: has JOURNAL_STREAM if standard error goes to the journal; None: ``os.environ``.
+    """
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
     handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
     handler.setFormatter(
@@ -68,16 +73,16 @@ def configure(options: Log, name: str, environment: Mapping[str, str] | None = N
 
 
 def check_writable(options: Log) -> None:
-    """Raises OSError if the log file cannot be written. Afterwards it exists."""
+    """Raises OSError if the configured log file cannot be written. Creates the file if it does not exist."""
     if options.file:
         os.close(os.open(options.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640))
 
 
 class LogFile(WatchedFileHandler):
-    """Appends to the log file, as every process does; opens it again when it is moved away, for log rotation.
+    """Appends to the log file, as all processes do at once; opens the file again after log rotation has moved it.
 
     A line that cannot be written to the file goes to standard error instead: logging never fails its caller. The reason is
-    written there once a minute.
+    written there at most once a minute.
     """
 
     def __init__(self, path: str) -> None:
@@ -109,7 +114,7 @@ class LogFile(WatchedFileHandler):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to standard error, and ignores a failure there, such as a full disk: nobody is left to tell."""
+    """Writes log lines to standard error, and ignores a failure there, such as a full disk: nowhere is left to report it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -117,7 +122,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 class Seldom:
-    """Limits log lines about a failure that may recur with every request to one a minute. Safe for several threads."""
+    """Limits log lines about a failure that may come with every request to one a minute. Safe for several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -125,7 +130,7 @@ class Seldom:
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:
-        """Returns whether the caller should log now. ``what`` names the failure, if there are several."""
+        """Returns whether the caller should log the failure now. ``what``: which failure, if the caller has several."""
         now = self._clock()
         if now < self._next.get(what, now):
             return False
@@ -135,7 +140,7 @@ class Seldom:
 
 
 class _LevelFilter(logging.Filter):
-    """Triton's switches, which turn each level on or off by itself."""
+    """Drops log lines of the levels info, warning and error that the options turn off, each by its own switch as in Triton."""
 
     def __init__(self, options: Log) -> None:
         super().__init__()
@@ -146,14 +151,17 @@ class _LevelFilter(logging.Filter):
 
 
 def _note_trace(record: logging.LogRecord) -> bool:
-    """Notes the trace of the code that writes a line, where the line does not say (``extra={"trace_id": ...}``)."""
+    """Adds the id of the current trace to a log record, unless the caller gave one (``extra={"trace_id": ...}``).
+
+    Returns True, as a logging filter that keeps every record.
+    """
     if not hasattr(record, "trace_id"):
         record.trace_id = _find_trace()
     return True
 
 
 class TextFormatter(logging.Formatter):
-    """Formats lines for people."""
+    """Formats log lines as text, in the formats default and ISO8601. ``journal``: as the journal reads them, without the time."""
 
     def __init__(self, name: str, options: Log, journal: bool) -> None:
         super().__init__()
@@ -175,7 +183,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a message as one JSON object a line."""
+    """Formats each log message as one JSON object on a line. ``journal``: preceded by its priority, as journald reads it."""
 
     def __init__(self, name: str, journal: bool = False) -> None:
         super().__init__()
@@ -215,5 +223,5 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _escaped(text: str, *, keep_lines: bool) -> str:
-    """Escapes control characters. Our own tracebacks keep their lines; messages, which may quote a client, do not."""
+    """Escapes control characters. ``keep_lines``: except line ends, for our own tracebacks; messages may quote a client."""
     return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

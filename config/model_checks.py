@@ -1,7 +1,7 @@
-"""Checks the fields of a model's configuration, and what they say together.
+"""Checks the fields of a model's configuration, each by itself and together.
 
-Its one rule: whatever an operator or a client wrote is refused here, with the model and the place named, before any process acts
-on it. ``tensord.config.model_fields`` says which fields are refused altogether.
+Whatever an operator or a client wrote is checked here before any process uses it; an error names the model and the field.
+``tensord.config.model_fields`` says which fields are refused altogether.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ REPLACE_WAITING = "replace_waiting"
 
 
 def check(message: ModelConfig, *, whole: bool = False, scalars: Collection[str] = ()) -> None:
-    """Checks all fields of a configuration.
+    """Checks all fields of a model's configuration.
 
     Args:
-      whole: also what only a completed configuration must say: a known backend, and a datatype and dims for every tensor.
-      scalars: tensors of which the model itself declares that they have no dims, which a configuration alone cannot say.
-    Raises: InvalidArgument, Unsupported: the first finding, naming the model and the values.
+      whole: whether the configuration is completed, and so must have a known backend and a datatype and dims for every tensor.
+      scalars: the tensors that the model itself declares to have no dims, which a configuration cannot say.
+    Raises: InvalidArgument: a field is wrong; Unsupported: this server does not offer what a field asks for. The message is about
+      the first mistake found, and names the model and the values.
     """
     name = message.name
     _check_cache(message)
@@ -190,7 +191,10 @@ def _check_instances(message: ModelConfig) -> None:
 
 
 def check_device(message: ModelConfig, gpu: int | None) -> None:
-    """Raises InvalidArgument if a completed configuration asks for GPUs only, and ``gpu`` is None: it is loaded on the CPU."""
+    """Raises InvalidArgument if a completed configuration asks for GPUs only, and the model would be loaded on the CPU.
+
+    ``gpu``: the number of the worker's GPU; None: its device is the CPU.
+    """
     kinds = model_config_pb2.ModelInstanceGroup
     for group in message.instance_group:
         if gpu is None and all(each.kind == kinds.KIND_GPU for each in message.instance_group):
@@ -225,7 +229,7 @@ def _check_dynamic_batching(message: ModelConfig) -> None:
 
 
 def _check_cache(message: ModelConfig) -> None:
-    """Refuses a response cache for answers that cannot be given again, in Triton's words."""
+    """Raises InvalidArgument (Triton's message) if a model with sequences, or a decoupled one, asks for the response cache."""
     if not message.response_cache.enable:
         return
     if message.HasField("sequence_batching"):
@@ -240,7 +244,7 @@ def _check_cache(message: ModelConfig) -> None:
 
 
 def _check_order(message: ModelConfig) -> None:
-    """Refuses what contradicts ``preserve_ordering``, in Triton's words."""
+    """Raises InvalidArgument (Triton's message) if priorities or timeouts contradict ``preserve_ordering``."""
     batching = message.dynamic_batching
     if batching.priority_levels > 1:
         raise InvalidArgument(f"Only one priority level is allowed when 'preserve_ordering' is true for {message.name}")
@@ -252,7 +256,7 @@ def _check_order(message: ModelConfig) -> None:
 
 
 def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
-    """Returns batch sizes to compile, from the parameter ``batch_buckets`` ("1,8,32"); empty if it is not given.
+    """Returns the batch sizes to compile, from the model's parameter ``batch_buckets`` ("1,8,32"); () if it is not given.
 
     Raises: InvalidArgument: not ascending whole numbers up to ``max_batch_size``.
     """
@@ -262,9 +266,9 @@ def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
 
 
 def axis_buckets(message: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns sizes of named axes to compile, from parameters such as ``buckets.sequence`` ("32,128,256"); empty: "auto".
+    """Returns named axis -> sizes to compile, from parameters such as ``buckets.sequence`` ("32,128,256"); () for "auto".
 
-    Raises: InvalidArgument: neither that nor ascending whole numbers.
+    Raises: InvalidArgument: neither "auto" nor ascending whole numbers.
     """
     found: dict[str, tuple[int, ...]] = {}
     for name in sorted(name for name in message.parameters if name.startswith(_AXIS)):
@@ -290,11 +294,11 @@ _RAGGED_DATATYPES = ("TYPE_INT32", "TYPE_FP32")
 
 
 def _check_ragged(message: ModelConfig, whole: bool) -> None:
-    """Checks ``batch_input`` and ``batch_output``, in Triton's words where it has some.
+    """Checks ``batch_input`` and ``batch_output``, with Triton's messages where Triton has them.
 
     Args:
-      whole: the model's tensors are all known.
-    Raises: InvalidArgument: the first finding.
+      whole: whether the configuration is completed and so has all tensors of the model.
+    Raises: InvalidArgument: the first mistake found.
     """
     name = message.name
     inputs = {tensor.name for tensor in message.input} if message.input or whole else None
@@ -334,10 +338,10 @@ _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE
 
 
 def _check_sequences(message: ModelConfig) -> None:
-    """Checks ``sequence_batching``, in Triton's words. Raises InvalidArgument: the first finding.
+    """Checks ``sequence_batching``, with Triton's messages. Raises InvalidArgument: the first mistake found.
 
-    Control inputs are named, and of each kind there is at most one; START, END and READY have one pair of values, CORRID has a
-    datatype. Sizes and shares of ``oldest`` and ``direct`` can be reached.
+    Control inputs have names, and there is at most one of each kind; START, END and READY have one pair of values, CORRID has a
+    datatype. Batch sizes of ``oldest`` and the slot utilization of ``direct`` are possible.
     """
     name, sequences = message.name, message.sequence_batching
     _check_controls(message)
@@ -413,13 +417,14 @@ def _check_values(name: str, kind: str, control: Any) -> None:
 
 
 def _check_states(message: ModelConfig, whole: bool) -> None:
-    """Checks ``sequence_batching.state``, in Triton's words where it has some.
+    """Checks ``sequence_batching.state``, with Triton's messages where Triton has them.
 
-    Each is named once and has a datatype and dims; its initial state has the same ones, none of which varies.
+    Each state has a name of its own, a datatype and dims; its initial state has the same datatype and dims, none of them
+    variable.
 
     Args:
-      whole: each state must say its datatype.
-    Raises: InvalidArgument, Unsupported: the first finding.
+      whole: whether each state must have a datatype, because the configuration is completed.
+    Raises: InvalidArgument: the first mistake found.  Unsupported: a Triton Python model has states.
     """
     states = message.sequence_batching.state
     if states and message.backend == "python":

@@ -1,7 +1,7 @@
-"""A model's configuration: Triton's published ModelConfig message, read from config.pbtxt or JSON, completed and printed.
+"""A model's configuration, Triton's published ModelConfig message: read from config.pbtxt or JSON, completed and printed.
 
-``tensord.protocol`` has the message; protobuf parses it. ``tensord.config.model_checks`` refuses what is wrong in it, and
-``tensord.config.model_fields`` says what becomes of each field.
+``tensord.protocol`` has the message; protobuf parses it. ``tensord.config.model_checks`` refuses mistakes in it, and
+``tensord.config.model_fields`` says which fields are used, refused or ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEQUENCE_IDLE_US = 1_000_000
 
 
 def empty(model_name: str = "") -> ModelConfig:
-    """Makes a configuration that says nothing but the name."""
+    """Makes a model configuration in which nothing is set but the name."""
     return model_config_pb2.ModelConfig(name=model_name)
 
 
@@ -36,9 +36,9 @@ def empty(model_name: str = "") -> ModelConfig:
 
 
 def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
-    """Reads a config.pbtxt.
+    """Parses the text of a config.pbtxt.
 
-    Raises: InvalidArgument: names the model, the line and the column, and what protobuf expected there.
+    Raises: InvalidArgument: not such a text; the message names the model, line and column, and what protobuf expected there.
     """
     message = empty()
     try:
@@ -54,9 +54,9 @@ def parse_pbtxt(text: str, model_name: str) -> ModelConfig:
 
 
 def parse_json(text: str, model_name: str) -> ModelConfig:
-    """Parses a configuration in JSON, as the repository's load request carries it. One entry may stand for a list of one.
+    """Parses a model configuration in JSON, as a load request carries it. A single value may stand for a list of one.
 
-    Raises: InvalidArgument: names the model, and what is wrong where.
+    Raises: InvalidArgument: not such a configuration; the message names the model, and what is wrong where.
     """
     # The import comes late: only processes that take overrides pay for it.
     from google.protobuf import json_format
@@ -80,7 +80,10 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
 
 
 def _shaped(what: str, given: Any, described: Descriptor) -> dict[str, Any]:
-    """Gives JSON the lists and objects that the message has. Raises InvalidArgument: something else is there."""
+    """Returns the JSON object with lists wherever the message has them, also where a single value was given for a list of one.
+
+    ``what`` begins error messages. Raises InvalidArgument: a list, an object or a single value stands where another is expected.
+    """
     if not isinstance(given, dict):
         raise InvalidArgument(f"{what}: {_kind(given)} is given, an object is expected")
     shaped: dict[str, Any] = {}
@@ -112,14 +115,14 @@ def _shaped_single(what: str, value: Any, field: FieldDescriptor) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Names the value's kind as JSON does."""
+    """Returns the kind of a JSON value in words, with an article: "an object"."""
     return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
         type(value), "a number"
     )
 
 
 def from_bytes(content: bytes) -> ModelConfig:
-    """Decodes the serialised message that ``tensord.shm.control_records.Load`` carries. Raises InvalidArgument: it is none."""
+    """Parses the serialised ModelConfig in a ``tensord.shm.control_records.Load``. Raises InvalidArgument: it is malformed."""
     message = empty()
     try:
         message.ParseFromString(content)
@@ -132,9 +135,10 @@ def from_bytes(content: bytes) -> ModelConfig:
 
 
 def complete(message: ModelConfig, gpus: Sequence[int] = ()) -> None:
-    """Fills in what Triton fills in, in place; what is given stays. ``gpus`` are those it runs on, by number; none: the CPU.
+    """Fills in the defaults that Triton fills in, in place; values that are given stay.
 
-    Inputs, outputs and ``max_batch_size`` are the model's to say, so call this after they are known.
+    Inputs, outputs and ``max_batch_size`` come from the model, so call this after they are known. ``gpus``: the numbers of the
+    GPUs that the model runs on; empty: the CPU.
     """
     if not message.HasField("version_policy"):
         message.version_policy.latest.num_versions = 1
@@ -178,7 +182,10 @@ def _complete_instances(message: ModelConfig, gpus: Sequence[int]) -> None:
 
 
 def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
-    """Returns a completed configuration in JSON, whose instance groups also name the GPUs that other workers have filled in."""
+    """Returns a completed configuration whose instance groups also name the GPUs of the same groups on other workers.
+
+    ``config`` and ``others`` are JSON: the configuration as each worker has completed it.
+    """
     different = {each for each in others if each != config}
     if not different:
         return config
@@ -194,22 +201,25 @@ def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
 
 
 def tensors_of(message: ModelConfig) -> list[ModelTensor]:
-    """Returns the inputs, and then the outputs, of a configuration."""
+    """Returns the inputs of a model configuration, followed by its outputs."""
     return [*message.input, *message.output]
 
 
 def is_ordered(message: ModelConfig) -> bool:
-    """Returns whether answers leave in the order of their requests."""
+    """Returns whether the model's answers must be sent in the order of the requests (``preserve_ordering``)."""
     return bool(message.dynamic_batching.preserve_ordering or message.sequence_batching.oldest.preserve_ordering)
 
 
 def to_json(message: ModelConfig) -> bytes:
-    """Encodes Triton's JSON form: the proto's field names and order, enums as names, int64 as numbers, empty lists and maps."""
+    """Encodes a configuration as Triton does in JSON: the proto's field names and order, enums as names, int64 as numbers.
+
+    Empty lists and maps are written, too.
+    """
     return msgspec.json.encode(to_dict(message))
 
 
 def to_dict(message: Any) -> dict[str, Any]:
-    """Converts a message of any type to plain values of the JSON form."""
+    """Converts a protobuf message of any type to dicts, lists and plain values, as ``to_json`` encodes them."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -225,7 +235,7 @@ def to_dict(message: Any) -> dict[str, Any]:
 
 
 def is_map(field: FieldDescriptor) -> bool:
-    """Returns whether a field is a map."""
+    """Returns whether a protobuf field is a map."""
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
@@ -239,9 +249,9 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
 
 
 def metadata(message: ModelConfig) -> bytes:
-    """Makes the model metadata answer without its "versions": JSON {name, platform, inputs, outputs}.
+    """Returns the answer to a model metadata request, without its "versions": JSON {name, platform, inputs, outputs}.
 
-    Shapes are the client's: with the batch dimension as -1 where the model batches, and before any reshape.
+    Shapes are those that clients send: with -1 for the batch dimension, if the model has one, and before any reshape.
     """
     batch = [-1] if message.max_batch_size > 0 else []
 
@@ -266,7 +276,7 @@ def metadata(message: ModelConfig) -> bytes:
 
 
 def data_type_name(tensor: Any) -> str:
-    """Returns the data type's name of a ModelInput or ModelOutput, as ``TYPE_FP32``; ``TYPE_INVALID`` if it is not given."""
+    """Returns the name of the data type of a ModelInput or ModelOutput, as ``TYPE_FP32``; ``TYPE_INVALID`` if none is set."""
     known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
     return str(known.name) if known is not None else f"TYPE_{tensor.data_type}"
 
@@ -276,7 +286,10 @@ _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(message: ModelConfig, parameter: str) -> bool:
-    """Returns the value of a boolean model parameter. Raises InvalidArgument: it is neither true nor false."""
+    """Returns the value of a boolean model parameter; False if it is not given.
+
+    Raises InvalidArgument: the value is neither true nor false.
+    """
     if parameter not in message.parameters:
         return False
     said = message.parameters[parameter].string_value

@@ -1,7 +1,7 @@
-"""Sorts the fields of ModelConfig: honoured, refused when the model is loaded, or without effect, which is warned of.
+"""Sorts the fields of ModelConfig into three kinds: used, refused when the model is loaded, and ignored with a warning.
 
-Every field of the published message stands in exactly one of the three tables here, by its path, or stands below one that is
-refused or without effect as a whole. A field of a newer message that stands in none fails a test. The tables of docs/models.md
+Every field of the published message is in exactly one of the three tables here, by its path, or is below a field that is
+refused or ignored as a whole. A test fails if a newer message has a field that is in none. The tables of docs/models.md
 are these.
 """
 
@@ -166,14 +166,14 @@ _NEUTRAL = {"optimization.input_pinned_memory.enable": True, "optimization.outpu
 
 
 def refuse(message: ModelConfig) -> None:
-    """Raises Unsupported: the configuration asks for something that the model cannot be served without."""
+    """Raises Unsupported if a configuration sets a field that is refused (``REFUSED``), with the reason."""
     for path in _given(message, ""):
         if path in REFUSED:
             raise Unsupported(f"model '{message.name}': {path}: {REFUSED[path]}")
 
 
 def without_effect(message: ModelConfig) -> list[str]:
-    """Returns a sentence for each thing that the configuration asks for and that has no effect."""
+    """Returns a sentence, for a warning, about each field and parameter that a configuration sets and that is ignored."""
     paths = dict.fromkeys(path for path in _given(message, "") if path in WITHOUT_EFFECT)
     found = [f"{path} is without effect: {WITHOUT_EFFECT[path]}" for path in paths]
     if message.backend == "python":
@@ -190,7 +190,7 @@ def without_effect(message: ModelConfig) -> list[str]:
 
 
 def _given(message: Any, prefix: str) -> Iterator[str]:
-    """Yields the paths of REFUSED and WITHOUT_EFFECT that a message sets."""
+    """Yields the paths in REFUSED and WITHOUT_EFFECT that a message sets. ``prefix``: the path of the message, with a dot."""
     for field in message.DESCRIPTOR.fields:
         path = prefix + field.name
         value = getattr(message, field.name)
@@ -211,7 +211,7 @@ def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:
 
 
 def _parts(message: Any, field: FieldDescriptor, value: Any) -> Iterable[Any]:
-    """Returns the messages that a field holds; for a map its values, if they are messages."""
+    """Returns the messages that a field holds: one, those of a list, or the values of a map if they are messages."""
     if is_map(field) and field.message_type is not None:
         return value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
     if field.is_repeated:

@@ -1,8 +1,8 @@
 """The daemon's options as one frozen value. ``tensord.config.layers`` fills it from default.toml < file < environment < flags.
 
-The field comments of ``config/default.toml`` are the reference for operators; here stand types and bounds, which msgspec
-enforces. Sizes are bytes, times seconds unless the name says otherwise. Only operators write these; nothing here is ever
-settable over the network.
+The comments in ``config/default.toml`` are the reference for operators; this module has types and bounds, which msgspec
+enforces. Sizes are bytes, times seconds unless the name says otherwise. Only operators set options; no option can be
+set over the network.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMPRESSION_LEVELS: dict[Compression, int] = {"none": 0, "low": 1, "medium": 6, 
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the sections: an unknown key is an error, never ignored."""
+    """Base class of all sections of the options: an unknown key is an error, never ignored."""
 
 
 class Repository(Section, frozen=True):
@@ -66,7 +66,7 @@ class Repository(Section, frozen=True):
 
 
 class Http(Section, frozen=True):
-    """The HTTP fronts and what they accept from a connection."""
+    """The HTTP servers (fronts), and the limits of what they accept from a connection."""
 
     enabled: bool = True
     #: Fronts that share the addresses; "auto": by cores and GPUs (tensord.daemon.processes.fronts).
@@ -111,7 +111,7 @@ class Http(Section, frozen=True):
 
 
 class Grpc(Section, frozen=True):
-    """The gRPC fronts and what they accept from a connection."""
+    """The gRPC servers (fronts), and the limits of what they accept from a connection."""
 
     enabled: bool = True
     #: As for http.
@@ -162,7 +162,7 @@ class Grpc(Section, frozen=True):
 
 
 class Metrics(Section, frozen=True):
-    """The port that Prometheus scrapes."""
+    """The port on which Prometheus reads metrics."""
 
     enabled: bool = True
     address: str = "127.0.0.1"
@@ -181,7 +181,7 @@ class Metrics(Section, frozen=True):
 
 
 class Workers(Section, frozen=True):
-    """The processes that run models."""
+    """The worker processes, which run models."""
 
     #: "auto": one worker per visible GPU, else CPU workers.
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -224,7 +224,7 @@ class Workers(Section, frozen=True):
 
 
 class Arenas(Section, frozen=True):
-    """The daemon's own memory for tensors: nameless, sealed, one allocator each."""
+    """The shared memory for tensors of requests and answers that is not a client's: its sizes and who may use how much."""
 
     #: The first segment of each arena; large tensors get segments of their own.
     byte_size: ArenaSize = 32 << 20
@@ -246,7 +246,7 @@ class Arenas(Section, frozen=True):
 
 
 class Requests(Section, frozen=True):
-    """Bounds on what is in flight, and its ids."""
+    """Limits on the requests that are being served, and whether requests get ids."""
 
     #: An answer that takes longer is given up: 503, and the request is cancelled. 0: never.
     timeout: Seconds = 0.0
@@ -264,14 +264,14 @@ class Requests(Section, frozen=True):
 
 
 class ResponseCacheOptions(Section, frozen=True):
-    """The cache of answers, for models that ask for it."""
+    """The cache of answers, for models whose configuration asks for it."""
 
     #: Inputs and outputs of all cached answers, of all shared workers together: each has its share; 0: there is no cache.
     byte_size: ByteSize = 0
 
 
 class RateLimit(Section, frozen=True):
-    """Resources that instances of models share: an instance executes only while it has what it needs."""
+    """The resources of the rate limiter: an instance of a model executes only while it has the resources that it needs."""
 
     mode: Literal["off", "execution_count"] = "off"
     #: The amounts, "NAME:COUNT" or "NAME:COUNT:DEVICE" (tensord.config.rate_limits); by default as much as any one instance
@@ -280,7 +280,7 @@ class RateLimit(Section, frozen=True):
 
 
 class ExecutablesOptions(Section, frozen=True):
-    """The compilation of models."""
+    """How models are compiled, where compiled programs are cached, and limits on their size."""
 
     #: "": $XDG_CACHE_HOME/tensord, or $CACHE_DIRECTORY under systemd. It holds code, so it has to be this user's alone.
     cache_directory: str = ""
@@ -295,7 +295,7 @@ class ExecutablesOptions(Section, frozen=True):
 
 
 class RegionsOptions(Section, frozen=True):
-    """Client shared memory: what may be registered, how it is used, how much of it."""
+    """Shared memory of clients: which objects may be registered as regions, how workers access them, and limits."""
 
     enabled: bool = True
     #: The prefixes that keys may have, without the leading slash; empty: any.
@@ -322,7 +322,7 @@ class RegionsOptions(Section, frozen=True):
 
 
 class ClientsOptions(Section, frozen=True):
-    """The clients' unix socket, and the lanes to workers that clients get there."""
+    """The unix socket for clients, and the direct connections to workers (lanes) that clients get there."""
 
     #: The socket's path; "": clients.sock in $RUNTIME_DIRECTORY under systemd, else beside tensorctl's socket.
     socket: str = ""
@@ -348,7 +348,7 @@ class ClientsOptions(Section, frozen=True):
 
 
 class SupervisorOptions(Section, frozen=True):
-    """Starting, watching, replacing and stopping processes."""
+    """How the daemon stops, keeps pushed parameters, and is controlled."""
 
     #: After SIGTERM, accepted requests may take so long to finish.
     exit_timeout: Seconds = 30.0
@@ -363,7 +363,7 @@ class SupervisorOptions(Section, frozen=True):
 
 
 class Log(Section, frozen=True):
-    """The log: levels, format and file."""
+    """The log: its levels, format and file."""
 
     info: bool = True
     warning: bool = True
@@ -377,7 +377,7 @@ class Log(Section, frozen=True):
 
 
 class TraceOptions(Section, frozen=True):
-    """The traces taken from the start, and their files."""
+    """How requests are traced from the daemon's start on, and where traces are written."""
 
     #: The levels; empty: tracing is off.
     level: tuple[Literal["TIMESTAMPS", "TENSORS"], ...] = ()
@@ -398,7 +398,7 @@ class TraceOptions(Section, frozen=True):
 
 
 class Expert(Section, frozen=True):
-    """Holds keys that no operator should have to change: for measurements, for finding out what is wrong, and for tests."""
+    """Settings that no operator should have to change: for measurements, for finding faults, and for our own tests."""
 
     #: How long either end of a lane polls before it sleeps, in microseconds, while records follow each other that fast. 0: never.
     spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
@@ -418,7 +418,7 @@ class Expert(Section, frozen=True):
 
 
 class Options(Section, frozen=True):
-    """All options of an operator."""
+    """All options of the daemon, in their sections."""
 
     server_name: str = "tensord"
     repository: Repository = Repository()

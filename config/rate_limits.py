@@ -1,4 +1,7 @@
-"""Parses the resources that instances share, as ``rate_limit.resources`` lists them: ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``."""
+"""Parses the amounts of resources that model instances share (the rate limiter), as ``rate_limit.resources`` lists them.
+
+Each entry is ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _LIMIT = re.compile(r"([^:]+):([0-9]{1,10})(?::([0-9]{1,4}))?", re.ASCII)
 
 
 class Limit(NamedTuple):
-    """The amount of a resource."""
+    """How much of a resource there is, on one device or on each."""
 
     #: The name in lower case: names that differ in case only are one.
     name: str
@@ -24,7 +27,10 @@ class Limit(NamedTuple):
 
 
 def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
-    """Parses limits. Raises ValueError: what is expected and what was given."""
+    """Parses amounts of resources, ``NAME:COUNT`` or ``NAME:COUNT:DEVICE`` each.
+
+    Raises ValueError: not such a text; the message says what was expected and what was given.
+    """
     limits: list[Limit] = []
     for text in texts:
         match = _LIMIT.fullmatch(text)
@@ -35,12 +41,15 @@ def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
 
 
 def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
-    """Returns the limits of a worker's device; None: there is no rate limiter. The processor is device 0, as in Triton."""
+    """Returns resource -> amount for a worker's device; None if there is no rate limiter.
+
+    ``gpu``: the device's number; None: the CPU, which counts as device 0, as in Triton.
+    """
     return None if options.mode == "off" else of_device(parse(options.resources), gpu or 0)
 
 
 def of_device(limits: Iterable[Limit], device: int) -> dict[str, int]:
-    """Returns the amounts of limited resources on a device; limits for the device itself go first."""
+    """Returns resource -> amount for a device. An amount for exactly this device replaces the amount for every device."""
     found: dict[str, int] = {}
     for limit in sorted(limits, key=lambda limit: limit.device is not None):
         if limit.device in (None, device):

@@ -1,6 +1,6 @@
-"""Parses restrictions of groups of calls, ``GROUP[,GROUP...]:KEY=VALUE``: a header and its value open a group.
+"""Parses restrictions of groups of calls, ``GROUP[,GROUP...]:KEY=VALUE``: such calls need the header KEY with this VALUE.
 
-Source: Triton's --http-restricted-api and --grpc-restricted-protocol; the groups have its names.
+Source: Triton's --http-restricted-api and --grpc-restricted-protocol; the groups have Triton's names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORM = "expected GROUP[,GROUP...]:KEY=VALUE"
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """The header that opens a group."""
+    """The header, with its value, that a request must have to be allowed a restricted group of calls."""
 
     #: The header's name in lower case.
     key: str
@@ -37,10 +37,10 @@ class Restriction:
 
 
 def parse(entries: Iterable[str]) -> dict[str, Restriction]:
-    """Returns the restriction of each group; groups that are not in it are open to everybody.
+    """Parses restrictions. Returns group -> the header it needs; a group that is not in the result is open to everybody.
 
-    An entry without a colon belongs to the next one: that is what becomes of a list of groups in a comma-separated variable.
-    Raises ValueError: a sentence about the first entry that is wrong, without the value, which is a secret.
+    Groups in an entry without a colon belong to the next entry: a comma-separated environment variable is split in this way.
+    Raises ValueError: an entry is wrong; the message names the first one, without its value, which is a secret.
     """
     found: dict[str, Restriction] = {}
     waiting: list[str] = []
