@@ -17,7 +17,7 @@ MAX_STEPS = 256
 
 
 def is_ensemble(message: ModelConfig) -> bool:
-    """Returns whether a configuration, correct or not, is an ensemble's: it has ensemble_scheduling, or the platform "ensemble"."""
+    """Returns whether a configuration is an ensemble's, correct or not: it has ensemble_scheduling or platform "ensemble"."""
     return bool(message.HasField("ensemble_scheduling") or message.platform == PLATFORM)
 
 

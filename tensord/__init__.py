@@ -1,7 +1,7 @@
 """tensord serves JAX models to programs on the same machine.
 
-Programs and models import ``tensord.testing``, ``tensord.models`` and ``__version__``. The server's own packages are beside them
-(``tensord.config``, ``tensord.daemon``, ``tensord.shm``, ``tensord.workers``): they change without notice. Importing this
+Programs and models import ``tensord.testing``, ``tensord.models`` and ``__version__``. The other packages here are the server's
+own (``tensord.config``, ``tensord.daemon``, ``tensord.shm``, ``tensord.workers``) and change without notice. Importing this
 package imports none of them.
 """
 

@@ -1,4 +1,4 @@
-"""``python -m tensord`` is the command ``tensord``."""
+"""Makes ``python -m tensord`` the same as the command ``tensord``."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ _ROOT = str(Path(__file__).parents[1])
 
 
 def run() -> None:
-    """Runs the command. Where it serves, signals are handled before anything else is imported."""
+    """Runs the command ``tensord``. For ``tensord serve``, signals are handled before anything else is imported."""
     first_signals = FirstSignals()
     if "serve" in sys.argv[1:2]:
         first_signals.watch()

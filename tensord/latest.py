@@ -1,7 +1,7 @@
-"""A model that is asked with the newest inputs and answers with the newest outputs: what comes too fast is left out.
+"""Asks a model with the newest inputs only, and returns its newest answer: inputs that come too fast are skipped.
 
-put ─▶ two under way? ─ no ─▶ model ─▶ newest answer ─▶ get
-             ╰─ yes: it waits, in the place of the one that waited
+put ─▶ two requests under way? ─ no ─▶ model ─▶ newest answer ─▶ get
+             ╰─ yes: these inputs wait, and replace others that waited
 
 ``tensord_client`` has the same for a served model (``client/tensord_client/latest.py``), and the same tests run against both.
 """
@@ -26,10 +26,10 @@ A = TypeVar("A")
 
 
 class Latest(Generic[A]):
-    """Answers to the newest of the inputs that were put. Any thread may put, and any may get."""
+    """Sends the newest inputs to a model, and returns its newest answer. Any thread may call ``put`` or ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], concurrent.futures.Future[A]]) -> None:
-        """``submit``: begins a request."""
+        """Begins without any inputs. ``submit``: sends a request with the given inputs to the model, and returns its future."""
         self._submit = submit
         self._changed = threading.Condition()
         self._under_way: dict[int, concurrent.futures.Future[A]] = {}
@@ -43,9 +43,11 @@ class Latest(Generic[A]):
         self.replaced = 0
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Asks the model, or waits to do so in the place of what waits. The arrays may be written to as soon as this returns.
+        """Sends inputs to the model, or keeps them until a request has ended, in place of older inputs that wait.
 
-        Raises: InvalidArgument: an input cannot be an array.  Cancelled: it was closed.
+        The caller may change the arrays as soon as this returns.
+
+        Raises: InvalidArgument: an input cannot be an array.  Cancelled: ``close`` was called.
         """
         with self._changed:
             if self._closed:
@@ -63,7 +65,7 @@ class Latest(Generic[A]):
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: concurrent.futures.Future[A]) -> None:
-        """Takes an answer, and asks with what waits."""
+        """Keeps the answer to a request that has ended, if it is the newest, and sends the inputs that wait."""
         asked: concurrent.futures.Future[A] | None = None
         with self._changed:
             del self._under_way[number]
@@ -83,9 +85,10 @@ class Latest(Generic[A]):
             self._watch(number, asked)
 
     def get(self, timeout: float | None = None) -> A:
-        """Waits for an answer that is newer than the last one that was taken, and returns the newest.
+        """Waits for an answer that is newer than the last one returned, and returns it. ``timeout``: seconds; None: no limit.
 
-        Raises: ServingError: the newest is one.  DeadlineExceeded: none came within so many seconds.  Cancelled: it was closed.
+        Raises: ServingError: the newest answer is this error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close``
+          was called.
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -105,14 +108,17 @@ class Latest(Generic[A]):
 
     @property
     def behind(self) -> int:
-        """Returns how many of the inputs that were put, and not replaced, have no answer that was taken or is newer."""
+        """Returns how many inputs wait, are under way at the model, or have an answer that ``get`` can return.
+
+        Inputs that newer ones have replaced do not count, nor do requests that are older than the answer last returned.
+        """
         with self._changed:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)
             )
 
     def close(self) -> None:
-        """Cancels what is under way. Idempotent."""
+        """Cancels all requests that are under way; ``put`` and ``get`` raise Cancelled from then on. Idempotent."""
         with self._changed:
             self._closed = True
             self._waiting = None
@@ -131,7 +137,7 @@ class Latest(Generic[A]):
 
 
 def _copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies arrays, which their owner may write to."""
+    """Copies the arrays in inputs, also in nested mappings, because the caller may change them afterwards."""
     return {
         name: _copied(value) if isinstance(value, Mapping) else np.array(value) if hasattr(value, "dtype") else value
         for name, value in inputs.items()

@@ -1,4 +1,4 @@
-"""Functions for the authors of models: parameters from files, model folders without Python, other models, metrics."""
+"""Functions for the authors of models: read parameters, write model folders without Python, call other models, make metrics."""
 
 from __future__ import annotations
 
@@ -45,21 +45,22 @@ def export(
     buckets: Mapping[str, Sequence[int]] | None = None,
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """Writes a model folder that any tensord serves, without Python files.
+    """Writes a model folder that any tensord serves, without Python files in it.
 
     Args:
-      folder: of the model; its name is the model's. Version 1 is written, which must not be there.
+      folder: the model's folder; its name is the model's name. Version 1 is written, which must not exist yet.
       function: ``function(parameters, inputs)`` returns a dict of named arrays, or a tree of them. With ``max_batch_size`` above
-        0 all of them have the batch as first dimension.
-      parameters: a pytree. Its arrays are written beside the program; everything else in it becomes part of that.
+        0 the first dimension of every array is the batch.
+      parameters: a pytree. Its arrays are written to a file of parameters; everything else in it becomes part of the program.
       inputs: name -> datatype and dims without the batch, such as ``{"x": "FP32[4]", "ids": "INT64[sequence]"}``; or a tree of
-        those, as the function takes it: an array is named by the keys on the way to it, joined by dots.
+        such texts, as the function takes it: an array's name is then the keys on the way to it, joined by dots.
+      max_batch_size: the most rows of one batch; 0: the arrays have no batch dimension.
       buckets: named axis -> sizes that are compiled when the model is loaded; requests are padded to them with zeros.
-      platforms: what it may run on, such as ``("cpu", "cuda")``. None: the one that runs this.
+      platforms: the platforms that the program may run on, such as ``("cpu", "cuda")``. None: only the one that runs this.
 
     Returns: the folder.
 
-    Raises: tensord.shm.errors.InvalidArgument: a declaration is wrong, or the function cannot be exported; it says why.
+    Raises: tensord.shm.errors.InvalidArgument: a declaration is wrong, or the function cannot be exported; the message says why.
     """
     # Imported here: ``load`` needs no JAX.
     from tensord.workers.declarations.exporting import export_model
@@ -68,25 +69,26 @@ def export(
 
 
 def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> dict[str, Array]:
-    """Calls another model of the server, from within a host model or a generator, and waits for its outputs.
+    """Calls another model of the server and waits for its outputs; for use in a host model or a generator.
 
     Args:
       inputs: name -> array, in the shapes that clients send: with the batch dimension.
-      outputs: which are wanted; none: all.
-      own: what else the request says: ``version``, ``parameters``, ``request_id``, ``priority``, ``timeout_us``,
+      outputs: the names of the outputs to return; none: all.
+      own: further fields of the request: ``version``, ``parameters``, ``request_id``, ``priority``, ``timeout_us``,
         ``sequence_id``, ``sequence_start``, ``sequence_end``, ``replace_key``.
 
-    Returns: name -> numpy array, not to be written to.
+    Returns: name -> numpy array, which is read-only.
 
-    Raises: ServingError: what the other model answered, or why it could not be asked. Not caught, it is this model's answer.
+    Raises: ServingError: the error that the other model answered, or why it could not be called. If the calling model does not
+      catch it, its own client gets it.
     """
     return begin(model, inputs, outputs, **own).result()
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
-    """Begins a call without waiting; ``result()`` waits. Several calls share batches of the model they are for.
+    """Begins a call of another model and returns at once; ``result()`` of the returned object waits for the outputs.
 
-    Arguments as for ``call``.
+    Calls that are under way together may share a batch of the called model. Arguments as for ``call``.
     """
     from tensord.workers.calls.asking import begin as begun
 
@@ -96,9 +98,9 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Calls a model with any number of responses, and yields them as they come; closing ends the call.
+    """Calls a model that answers with any number of responses, and yields each response when it comes.
 
-    Arguments as for ``call``.
+    Closing the iterator cancels the call. Arguments as for ``call``.
     """
     from tensord.workers.calls.asking import stream as streamed
 
@@ -106,13 +108,13 @@ def stream(
 
 
 def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Has the server load another model, or load it anew, from within a model, and waits for that. ``create`` may, too.
+    """Has the server load another model, or load it again, and waits until that is done. Also allowed in a model's ``create``.
 
     Args:
-      config: a configuration in JSON that takes the place of its config.pbtxt.
-      files: ``file:<version>/<name>`` -> content; the model consists of these.
+      config: a configuration in JSON that replaces the model's config.pbtxt; "": none.
+      files: ``file:<version>/<name>`` -> content; the model then consists of these files only. None: its own files.
 
-    Raises: ServingError: why it could not be loaded; or no model of a server runs this.
+    Raises: ServingError: the model could not be loaded, and why; or this code is not run by a model on a server.
     """
     from tensord.workers.calls.other_models import load
 
@@ -120,28 +122,34 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
 
 def unload_model(name: str, dependents: bool = False) -> None:
-    """Begins to unload another model, and with ``dependents`` its members. Raises as ``load_model``."""
+    """Has the server begin to unload another model. ``dependents``: also an ensemble's members that nothing else uses.
+
+    Raises as ``load_model``.
+    """
     from tensord.workers.calls.other_models import unload
 
     unload(name, dependents)
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Returns whether the server answers requests for that version of a model, or for any (0). Raises as ``load_model``."""
+    """Returns whether the server answers requests for this version of a model; version 0: for any version.
+
+    Raises as ``load_model``.
+    """
     from tensord.workers.calls.other_models import is_ready
 
     return is_ready(name, version)
 
 
 def span(name: str, **attributes: bool | int | float | str) -> AbstractContextManager[None]:
-    """Names what a block of a host model or generator does, in the traces of the requests that it works on.
+    """Returns a context manager that makes its block a named span in the traces of the requests that the model works on.
 
         with tensord.models.span("tokenize", words=len(words)):
             ...
 
-    Blocks within it are parts of it, and an exception that leaves it is its error. Of a request that is not traced nothing is
-    kept; so it is in threads that the model has started itself. A request has at most 128 spans, of at most 16 attributes each,
-    and the first 256 characters of a text are told.
+    Spans inside the block become its children, and an exception that leaves the block is recorded as its error. Nothing is
+    recorded for a request that is not traced, nor in threads that the model has started itself. A request has at most 128 spans,
+    with at most 16 attributes each; of a text the first 256 characters are kept.
     """
     from tensord.workers.calls.own_spans import span
 
@@ -149,9 +157,11 @@ def span(name: str, **attributes: bool | int | float | str) -> AbstractContextMa
 
 
 def counter(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Counter:
-    """Makes a metric of this model that only grows: ``increment(by=1)``, ``value``. Shown as long as the model keeps the object.
+    """Makes a metric of this model that only grows, with ``increment(by=1)`` and ``value``.
 
-    Raises: InvalidArgument: the name or a label cannot be one, or it is there as another kind; or no model runs this.
+    It is shown among the server's metrics for as long as the model keeps the returned object.
+
+    Raises: InvalidArgument: the name or a label is not valid, a metric of another kind has this name, or no model runs this code.
     """
     from tensord.workers.calls.own_metrics import Counter
 
@@ -159,7 +169,7 @@ def counter(name: str, description: str = "", labels: Mapping[str, str] | None =
 
 
 def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Gauge:
-    """Makes a metric of something that goes up and down, with ``set(to)`` besides; otherwise as ``counter``."""
+    """Makes a metric of this model that goes up and down: as ``counter``, and with ``set(to)``."""
     from tensord.workers.calls.own_metrics import Gauge
 
     return Gauge(name, description, labels)
@@ -168,7 +178,10 @@ def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = N
 def histogram(
     name: str, buckets: Sequence[float], description: str = "", labels: Mapping[str, str] | None = None
 ) -> Histogram:
-    """Makes a metric of values by size: ``observe(value)``. ``buckets``: their growing upper bounds. Otherwise as ``counter``."""
+    """Makes a metric of this model that counts values by size, with ``observe(value)``; otherwise as ``counter``.
+
+    ``buckets``: the upper bounds of the buckets, ascending.
+    """
     from tensord.workers.calls.own_metrics import Histogram
 
     return Histogram(name, description, labels, buckets)

@@ -1,4 +1,4 @@
-"""Reads parameters from the files that JAX users keep them in.
+"""Reads model parameters from the file formats that JAX users keep them in.
 
 .safetensors    dict of names to arrays
 .npz            dict of names to arrays
@@ -30,17 +30,17 @@ def load(path: str | Path, sharding: Any = None, nested: bool = False) -> Any:
       path: ends with .safetensors, .npz or .msgpack, or is the folder of an Orbax checkpoint.
       sharding: where the arrays go: a ``jax.sharding.Sharding`` for all of them, or a function of name and shape that returns
         one. Each device then gets its part, and of safetensors only that part is read. None: numpy arrays.
-
-      nested: dicts in dicts, parted at the dots (or, where names have them, slashes) of the names that safetensors and npz files
-        have, as Flax Linen's ``apply`` takes them: ``params.Dense_0.kernel`` is ``["params"]["Dense_0"]["kernel"]``.
+      nested: for safetensors and npz files, whose dicts are flat: whether to return nested dicts, split at the dots of the names
+        (or at slashes, if names have them), as Flax Linen's ``apply`` takes them: ``params.Dense_0.kernel`` becomes
+        ``["params"]["Dense_0"]["kernel"]``.
 
     Returns:
-      A pytree of arrays, as the file has it: dicts by name, nested where the file nests.
+      A pytree of arrays as in the file: dicts by name, nested where the file nests.
 
     Raises:
-      FileNotFoundError: there is nothing of that name.
-      ValueError: it is damaged, or of another kind; it names the file.
-      ModuleNotFoundError: the package that reads it is not installed; it says which.
+      FileNotFoundError: the path does not exist.
+      ValueError: the file is damaged, or of another kind; the message names it.
+      ModuleNotFoundError: the package that reads the file is not installed; the message names the package.
     """
     tree = _load(Path(path), sharding)
     return _nested(tree) if nested else tree
@@ -62,7 +62,10 @@ def _load(path: Path, sharding: Any) -> Any:
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of nested mappings and sequences by the keys on the way to them, joined by dots: ``layers.0.w``."""
+    """Returns the leaves of nested mappings and sequences, each under its keys joined by dots, such as ``layers.0.w``.
+
+    None is left out. Raises ValueError: two leaves have the same name.
+    """
     found: dict[str, Any] = {}
 
     def walk(node: Any, name: str) -> None:
@@ -85,7 +88,10 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def _nested(tree: Any) -> Any:
-    """Nests arrays by their names. Raises ValueError: a name is also the beginning of another one."""
+    """Turns a dict whose names have dots (or slashes) into nested dicts; a tree that is no dict stays as it is.
+
+    Raises ValueError: one name is the beginning of another, so it would be an array and a dict at once.
+    """
     if not isinstance(tree, Mapping):
         return tree
     separator = "/" if any("/" in str(name) for name in tree) else "."
@@ -177,7 +183,7 @@ def _dtype(name: str) -> Any:
 
 
 def _joined(node: Any) -> Any:
-    """Joins the large arrays that Flax cuts up."""
+    """Joins the arrays that Flax splits into chunks when it writes large ones, anywhere in nested dicts."""
     if not isinstance(node, dict):
         return node
     if _CHUNKED in node:

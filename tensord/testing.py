@@ -1,4 +1,4 @@
-"""A model without a server, for tests and notebooks: loaded, validated, batched, padded and run by a worker's own parts.
+"""Runs a model without a server, for tests and notebooks: a worker's own code loads, validates, batches, pads and runs it.
 
 with tensord.testing.load("models/digits") as model:
     model({"image": images})["logits"]
@@ -75,7 +75,7 @@ _WAITERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor that a model takes or gives."""
+    """Describes an input or output of a model."""
 
     name: str
     datatype: str
@@ -84,7 +84,7 @@ class Tensor:
 
 
 class Tensors(tuple[Tensor, ...]):
-    """The tensors of a model in its order, which are found by name as well: ``inputs["image"]``."""
+    """The inputs or the outputs of a model, in its order; ``inputs["image"]`` finds one by its name."""
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -96,7 +96,7 @@ class Tensors(tuple[Tensor, ...]):
 
 
 class Timing(NamedTuple):
-    """Says what a request took: nanoseconds that it waited and that its execution took, and bytes copied for it."""
+    """How long a request waited and was computed, in nanoseconds, and how many bytes were copied for it."""
 
     queue_ns: int
     compute_ns: int
@@ -104,7 +104,7 @@ class Timing(NamedTuple):
 
 
 class Answer(dict[str, Array]):
-    """Outputs by name: the caller's own arrays."""
+    """The outputs of a request by name. The arrays are copies that the caller may change."""
 
     #: The version of the model that answered.
     version: int = 0
@@ -115,11 +115,11 @@ class Answer(dict[str, Array]):
 
     @property
     def copied_bytes(self) -> int | None:
-        """Returns how many bytes were copied for the request; None: it is one of several responses."""
+        """Returns how many bytes were copied for the request; None if this is one of several responses."""
         return None if self.timing is None else self.timing.copied_bytes
 
     def release(self) -> None:
-        """Does nothing: where a client's answer lies in the server's memory, it is given back."""
+        """Does nothing. (In ``tensord_client``, an answer may lie in the server's memory, which this method gives back.)"""
 
     def __enter__(self) -> Answer:
         return self
@@ -137,15 +137,15 @@ def load(
     config: str | os.PathLike[str] | None = None,
     device: jax.Device | None = None,
 ) -> Model:
-    """Loads a model as a worker does, in this process: what it imports, compiles and keeps is the same.
+    """Loads a model in this process, exactly as a worker does, with the same imports and the same compiled programs.
 
     Args:
-      folder: of the model. The members of an ensemble are looked for beside it.
-      version: 0 is the newest that its version policy chooses.
+      folder: the model's folder. The members of an ensemble are looked for in the folder that contains it.
+      version: the version to load; 0: the newest that the model's version policy chooses.
       config: a configuration file, as ``tensord serve`` takes; variables such as TENSORD_WORKERS_THREADS count as they do there.
-      device: None: JAX's first one.
+      device: the device to run on; None: JAX's first one.
 
-    Raises: ServingError: it cannot be loaded; the text is what the daemon would say.
+    Raises: ServingError: the model cannot be loaded; the message is the one that the daemon would give.
     """
     # JAX is imported here: whoever only imports this module may still set its environment.
     import jax
@@ -168,7 +168,10 @@ def load(
 
 
 def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
-    """Finds the version to load, and before it those that the steps of an ensemble need. Raises NotFound, InvalidArgument."""
+    """Returns the version to load, after all versions that the steps of an ensemble need (models with version numbers).
+
+    Raises NotFound: a model or version does not exist or cannot be read; InvalidArgument: ensembles contain each other.
+    """
     found: dict[tuple[FoundModel, int], None] = {}
     under_way: list[str] = []
 
@@ -192,7 +195,7 @@ def _found(path: Path, version: int) -> list[tuple[FoundModel, int]]:
 
 
 def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) -> FoundModel:
-    """Completes an ensemble from its members, which are loaded; any other model stays as it is."""
+    """Completes and checks the configuration of an ensemble, from its loaded members; returns any other model unchanged."""
     if not model.members:
         return model
 
@@ -208,7 +211,7 @@ def _whole(model: FoundModel, loaded: Mapping[str, Mapping[int, ModelVersion]]) 
 
 
 class Model:
-    """A loaded model. Calls may come from any thread; those that wait together share batches."""
+    """A loaded model. Any thread may call it; requests that wait at the same time share a batch."""
 
     def __init__(self, worker: LocalWorker, version: ModelVersion) -> None:
         self._worker = worker
@@ -228,15 +231,17 @@ class Model:
         self._end = weakref.finalize(self, worker.close)
 
     def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
-        """Answers one request.
+        """Runs one request and returns its outputs.
 
         Args:
-          inputs: name -> array, with the batch dimension where the model has one; nested mappings are flattened, with "/"
-            between their keys, or "." where the model's inputs are called so. What is no array yet, such as a list of numbers,
-            becomes one of the input's datatype.
-          outputs: which are wanted; none: all.
+          inputs: name -> array, with the batch dimension where the model has one. Nested mappings are flattened, with "/" between
+            their keys, or "." where the model's input names have dots. A value that is no array, such as a list of numbers, is
+            converted to the input's datatype.
+          outputs: the names of the outputs to return; none: all.
+          own: further fields of the request: ``parameters``, ``request_id``, ``priority``, ``timeout_us``, ``sequence_id``,
+            ``sequence_start``, ``sequence_end``, ``replace_key``.
 
-        Raises: ServingError: what the client would be told.
+        Raises: ServingError: the error that a client would get.
         """
         answers, copied = self._ask(inputs, outputs, own, streams=False)
         return self._waited(answers, copied)
@@ -244,16 +249,16 @@ class Model:
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> concurrent.futures.Future[Answer]:
-        """Begins a request and returns its answer to come. Arguments are those of a call."""
+        """Begins a request and returns a future of its answer. Arguments are those of ``__call__``."""
         answers, copied = self._ask(inputs, outputs, own, streams=False)
         return self._waiters.submit(self._waited, answers, copied)
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
-        """Returns an iterator over the responses to one request, as the model makes them; stopping early cancels it.
+        """Begins a request and returns an iterator over its responses; leaving the iterator early cancels the request.
 
-        Arguments are those of a call.
+        Arguments are those of ``__call__``.
 
-        Raises: ServingError: with the response that is one.
+        Raises: ServingError: a response is this error.
         """
         answers, _ = self._ask(inputs, outputs, own, streams=True)
 
@@ -275,29 +280,33 @@ class Model:
         outputs: Sequence[str] = (),
         **own: Unpack[Own],
     ) -> Prepared:
-        """Prepares a request that is asked again and again: ``call()`` asks with what the arrays hold then.
+        """Prepares a request that is sent many times: each call of the returned object sends what the input arrays hold then.
 
         Args:
-          out: output -> the array that each answer is written to.
+          out: output -> the array that its values are written to, at each call.
+          inputs, outputs, own: as for ``__call__``; without ``outputs`` those in ``out`` are wanted, and without both all.
         """
         return Prepared(self, inputs, out or {}, outputs or tuple(out or ()), own)
 
     def latest(self) -> Latest[Answer]:
-        """Makes something that is given inputs at any rate, and answers to the newest of them."""
+        """Returns an object that takes inputs at any rate, sends only the newest to the model and returns the newest answer."""
         return Latest(self.submit)
 
     def sequence(self, sequence_id: int | str = 0) -> ModelSequence:
-        """Makes a sequence of requests to a model that keeps state of it. ``sequence_id`` 0: an unused one."""
+        """Returns a sequence of requests to a model that keeps state between them.
+
+        ``sequence_id``: the sequence's id; 0: an unused one is chosen.
+        """
         return ModelSequence(self, sequence_id or (1 << 62) + next(self._worker.numbers))
 
     def end_sequence(self, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request."""
+        """Ends the sequence with this id, without a further request; its state is dropped."""
         sequences = self._version.sequences
         if sequences is not None and self._end.alive:
             self._worker.call(lambda: sequences.close(sequence_id))
 
     def close(self) -> None:
-        """Ends the model once all requests are answered. Idempotent."""
+        """Waits until all requests are answered, then unloads the model. Idempotent."""
         self._end()
         self._waiters.shutdown()
 
@@ -310,7 +319,7 @@ class Model:
         self.close()
 
     def _ask(self, inputs: Mapping[str, Any], outputs: Sequence[str], own: Own, streams: bool) -> tuple[Answers, int]:
-        """Begins a request. Returns also how many bytes of its inputs were copied."""
+        """Begins a request. Returns its answers to come, and how many bytes of its inputs were copied."""
         if self._version.loaded.streams and not streams:
             raise InvalidArgument(f"model '{self.name}' answers a request with several responses: use stream()")
         datatypes = {tensor.name: tensor.datatype for tensor in self.inputs}
@@ -324,7 +333,7 @@ class Model:
         return answers, sum(array.nbytes for array in arrays.values())
 
     def _waited(self, answers: Answers, copied: int) -> Answer:
-        """Waits for the one answer to a request. Raises ServingError."""
+        """Waits for the one answer to a request and returns it. Raises ServingError: the answer is this error."""
         with contextlib.closing(answers):
             answer = self._answer(next(answers))
         if answers.moments is not None and answers.request is not None:
@@ -334,7 +343,7 @@ class Model:
         return answer
 
     def _answer(self, result: dict[str, Array]) -> Answer:
-        """Copies a result, so that the caller may do with it as it likes."""
+        """Copies a result's arrays into an Answer, so that the caller may change them."""
         answer = Answer({name: np.array(array) for name, array in result.items()})
         answer.version = self.version
         answer.parameters = getattr(result, "parameters", {})
@@ -345,7 +354,7 @@ class Model:
 
 
 class Prepared:
-    """A request that is asked again and again with what its arrays hold then."""
+    """A request that is sent many times, each time with what its input arrays hold then."""
 
     def __init__(
         self, model: Model, inputs: Mapping[str, Any], out: Mapping[str, Array], outputs: Sequence[str], own: Own
@@ -357,7 +366,11 @@ class Prepared:
         self._own = own
 
     def __call__(self) -> Answer:
-        """Asks, waits and returns the outputs by name. Raises as a call; InvalidArgument: an output has no room in its place."""
+        """Sends the request, waits for its answer and returns the outputs by name.
+
+        Raises: ServingError: as for a call of the model.  InvalidArgument: an output and its array in ``out`` differ in shape or
+          dtype.
+        """
         answer = self._model(self._inputs, outputs=self._outputs, **self._own)
         for name, place in self._out.items():
             made = answer[name]
@@ -370,7 +383,7 @@ class Prepared:
 
 
 class ModelSequence:
-    """A sequence of requests, one after the other: the first begins it, the one with ``end`` ends it."""
+    """A sequence of requests, one after the other. The first request starts it, the one with ``end`` ends it."""
 
     def __init__(self, model: Model, sequence_id: int | str) -> None:
         self._model = model
@@ -379,7 +392,7 @@ class ModelSequence:
         self._ended = False
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
-        """Runs the next step. Arguments and errors as for a call of the model."""
+        """Runs the next request of the sequence. ``end``: whether it is the last. All else is as for ``Model.__call__``."""
         start, self._begun = not self._begun, True
         self._ended = end
         own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
@@ -400,9 +413,9 @@ def _tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
 
 
 def _flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Flattens nested mappings: their keys are joined by "/", or by "." where the model's inputs are called so.
+    """Flattens nested mappings of inputs: keys are joined by "/", or by "." where ``known`` has an input of that name.
 
-    Raises: InvalidArgument: a name is given twice.
+    Raises: InvalidArgument: two inputs get the same name.
     """
     found: dict[str, Any] = {}
     for path, value in _leaves(inputs, ()):
@@ -424,7 +437,10 @@ def _leaves(inputs: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[
 
 
 def _foreign(name: str, value: Any) -> Array:
-    """Views another library's array. Raises InvalidArgument: it is on a device, or that library refuses."""
+    """Returns another library's array as a numpy array, without a copy where that library allows it.
+
+    Raises InvalidArgument: the array is on a device, or the library refuses to give it.
+    """
     try:
         if hasattr(value, "__array__"):
             return np.asarray(value)
@@ -439,7 +455,10 @@ def _foreign(name: str, value: Any) -> Array:
 
 
 def _array(name: str, value: Any, datatype: str | None) -> Array:
-    """Makes an array that nobody else writes to, as requests have it."""
+    """Returns a read-only numpy copy of an input, of a dtype that requests can have.
+
+    ``datatype``: converts what is no array yet; None: numpy chooses. Raises InvalidArgument: the value cannot be such an array.
+    """
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         made = np.array(value if isinstance(value, np.ndarray) else _foreign(name, value))
     elif datatype is not None:
