@@ -72,7 +72,7 @@ class Stop(Record, frozen=True, tag="stop"):
 
 
 class ChildReady(Record, frozen=True, tag="ready"):
-    """Tells the supervisor that a child process is ready: a front can serve clients, a worker reads its control channel.
+    """Tells the supervisor that a child process is ready: a front serves clients, a worker reads its control channel.
 
     A worker sends two descriptors with it: those of its status page (``tensord.shm.status_page``) and its sequence page
     (``tensord.shm.sequence_page``).

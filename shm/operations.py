@@ -93,7 +93,7 @@ ANONYMOUS = Peer()
 
 
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
-    """Registers part of a POSIX shared-memory object as a region under a name, in one worker.
+    """Registers part of a POSIX shared-memory object as a region under a name.
 
     The first worker opens the object and replies with its descriptor and JSON {"access"}; the other workers are sent both.
     """
@@ -206,7 +206,7 @@ MAIN_SET = "main"
 
 
 class MakeParameters(Record, frozen=True, tag="c.makeparams"):
-    """Has a worker write all parameters of a set, in safetensors format, into one sealed memory.
+    """Has a worker write all parameters of a set, from ``source``, into one sealed memory in safetensors format.
 
     Reply: JSON {"byte_size"}, with the memory's descriptor (a memfd, sealed SHRINK, GROW, WRITE and SEAL).
     """

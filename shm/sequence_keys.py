@@ -21,7 +21,7 @@ _MOST_KNOWN = 4096
 class SequenceKeys:
     """Makes the keys of one model version's sequences.
 
-    The keys stay the same when the version is loaded again, but a sequence stays with the load that it began in.
+    The keys stay the same when the version is loaded again, because a sequence goes on in the load that it began in.
     """
 
     __slots__ = ("_digest", "_known", "slots")
