@@ -1,1 +1,1 @@
-"""This room knows which models are wanted and what state they are in, over all workers."""
+"""Package that decides which models are to be loaded and keeps the state of every model over all worker processes."""

@@ -1,7 +1,8 @@
-"""Operations on models, as clients, the start and a reload ask for them, carried out through the lifecycle's instructions.
+"""Loads and unloads models, as clients, the daemon's start and a reload of its options ask for.
 
-Files are read off the loop; decisions are ``tensord.daemon.models.lifecycle``'s. Files that a client gave are the model until
-the next load or unload; how long a configuration stays that a client gave, ``tensord.daemon.models.given`` says.
+``tensord.daemon.models.lifecycle`` decides; this module carries out the instructions that it returns, and reads files off the
+event loop. Files that a client sent with a load replace those of the repository until the model's next load or unload; how long
+a configuration that a client sent stays in force is said in ``tensord.daemon.models.given``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Models:
-    """Owns the lifecycle, and carries out what it decides on the supervisor's workers and fronts."""
+    """Owns the lifecycle of all models, and carries out its decisions on the supervisor's workers and front processes."""
 
     def __init__(self, options: Options, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -71,12 +72,12 @@ class Models:
     # --------------------------------------------------------------------------------------------- clients' operations
 
     async def load(self, request: LoadModel) -> None:
-        """Loads or reloads a model by name.
+        """Loads or reloads a model by name, as a client asked.
 
-        It waits for the outcome, and until every ensemble that uses the model uses the new one.
+        Waits for the outcome, and until every ensemble that uses the model uses the new version of it.
 
-        Raises: Unavailable: not in explicit mode.  Internal, InvalidArgument: Triton's sentences; or what is wrong in what the
-        client gave.  Unsupported: the model asks for what is not offered.
+        Raises Unavailable: the control mode is not "explicit"; Internal or InvalidArgument: the load failed (Triton's sentences),
+        or the client's configuration or files are wrong; Unsupported: the model asks for a feature that is not offered.
         """
         self._only_explicit()
         self._named.add(request.name)
@@ -90,7 +91,10 @@ class Models:
             self._given.drop_unused(request.name, self.lifecycle.folders(request.name))
 
     async def _load_found(self, name: str, config: str) -> None:
-        """Loads a model of a repository, with a client's configuration if one is given now or still holds from before."""
+        """Loads a model of a repository.
+
+        A client's configuration, given now or with an earlier load of the same files, replaces its own.
+        """
         found = await asyncio.to_thread(repository.find, self._paths(), name)
         given = config or self._overrides.of(found)
         loaded = found
@@ -108,7 +112,7 @@ class Models:
         self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
-        """Loads the model that consists of a client's files, in a folder of its own."""
+        """Loads the model that consists of files which a client sent, and which are written to a new private folder."""
         if not config:
             raise InvalidArgument(load_errors.given_error(name, "files are given without a 'config'"))
         if not repository.NAME.fullmatch(name):
@@ -124,10 +128,12 @@ class Models:
         self._overrides.drop(name)
 
     def unload(self, name: str, dependents: bool = False) -> None:
-        """Begins to unload a model; an unknown name is no error. Raises Unavailable: not in explicit mode.
+        """Begins to unload a model, as a client asked; an unknown name is no error.
 
-        Ensembles that use it are unloaded before it, and come back when it does. ``dependents``: also unloads the models that
-        only it used.
+        Ensembles that use the model are unloaded before it, and are loaded again when the model is. ``dependents``: also unloads
+        the models that only this one used.
+
+        Raises Unavailable: the control mode is not "explicit".
         """
         self._only_explicit()
         gone = [name, *(self.ensembles.only_used_by(name, self._named - {name}) if dependents else ())]
@@ -140,7 +146,7 @@ class Models:
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
-        """Unloads ensembles that have lost a member, and ``more`` models, in one step."""
+        """Unloads ensembles that have lost a member (``users``), and the models ``more``, in one step."""
         if users:
             _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
         out: list[Instruction] = []
@@ -156,12 +162,17 @@ class Models:
         self._given.drop_unused(name, self.lifecycle.folders(name))
 
     def close(self) -> None:
-        """Cancels further tries and removes the files that clients gave. Call it when no worker runs."""
+        """Cancels all planned retries of loads and removes the files that clients sent. Call it when no worker runs."""
         self._retries.close()
         self._given.close()
 
     async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
-        """Returns the repository index, with what lies in the folders now. ``detailed``: also what each version takes."""
+        """Returns the repository index, for which the repositories' folders are listed anew.
+
+        Args:
+          ready: list only versions that serve.
+          detailed: also say how many bytes each version takes.
+        """
         folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
         refused = {name: reason for name, reason in self._refused.items() if name in folders or name in self._wanted}
@@ -175,11 +186,10 @@ class Models:
     # ------------------------------------------------------------------------------------------------ start and reload
 
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
-        """Begins to load what should be served and to unload the rest.
+        """Begins to load the models that should be served and to unload the others.
 
-        Returns a future of each load's outcome ("" or why it failed).
-
-        It is called at the start, and again with new options after a reload.
+        Called at the daemon's start, and again with new options after a reload. Returns a future for each load; its result is why
+        the load failed, or "".
         """
         self._options = options
         self.lifecycle.known = set(found)
@@ -206,7 +216,7 @@ class Models:
         return [self._bring_wanted(name, found.get(name)) for name in wanted]
 
     async def follow(self, found: Mapping[str, FoundModel], changed: Sequence[FoundModel], gone: Sequence[str]) -> None:
-        """Loads what has changed in the repositories, unloads what is gone from them, and waits for both."""
+        """Loads the models that have changed in the repositories, unloads those that are gone, and waits for the loads."""
         self.lifecycle.known = set(found)
         for name in gone:
             self._wanted.discard(name)
@@ -217,7 +227,7 @@ class Models:
         await asyncio.gather(*[self._bring_wanted(model.name, model) for model in changed])
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
-        """Drops models that are in no repository any more and serve nothing: they are neither listed nor counted."""
+        """Drops models that are in no repository any more and serve nothing: they are no longer listed or counted."""
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
         self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed
@@ -225,7 +235,7 @@ class Models:
             self._dismiss(name)
 
     def _bring_wanted(self, name: str, found: FoundModel | None) -> asyncio.Task[str]:
-        """Begins to load a model that was found. The task's result is why it could not be loaded, or ""."""
+        """Begins to load a model that was found in a repository. The task's result is why the load failed, or ""."""
         task = self._latest[name] = asyncio.get_running_loop().create_task(self._bring_found(name, found))
         task.add_done_callback(functools.partial(_drop_if_same, self._latest, name))
         return task
@@ -248,12 +258,12 @@ class Models:
     async def _bring(
         self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False, asked: bool = False
     ) -> str:
-        """Loads a model. Returns why it could not be loaded, or "".
+        """Loads a model and waits for the outcome. Returns why the model could not be loaded, or "".
 
         Args:
-          within: the ensembles that it is loaded for.
-          again: nobody asked for it, so no members are loaded for it.
-          asked: somebody asked for it by name, so it is loaded also where nothing has changed.
+          within: the ensembles for which this model is loaded as a member, outermost first.
+          again: an ensemble is loaded again because a member changed; its missing members are not loaded.
+          asked: somebody asked for the model by name, so it is loaded even if its files have not changed.
         """
         self._wanted.add(found.name)
         if not found.chosen:
@@ -290,7 +300,14 @@ class Models:
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
-        """Returns an ensemble once its members are loaded, by others or now. Raises InvalidArgument: it cannot be loaded."""
+        """Loads an ensemble's members, or waits for loads of them that already run. Returns the ensemble, completed from them.
+
+        Args:
+          within: the ensembles for which this one is loaded, outermost first.
+          again: do not load missing members.
+
+        Raises InvalidArgument: the ensemble cannot be loaded.
+        """
         if again:
             return self.ensembles.check(found, self._supervisor.workers.devices)
         name, within = found.name, (*within, found.name)
@@ -312,7 +329,7 @@ class Models:
         return self.ensembles.check(found, self._supervisor.workers.devices, reasons)
 
     def _settle_ensembles(self) -> None:
-        """Unloads ensembles that have lost a member, and loads again those whose members are back or replaced."""
+        """Unloads ensembles that have lost a member, and loads ensembles again whose members are back or were replaced."""
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
             task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
@@ -326,7 +343,7 @@ class Models:
             self._wanted.add(found.name)
 
     async def _followed(self, name: str) -> None:
-        """Waits for the ensembles that are loaded again because of that model: fused programs contain its former version."""
+        """Waits until the ensembles that use a model have been loaded again: their fused programs contain its former version."""
         while True:
             users = self.ensembles.followers(name)
             coming = [each for user in users for each in (self._again.get(user), self._outcomes.coming(user)) if each]
@@ -339,7 +356,7 @@ class Models:
         self._note_refused(name, reason)
 
     def _still_served(self, name: str) -> str:
-        """Words which versions are still served after a failed load, as the end of a sentence; "" if none is."""
+        """Words which versions of a model are still served after a failed load, as the end of a sentence; "" if none is."""
         model = self.lifecycle.models.get(name)
         served = (
             [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
@@ -358,13 +375,13 @@ class Models:
     # ------------------------------------------------------------------------------------------------------- readiness
 
     def standings(self) -> list[Standing]:
-        """Returns the standing of every model that should be served, by name, and of each repository that cannot be read."""
+        """Returns the readiness of each model that should be served, by name, and of each repository that cannot be read."""
         unreadable = self._repositories.unreadable
         wanted, refused = {*self._wanted, *unreadable}, {**self._refused, **unreadable}
         return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def drain(self, draining: bool) -> None:
-        """Makes the daemon not ready while it is drained, or ready again as far as its models are."""
+        """Makes the daemon not ready while it is being drained (True), or lets its models decide again (False)."""
         self._readiness.draining = draining
         self._check_readiness()
 
@@ -373,39 +390,45 @@ class Models:
 
     @property
     def readiness(self) -> Readiness:
-        """Returns the readiness that was published last."""
+        """Returns the daemon's readiness as it was published last."""
         return self._readiness.readiness
 
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
     def worker_joined(self, incarnation: int, device: str) -> None:
-        """Sends a new worker every model."""
+        """Sends a worker process that has started the loads of all models that belong on its device.
+
+        ``incarnation``: the number that only this worker process has.
+        """
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Tells fronts that a dead worker serves nothing.
+        """Handles the death of a worker process: publishes to the fronts that it serves nothing, and plans loads elsewhere.
 
-        ``how`` ends a sentence: "was killed by SIGSEGV". ``usable``: the devices that workers can still use.
+        Args:
+          incarnation: the number that only this worker process had.
+          how: the end of a sentence, such as "was killed by SIGSEGV".
+          usable: the devices that workers can still use.
         """
         self._readiness.loads(incarnation, None)
         left = self.lifecycle.worker_left(incarnation, how)
         self._begin([*left, *self.lifecycle.stranded(usable)])
 
     def worker_dismissed(self, incarnation: int) -> None:
-        """Forgets a worker that was stopped because nobody needs it."""
+        """Handles the end of a worker process that was stopped because no model needs it."""
         self._begin(self.lifecycle.worker_left(incarnation, dismissed=True))
 
     def fill(self, name: str, number: int) -> None:
-        """Loads a version on the workers that failed to get it before."""
+        """Loads a model's version on those workers that should serve it and failed to load it before."""
         self._begin(self.lifecycle.fill(name, number))
 
     def loading(self, incarnation: int, at: Loading) -> None:
-        """Notes how far a worker is with a load."""
+        """Notes how far a worker is with the load of a model."""
         self._readiness.loads(incarnation, at)
         self._check_readiness()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
-        """Handles a worker's answer to Load."""
+        """Handles a worker's answer to a Load record."""
         self._readiness.loads(incarnation, None)
         if answer.cancelled:
             _log.info("the load of model '%s' version %d was given up: %s", answer.name, answer.version, answer.reason)
@@ -417,17 +440,17 @@ class Models:
         self._begin(self.lifecycle.loaded(incarnation, answer))
 
     def unloaded(self, incarnation: int, name: str, version: int) -> None:
-        """Handles a worker's answer to Unload."""
+        """Handles a worker's answer to an Unload record."""
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
     def states(self) -> list[ModelState | Readiness]:
-        """Returns the records that a new front needs."""
+        """Returns the records that tell a new front process the state of every model and the daemon's readiness."""
         states = [*self.lifecycle.states(), *self._coming.states(), *listing.refused_states(self._refused)]
         return [*states, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
-        """Carries out instructions, in order."""
+        """Carries out the lifecycle's instructions, in order."""
         for instruction in instructions:
             match instruction:
                 case Send(worker, record):
@@ -456,13 +479,13 @@ class Models:
 
 
 def _drop_if_same(tasks: dict[str, asyncio.Task[Any]], name: str, task: asyncio.Task[Any]) -> None:
-    """Forgets a task that has ended, unless a later one took its place."""
+    """Removes an ended task from ``tasks``, unless a later task has taken its place there."""
     if tasks.get(name) is task:
         del tasks[name]
 
 
 class Outcomes:
-    """Futures of loads and unloads, by the tokens that the lifecycle has for them.
+    """Futures for the outcomes of loads and unloads, by the tokens with which the lifecycle names these operations.
 
     An outcome is why the operation failed, or "". Belongs to the supervisor's loop.
     """
@@ -475,7 +498,7 @@ class Outcomes:
         self._loads: dict[str, asyncio.Future[str]] = {}
 
     def expect(self, load: str = "") -> tuple[int, asyncio.Future[str]]:
-        """Creates the token and the outcome of a new operation. ``load``: the model that it loads."""
+        """Creates the token of a new operation and the future of its outcome. ``load``: the model to load; "" for an unload."""
         token = self.token()
         outcome = self._waiting[token] = asyncio.get_running_loop().create_future()
         if load:
@@ -483,12 +506,12 @@ class Outcomes:
         return token, outcome
 
     def coming(self, name: str) -> asyncio.Future[str] | None:
-        """Returns the outcome of a model's load that is under way, or None."""
+        """Returns the future of a model's load that is still running; None if none is."""
         outcome = self._loads.get(name)
         return None if outcome is None or outcome.done() else outcome
 
     def settle(self, token: int, error: str) -> None:
-        """Sets the outcome of an operation."""
+        """Sets the outcome of the operation with this token: why it failed, or ""."""
         outcome = self._waiting.pop(token, None)
         if outcome is not None and not outcome.done():
             outcome.set_result(error)

@@ -1,11 +1,11 @@
-"""Ensembles and the models that they are made of: which have to be loaded first, which are unloaded or loaded again together.
+"""Decides which models an ensemble needs loaded before it, and which ensembles are unloaded or loaded again with a model.
 
-    load E        its members are loaded before, as dependents: nobody asked for them by name
-    member gone   the ensembles that use it go as well, and come back when it does
+    load E        its members are loaded first, though nobody asked for them by name
+    member gone   the ensembles that use it are unloaded as well, and are loaded again when it is
     member new    the ensembles that use it are checked and loaded again
-    unload E      its members stay, or those go that only it used (``unload_dependents``)
+    unload E      its members stay; with ``unload_dependents`` those that only it used are unloaded
 
-Decides, does no I/O; ``tensord.daemon.models.changes`` carries it out.
+Does no I/O; ``tensord.daemon.models.changes`` carries the decisions out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tensord.shm.errors import InvalidArgument
 
 @dataclass(slots=True)
 class _Built:
-    """An ensemble as it was loaded last."""
+    """An ensemble as it was loaded last, with the fingerprints of its members then."""
 
     found: FoundModel
     #: The fingerprint that each member had then.
@@ -41,10 +41,10 @@ class _Built:
 
 
 class Ensembles:
-    """Knows which models each ensemble uses. One per daemon."""
+    """Knows which models each ensemble uses, and which ensembles must be unloaded or loaded again. One per daemon."""
 
     def __init__(self, models: Mapping[str, ModelEntry]) -> None:
-        """Takes the models of the lifecycle."""
+        """Creates a record without ensembles. ``models``: the lifecycle's models by name, which this object only reads."""
         #: The loads of ensembles that wait for members, and of models that have others loaded.
         self.waits = LoadWaits()
         self._models = models
@@ -54,11 +54,14 @@ class Ensembles:
     def check(
         self, found: FoundModel, devices: Sequence[str], reasons: Mapping[str, str] = MappingProxyType({})
     ) -> FoundModel:
-        """Completes an ensemble from its loaded members.
+        """Checks that an ensemble's members are loaded, and returns it with its configuration, devices and fingerprint set.
 
-        ``reasons``: why members that are not loaded failed. ``devices``: of all workers.
+        Args:
+          found: the ensemble as it was read from its folder.
+          devices: the devices of all workers.
+          reasons: why members failed to load, by name.
 
-        Raises: InvalidArgument: Triton's sentence; or its members are in no worker together.
+        Raises InvalidArgument: a member is not loaded (Triton's sentence), or no worker has all members.
         """
         for name, number in found.members:
             if self._ready(name, -1) is None:
@@ -84,7 +87,11 @@ class Ensembles:
         return dataclasses.replace(found, config=config, devices=places, fingerprint=fingerprint)
 
     def circle(self, name: str, member: str) -> bool:
-        """Returns whether an ensemble of that name is used by the model that it is to use, so that they would form a circle."""
+        """Returns whether the model ``member`` uses the ensemble ``name``, itself or through others: each would need the other
+        then.
+
+        This also holds if both are the same.
+        """
         return name == member or any(self.circle(name, each) for each, _ in self._members(member))
 
     def _config(self, name: str, number: int) -> ModelConfig:
@@ -94,7 +101,10 @@ class Ensembles:
         return model_config.parse_json(version.described.config.decode(), name)
 
     def _devices(self, found: FoundModel) -> tuple[str, ...]:
-        """Returns the devices of the workers that have all members; empty: all workers."""
+        """Returns the devices of the workers that have all members of an ensemble; empty: all workers have them.
+
+        Raises InvalidArgument: no worker has all members.
+        """
         places = {name: self._ready(name, number) for name, number in found.members}
         named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
         if not named:
@@ -116,15 +126,15 @@ class Ensembles:
         return tuple(common)
 
     def add(self, found: FoundModel) -> None:
-        """Notes that an ensemble was loaded as it was found."""
+        """Notes that an ensemble was loaded, and from which members."""
         self._built[found.name] = _Built(found, self._fingerprints(found))
 
     def drop(self, name: str) -> None:
-        """Notes that an ensemble was unloaded by name: it does not come back by itself."""
+        """Notes that an ensemble was unloaded by name, so that it is not loaded again when its members change."""
         self._built.pop(name, None)
 
     def users(self, name: str) -> list[str]:
-        """Returns the ensembles that use a model, also by way of others: each before those that it uses."""
+        """Returns the ensembles that use a model, directly or through others; an outer ensemble comes before an inner one."""
         found: dict[str, None] = {}
         for user in self._direct(name):
             for each in (*self.users(user), user):
@@ -132,29 +142,29 @@ class Ensembles:
         return list(found)
 
     def followers(self, name: str) -> list[str]:
-        """Returns the ensembles that use a model, without those that wait for another member's load."""
+        """Returns the ensembles that use a model, except those that are waiting for the load of another member."""
         stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
         return [user for user in self.users(name) if user not in stuck]
 
     def take_down(self, names: Iterable[str]) -> list[str]:
-        """Returns those of the ensembles that are served, and marks them as unloaded until their members are back."""
+        """Returns those of the named ensembles that are served now, and marks them as unloaded until their members are back."""
         gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]
         for name in gone:
             self._built[name].down = True
         return gone
 
     def lost(self) -> list[str]:
-        """Returns the ensembles to unload now, because they, or ensembles that they use, have lost a member."""
+        """Returns the ensembles to unload now because a member of theirs, or of an ensemble they use, is not served any more."""
         gone = [name for name, built in self._built.items() if not self._whole(built.found)]
         return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
 
     def failed(self, found: FoundModel) -> None:
-        """Notes that an ensemble could not be loaded again; if a member is missing, it waits for that."""
+        """Notes that an ensemble could not be loaded again. If a member is missing, the ensemble waits for that member."""
         if found.name in self._built:
             self._built[found.name].down = not self._whole(found)
 
     def returned(self) -> list[FoundModel]:
-        """Returns the ensembles to load again now, because a member is back, or was replaced."""
+        """Returns the ensembles to load again now, because a missing member is served again or a member was replaced."""
         found: list[FoundModel] = []
         for name, built in self._built.items():
             now = self._fingerprints(built.found)
@@ -167,7 +177,7 @@ class Ensembles:
         return found
 
     def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
-        """Returns the members of a model, and theirs, that nothing else uses and that are not ``kept``.
+        """Returns the members of an ensemble, and their members in turn, that no other ensemble uses and ``kept`` does not name.
 
         Each ensemble comes before its members.
         """
@@ -188,18 +198,18 @@ class Ensembles:
         return all(self._ready(name, number) is not None for name, number in found.members)
 
     def _ready(self, name: str, number: int) -> VersionEntry | None:
-        """Returns that version if it serves, or with -1 the newest that does."""
+        """Returns a version of a model if it serves; with the number -1 the newest version that serves. None: there is none."""
         versions = self._models[name].versions if name in self._models else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY and number in (-1, n)]
         return versions[max(ready)] if ready else None
 
     def _busy(self, name: str) -> bool:
-        """Returns whether an operation on the model is running or waiting."""
+        """Returns whether a load or unload of the model is running or queued."""
         model = self._models.get(name)
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Returns each member's fingerprint as it was loaded last; "" after a load that failed in part."""
+        """Returns the fingerprint with which each member of an ensemble was loaded last; "" if not loaded or failed in part."""
         models = {name: self._models.get(name) for name, _ in found.members}
         return {
             name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
@@ -211,7 +221,10 @@ class Ensembles:
 
 
 def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
-    """Raises InvalidArgument if what lies in the folders of an ensemble's members cannot be loaded."""
+    """Checks that the folder of each of an ensemble's members can be loaded.
+
+    Raises InvalidArgument: a folder is missing or wrong.
+    """
     # A folder that is missing, or exists twice, has no path.
     if missing := [member for member, found in members.items() if found.path == Path()]:
         raise InvalidArgument(
@@ -225,11 +238,9 @@ def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
 
 
 class LoadWaits:
-    """Loads that wait for other loads: a model may have another one loaded, and none may wait for itself.
+    """Knows which models' loads wait for loads of other models, so that no load ever waits for itself.
 
-    One for the daemon. Pure.
-
-    One for the daemon. Pure.
+    One per daemon. Does no I/O.
     """
 
     def __init__(self) -> None:
@@ -238,9 +249,10 @@ class LoadWaits:
 
     @contextlib.contextmanager
     def waiting(self, model: str, other: str) -> Iterator[None]:
-        """Holds while a load of ``model`` waits for one of ``other``. ``model`` "": it is no load that waits.
+        """Notes, within a ``with`` block, that the load of ``model`` waits for the load of ``other``.
 
-        Raises InvalidArgument: the other one would wait for this one.
+        If ``model`` is "", nothing is noted. Raises InvalidArgument: the load of ``other`` already waits for the load of
+        ``model``.
         """
         if not model:
             yield
@@ -256,11 +268,11 @@ class LoadWaits:
             self._waits += Counter()  # without those that are nought
 
     def waiters(self, name: str) -> set[str]:
-        """Returns the models that wait for that one, directly or by way of others."""
+        """Returns the models whose loads wait for the load of the named model, directly or through others."""
         return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
-        """Returns the chain of waits from one model to another; empty: there is none."""
+        """Returns the models on a chain of waits from ``start`` to ``end``, both included; empty: there is no such chain."""
         ways = [[start]]
         seen = {start}
         while ways:
@@ -278,9 +290,7 @@ class LoadWaits:
 
 
 class Coming:
-    """Tells fronts that ensembles which wait for their members are being loaded, so that their requests wait as well.
-
-    One per daemon.
+    """Tells the fronts that an ensemble is being loaded while it waits for its members, so that requests for it wait too.
 
     One per daemon.
     """
@@ -292,9 +302,9 @@ class Coming:
 
     @contextlib.contextmanager
     def published(self, found: FoundModel, known: ModelEntry | None) -> Iterator[None]:
-        """Publishes a model as LOADING while its members are loaded; its own load says the rest.
+        """Publishes an ensemble as LOADING, within a ``with`` block that loads its members; its own load publishes what follows.
 
-        ``known``: what the lifecycle has of the model.
+        ``known``: the lifecycle's entry of the ensemble, or None. An ensemble that already serves is not published.
         """
         serves = known is not None and any(version.in_use for version in known.versions.values())
         versions = [(found.name, number) for number in (() if serves else found.chosen)]
@@ -315,7 +325,7 @@ class Coming:
                     del self._waiting[each]
 
     def states(self) -> list[ModelState]:
-        """Returns the records that a new front needs."""
+        """Returns the records that tell a new front process which ensembles wait for their members."""
         return [ModelState(name, number, "LOADING") for name, number in self._waiting]
 
     def __repr__(self) -> str:

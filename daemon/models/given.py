@@ -1,11 +1,11 @@
-"""Files and configurations that clients gave with a load.
+"""Keeps the files and the configurations that clients sent with a load of a model.
 
-Files: each model that came with its own lies in a private folder as long as its name is served from there.
+Each model that came with files lies in a private folder for as long as it is served from there:
 
     <temporary folder, mode 0700>/<serial>/<model>/<version>/model.py
 
-``keep`` writes, ``drop`` removes; both touch the disk and belong off the event loop. The owner decides which are in use.
-Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
+``keep`` writes such a folder and ``drop`` removes it; both touch the disk and must run off the event loop. The caller says which
+folders are in use. Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_DEPTH = 8
 
 
 class NotKept(Exception):
-    """A client's files cannot be kept; ``cause`` says why."""
+    """Says that a client's files cannot be kept; ``cause`` is the error that says why."""
 
     def __init__(self, cause: ServingError) -> None:
         super().__init__(cause.message)
@@ -36,7 +36,7 @@ class NotKept(Exception):
 
 
 class GivenModels:
-    """The folders of models that consist of clients' files, all beneath one that is made with the first of them."""
+    """Folders of models that consist of files from clients. All lie in one temporary folder, created with the first model."""
 
     def __init__(self) -> None:
         #: name -> its folders: one may be served, others may be new or on their way out.
@@ -47,11 +47,12 @@ class GivenModels:
         self._serials = itertools.count(1)
 
     def keep(self, name: str, files: Mapping[str, bytes]) -> Path:
-        """Writes the files (``<version>/<name>`` -> content) of a model; returns its folder, which has the model's name.
+        """Writes a model's files (``<version>/<name>`` -> content) to a new folder named as the model, and returns that folder.
 
-        A path is beneath that folder, also with a slash before it, as in Triton.
+        Every path is taken as relative to that folder, even with a slash before it, as in Triton. On an error nothing stays on
+        the disk.
 
-        Raises: InvalidArgument: a path that is none.  OSError: no room. Nothing is left behind.
+        Raises InvalidArgument: a path is not allowed or given twice; OSError: the disk has no room or cannot be written.
         """
         files = _checked(files)
         if self._root is None:
@@ -69,7 +70,10 @@ class GivenModels:
 
     @contextlib.asynccontextmanager
     async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
-        """Keeps a model's files while it is loaded with them; yields their folder. Raises NotKept."""
+        """Writes a model's files and yields their folder, which is protected from removal within the ``async with`` block.
+
+        Raises NotKept: a path is not allowed, or the disk has no room.
+        """
         try:
             folder = await asyncio.to_thread(self.keep, name, files)
         except InvalidArgument as error:
@@ -84,11 +88,11 @@ class GivenModels:
             self._coming.discard(folder)
 
     def serves(self, name: str, needed: Collection[str]) -> bool:
-        """Returns whether a folder of that name is among the ``needed``."""
+        """Returns whether one of the model's folders is among the paths ``needed``."""
         return any(str(folder) in needed for folder in self._folders.get(name, ()))
 
     def drop_unused(self, name: str, needed: Collection[str]) -> None:
-        """Removes the folders of a name that are neither being loaded nor ``needed``."""
+        """Removes the model's folders that are neither being loaded nor among the paths ``needed``."""
         folders = self._folders.pop(name, [])
         kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
         if kept:
@@ -99,18 +103,21 @@ class GivenModels:
 
     @staticmethod
     def drop(folder: Path) -> None:
-        """Removes a folder that ``keep`` returned. Idempotent."""
+        """Removes a folder that ``keep`` returned. A second call does nothing."""
         shutil.rmtree(folder.parent, ignore_errors=True)
 
     def close(self) -> None:
-        """Removes all folders."""
+        """Removes the folders of all models."""
         if self._root is not None:
             self._root.cleanup()
             self._root = None
 
 
 def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files by their paths beneath the folder. Raises InvalidArgument: no path of a file, or a path given twice."""
+    """Returns the files by their paths relative to the model's folder.
+
+    Raises InvalidArgument: a path is not that of a file in a model, or is given twice, or is given as a file and as a folder.
+    """
     found: dict[str, bytes] = {}
     for given, content in files.items():
         path = given.lstrip("/")
@@ -128,7 +135,7 @@ def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 class Overrides:
-    """Configurations that clients gave with a load: in force for later plain loads, until the files change or it is unloaded.
+    """Configurations that clients sent with a load, in force for later loads without one until the files change or an unload.
 
     One per daemon. Only the configuration of a load that succeeded is kept.
     """
@@ -138,19 +145,19 @@ class Overrides:
         self._kept: dict[str, tuple[str, str]] = {}
 
     def of(self, found: FoundModel) -> str:
-        """Returns the configuration that was given for these very files, if it is in force; else ""."""
+        """Returns the configuration (JSON) that a client sent for a model with exactly these files; "" if there is none."""
         fingerprint, given = self._kept.get(found.name, ("", ""))
         return given if fingerprint == found.fingerprint else ""
 
     def keep(self, found: FoundModel, given: str) -> None:
-        """Keeps the configuration of a load that succeeded; ``given`` "" ends one that was given before."""
+        """Keeps the configuration (JSON) of a load that succeeded; "" removes an earlier one."""
         if given:
             self._kept[found.name] = (found.fingerprint, given)
         else:
             self.drop(found.name)
 
     def drop(self, name: str) -> None:
-        """Forgets the configuration of a model, if there is one."""
+        """Removes the configuration that a client sent for a model, if there is one."""
         self._kept.pop(name, None)
 
     def __repr__(self) -> str:

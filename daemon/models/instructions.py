@@ -9,7 +9,7 @@ from tensord.shm.control_records import CancelLoad, Load, ModelGone, ModelState,
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Sends a record to one worker."""
+    """Instruction to send a record to one worker process, named by its incarnation."""
 
     worker: int
     record: Load | CancelLoad | Unload
@@ -17,14 +17,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Sends a record to every front."""
+    """Instruction to send a model's state to every front process."""
 
     state: ModelState | ModelGone
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Forgets what was pushed into that version, which is loaded anew from its files, or serves no more."""
+    """Instruction to forget parameters that clients pushed into a version: it is loaded from its files, or stops serving."""
 
     name: str
     version: int
@@ -32,7 +32,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Calls ``retry`` for that version in so many seconds."""
+    """Instruction to call ``Lifecycle.retry`` for a version after ``seconds``."""
 
     name: str
     version: int
@@ -43,7 +43,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Ends the operation that ``token`` stands for; ``error`` is "" or Triton's sentence."""
+    """Says that the load or unload with this token has ended; ``error`` is "" or Triton's sentence."""
 
     token: int
     error: str = ""

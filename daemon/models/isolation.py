@@ -1,6 +1,6 @@
-"""Isolated models: which worker processes of their own they need now, and whether there may be one more. Pure.
+"""Decides which isolated models need a worker process of their own now, and whether there is room for another one. Does no I/O.
 
-wanted, loading, serving or being unloaded ─▶ its process is there          neither ─▶ its process ends
+wanted, loading, serving or being unloaded ─▶ its process runs          none of these ─▶ its process is stopped
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tensord.shm.errors import InvalidArgument
 
 
 def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
-    """Returns the devices of all isolated workers that are needed now, with the part of a GPU's memory that each gets."""
+    """Returns the devices of all isolated workers that are needed now, each with its fraction of a GPU's memory (0 to 1)."""
     return {
         device: isolation.memory_fraction(model_config.from_bytes(config), options.isolated_memory_fraction)
         for device, config in lifecycle.isolated().items()
@@ -24,7 +24,10 @@ def wanted(lifecycle: Lifecycle, options: Workers) -> dict[str, float]:
 
 
 def own(found: FoundModel, options: Workers) -> dict[str, float]:
-    """Returns the devices of a placed model's own workers, with the part of memory of each; empty: it is not isolated."""
+    """Returns the devices of the workers that serve only this placed model, each with its fraction of a GPU's memory.
+
+    Empty: the model is not isolated.
+    """
     devices = [device for device in found.devices if model_of(device) == found.name]
     if not devices:
         return {}
@@ -33,11 +36,12 @@ def own(found: FoundModel, options: Workers) -> dict[str, float]:
 
 
 def check(found: FoundModel, taken: Mapping[str, float], options: Workers) -> None:
-    """Refuses an isolated model that there is no room for. It must be placed already.
+    """Checks that there is room for an isolated model's workers; the model must have its devices already.
 
     Args:
-      taken: as ``wanted`` says, of all models.
-    Raises: InvalidArgument: with both numbers.
+      taken: what ``wanted`` returns: the devices of all isolated workers, with their fractions of memory.
+
+    Raises InvalidArgument: there are too many isolated models, or not enough memory on a GPU.
     """
     name, devices = found.name, own(found, options)
     others = {device: part for device, part in taken.items() if model_of(device) != name}

@@ -5,15 +5,15 @@ Every event returns instructions, in order:
     load(model) ─▶ Send(worker, Load) to all ─▶ loaded(worker, ...) from all ─▶ Publish(READY) ─▶ Send(Unload) of versions the
     new ones replace ─▶ unloaded(worker, ...) ─▶ Settled
 
-A version keeps serving until what replaces it is ready everywhere, so no request sees a cold model. Loads and unloads of one
-model happen one after the other; different models do not wait for each other. A worker that joins gets every wanted version; one
-that leaves takes nothing along: a version whose last worker died stays READY without workers, and its requests wait for the next.
-
-A load is given up once an unload, or a load of something else, comes behind it: workers are told (CancelLoad), and who waits for
-it gets what comes of the later load.
-
-A version whose loading killed workers is given up until its next try: on one worker, alone, later and later. Whoever killed those
-workers may have been somebody else (the kernel, for want of memory), so no version is given up for good.
+A version keeps serving until its replacement is ready on all workers, so no request meets a model that is not loaded. Loads and
+unloads of one model happen one after the other; different models do not wait for each other. A worker that joins gets every
+wanted version. A version whose last worker died stays READY without workers, and its requests wait for the next worker.
+A load is given up when an unload, or a load of other files, is queued behind it: workers get CancelLoad, and callers that wait
+for
+the first load get the outcome of the later operation.
+A version whose loading killed workers is given up until its next try, which is made on one worker, with nothing else loading
+there,
+after waits that double each time. Something else may have killed those workers (the kernel, for want of memory), so tries go on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_RETRY = 300.0
 
 
 class Lifecycle:
-    """The state machine of all models. ``known`` names are in the repository; models may be loaded that no longer are."""
+    """State machine of all models. ``known``: the names that the repository has now; loaded models need not be among them."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelEntry] = {}
@@ -46,22 +46,23 @@ class Lifecycle:
     # ---------------------------------------------------------------------------------------------------- operations
 
     def load(self, found: FoundModel, token: int, again: bool = False) -> list[Instruction]:
-        """Brings the chosen versions of a model, whose folder polled well, to READY; answered with Settled(token).
+        """Begins to load a model's chosen versions, and ends with a Settled instruction that has this token.
 
         Args:
-          again: also those that serve already from the same files.
+          found: the model, read from its folder without error.
+          again: also load versions that already serve from the same files.
         """
         model = self.models.setdefault(found.name, ModelEntry())
         return self._follow(found.name, model, Operation((token,), found, again))
 
     def unload(self, name: str, token: int) -> list[Instruction]:
-        """Unloads a model; unknown or unloaded names settle at once."""
+        """Begins to unload a model, and ends with a Settled instruction that has this token; at once if it is not loaded."""
         if name not in self.models:
             return [Settled(token)]
         return self._follow(name, self.models[name], Operation((token,), None))
 
     def _follow(self, name: str, model: ModelEntry, later: Operation) -> list[Instruction]:
-        """Queues an operation, and gives up earlier loads that nobody wants any more because of it."""
+        """Queues a load or unload, and gives up earlier loads of the model whose result nobody wants any more because of it."""
         overtaken: list[Operation] = []
         while model.waiting and model.waiting[-1].overtaken_by(later):
             overtaken.insert(0, model.waiting.pop())
@@ -82,12 +83,15 @@ class Lifecycle:
 
     @staticmethod
     def _loads(model: ModelEntry) -> bool:
-        """Returns whether the running load still waits for workers, not only for replaced versions to be unloaded."""
+        """Returns whether a model's running load still waits for workers to load, not only for replaced versions' unloads."""
         brought = [model.versions[number] for number in model.bringing]
         return any(v.loading or v.postponed or v.state is IndexState.LOADING for v in brought)
 
     def _give_up(self, name: str, model: ModelEntry, heir: FoundModel | None) -> list[Instruction]:
-        """Ends the running load without its outcome; versions that serve go on. ``heir``: what is loaded in its place."""
+        """Ends a model's running load without an outcome; versions that serve keep serving.
+
+        ``heir``: the model as the next operation loads it; None: the next operation unloads it.
+        """
         out: list[Instruction] = []
         for number in model.bringing:
             version = model.versions[number]
@@ -103,7 +107,7 @@ class Lifecycle:
         return out
 
     def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
-        """Forgets the versions of a name that serve nothing and are not ``present`` in the repository."""
+        """Drops the versions of a model that serve nothing and are not among ``present``, the numbers in the repository."""
         model = self.models.get(name)
         if model is None or model.running is not None:
             return []  # a load or unload under way will be followed by another look
@@ -119,7 +123,7 @@ class Lifecycle:
         return [each for number in gone for each in (Publish(ModelGone(name, number)), Forget(name, number))]
 
     def _advance(self, name: str) -> list[Instruction]:
-        """Starts waiting operations, while none is running."""
+        """Starts the model's queued operations, one after the other, until one of them has to wait for workers."""
         model, out = self.models[name], list[Instruction]()
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()
@@ -167,7 +171,7 @@ class Lifecycle:
         return [i for number in sorted(model.versions) for i in self._retire(name, number)]
 
     def _retire(self, name: str, number: int) -> list[Instruction]:
-        """Begins to unload a version that serves; a version that failed keeps its reason, as in Triton."""
+        """Begins to unload a version that serves. A version that failed to load keeps its reason, as in Triton."""
         version = self.models[name].versions[number]
         version.wanted, version.postponed = False, set()
         version.given_up, version.due = "", False
@@ -186,7 +190,7 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _finish(self, name: str, model: ModelEntry) -> list[Instruction]:
-        """Ends the running operation once every worker has answered."""
+        """Ends the model's running load or unload if every worker has answered."""
         operation = model.running
         if operation is None:
             return []
@@ -234,7 +238,7 @@ class Lifecycle:
     # -------------------------------------------------------------------------------------------------------- workers
 
     def worker_joined(self, worker: int, device: str) -> list[Instruction]:
-        """Loads the wanted versions on a worker that is ready for records."""
+        """Sends the wanted versions that belong on this device to a worker process that has become ready for records."""
         self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
@@ -243,11 +247,11 @@ class Lifecycle:
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
 
     def _homes(self, version: VersionEntry) -> set[int]:
-        """Returns the workers that load a version."""
+        """Returns the workers on whose devices a version is to be loaded."""
         return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def fill(self, name: str, number: int) -> list[Instruction]:
-        """Loads a version on the workers that should have it and failed to, because what they lacked is there now."""
+        """Loads a version on the workers that should have it and failed to load it, because what they lacked is available now."""
         version = self.version(name, number)
         if version is None or version.given_up or self.models[name].running is not None:
             return []
@@ -262,7 +266,10 @@ class Lifecycle:
         return out
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
-        """Tries a version again, when the time that a ``Retry`` named has come."""
+        """Tries to load a version again that was given up, when the time that a ``Retry`` instruction named has come.
+
+        ``deaths``: as in that instruction. If more workers have died over the version since, nothing is done.
+        """
         version = self.version(name, number)
         if version is None or not version.given_up or version.deaths != deaths:
             return []
@@ -274,9 +281,11 @@ class Lifecycle:
         return self._send_load(free[0][1], version)
 
     def worker_left(self, worker: int, how: str = "died", dismissed: bool = False) -> list[Instruction]:
-        """Handles the end of a worker, dead and fenced. ``how``: the end of a sentence about it.
+        """Handles the end of a worker process that can touch no shared memory any more.
 
-        ``dismissed``: it was stopped because nobody needs it; what it did since is of no interest.
+        Args:
+          how: the end of a sentence about the worker, such as "died".
+          dismissed: the worker was stopped because no model needs it, so its end is not blamed on what it was loading.
         """
         self._workers.pop(worker, None)
         out: list[Instruction] = []
@@ -311,7 +320,7 @@ class Lifecycle:
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
-        """Handles a worker's answer to Load."""
+        """Handles a worker's answer to a Load record."""
         version = self.version(answer.name, answer.version)
         if version is None or worker not in version.loading:
             return []
@@ -354,7 +363,7 @@ class Lifecycle:
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
     def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
-        """Handles a worker's answer to Unload."""
+        """Handles a worker's answer to an Unload record."""
         version = self.version(name, number)
         if version is None or worker not in version.unloading:
             return []
@@ -389,7 +398,7 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        """Sends the loads that waited for an answer of that worker, or for what it has loaded."""
+        """Sends the loads that waited until this worker had answered another load, or had an ensemble's members loaded."""
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
             for version in model.versions.values():
@@ -403,9 +412,9 @@ class Lifecycle:
         return out
 
     def stranded(self, usable: Collection[str]) -> list[Instruction]:
-        """Gives up versions that only workers without a usable device would serve; the first worker that joins loads them.
+        """Gives up versions whose devices no worker can use at present; the first worker that joins on such a device loads them.
 
-        ``usable``: the devices to which workers come.
+        ``usable``: the devices that workers can use.
         """
         out: list[Instruction] = []
         for name, model in list(self.models.items()):
@@ -427,7 +436,7 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------------------------ questions
 
     def isolated(self) -> dict[str, bytes]:
-        """Returns the devices of workers that isolated models need now, each with the model's configuration."""
+        """Returns the devices of the workers that isolated models need now, each with the model's serialised configuration."""
         found: dict[str, bytes] = {}
         for name, model in self.models.items():
             for version in model.versions.values():
@@ -438,41 +447,41 @@ class Lifecycle:
         return found
 
     def reason(self, name: str, number: int) -> str:
-        """Returns why that version is given up; "" if it is not."""
+        """Returns why a version is given up for now; "" if it is not."""
         version = self.version(name, number)
         return "" if version is None else version.given_up
 
     def loading_at(self, worker: int) -> bool:
-        """Returns whether that worker owes an answer to a Load."""
+        """Returns whether a worker has not yet answered a Load record."""
         return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
 
     def states(self) -> list[ModelState]:
-        """Returns the records that a new front needs."""
+        """Returns the records that tell a new front process the state of every version."""
         return [v.state_record(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
 
     def is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether that version, or any with 0, is READY."""
+        """Returns whether a version of a model is READY; with the number 0, whether any version is."""
         versions = self.models[name].versions if name in self.models else {}
         return any(v.state is IndexState.READY for n, v in versions.items() if number in (0, n))
 
     def folders(self, name: str) -> set[str]:
-        """Returns the model folders that versions of that name are served from, or are being loaded from or unloaded."""
+        """Returns the folders from which versions of a model are served, being loaded or being unloaded."""
         versions = self.models[name].versions.values() if name in self.models else ()
         return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
 
     def unchanged(self, found: FoundModel) -> bool:
-        """Returns whether every version that would be loaded serves already, from the same files."""
+        """Returns whether every version that a load of ``found`` would bring already serves from the same files."""
         model = self.models.get(found.name)
         if model is None or model.fingerprint != found.fingerprint:
             return False
         return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def known_versions(self) -> dict[str, list[int]]:
-        """Returns the versions of every model, in whatever state, by name."""
+        """Returns the version numbers of every model by its name, whatever their state."""
         return {name: list(model.versions) for name, model in self.models.items()}
 
     def ready_models(self) -> dict[str, list[int]]:
-        """Returns the READY versions by name."""
+        """Returns the numbers of the READY versions of each model that has any, by the model's name."""
         found = {
             name: [n for n, v in sorted(model.versions.items()) if v.state is IndexState.READY]
             for name, model in sorted(self.models.items())
@@ -496,7 +505,7 @@ class Lifecycle:
                     assert version.wanted
 
     def version(self, name: str, number: int) -> VersionEntry | None:
-        """Returns what is known of a version; None: nothing is."""
+        """Returns the lifecycle's entry of a model's version; None if there is none."""
         model = self.models.get(name)
         return None if model is None else model.versions.get(number)
 

@@ -1,4 +1,4 @@
-"""The repository index: the state of every model, as clients and operators see it."""
+"""Builds the repository index: the state of every model, as clients and operators see it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tensord.shm.control_records import Footprint, ModelState
 def index(
     lifecycle: Lifecycle, refused: Mapping[str, str], retries: Retries, ready: bool, detailed: bool
 ) -> list[dict[str, str | int]]:
-    """Returns the index, sorted by name and number.
+    """Returns the repository index, sorted by model name and version number.
 
     Args:
-      refused: names that could not be tried, with the reason.
-      ready: only what serves.
-      detailed: with what each version takes, in bytes.
+      refused: models that could not even be tried, with the reason.
+      retries: the planned retries of versions that were given up.
+      ready: list only versions that serve.
+      detailed: also say how many bytes each version takes.
     """
     found: dict[tuple[str, str], dict[str, str | int]] = {
         (entry["name"], entry.get("version", "")): {**entry} for entry in entries(lifecycle, ready)
@@ -40,9 +41,9 @@ def index(
 
 
 def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
-    """Returns the state of each version, by name, then number; names alone for what was never loaded.
+    """Returns the state of each version, sorted by model name and version number; a model that was never loaded has a name only.
 
-    ``ready``: only what serves.
+    ``ready``: list only versions that serve.
     """
     found: list[dict[str, str]] = []
     models = lifecycle.models
@@ -60,12 +61,12 @@ def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
 
 
 def refused_states(refused: Mapping[str, str]) -> list[ModelState]:
-    """Returns ``refused_state`` of each model."""
+    """Makes the records that tell fronts which models could not be tried; ``refused``: the reasons by name."""
     return [refused_state(name, reason) for name, reason in refused.items()]
 
 
 def refused_state(name: str, reason: str) -> ModelState:
-    """Makes the record by which fronts know why a model could not be tried; its version is 0, which is none."""
+    """Makes the record that tells fronts why a model could not be tried. Its version is 0, which no version has."""
     return ModelState(name, 0, IndexState.UNAVAILABLE.value, reason)
 
 

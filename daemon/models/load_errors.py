@@ -1,4 +1,4 @@
-"""Words the errors of loads that failed: Triton's sentences."""
+"""Words the errors of failed loads, in Triton's sentences."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def poll_error(names: Iterable[str]) -> str:
 
 
 def given_error(name: str, reason: str) -> str:
-    """Words our sentence for a client's configuration or files that cannot be used, where Triton only says ``poll_error``."""
+    """Words the error for a client's configuration or files that cannot be used. Triton would only say ``poll_error`` here."""
     return f"failed to load '{name}': {reason}"

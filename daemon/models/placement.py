@@ -1,15 +1,15 @@
-"""Decides which workers load a model: those of the devices in its configuration, or one where its promises need that. Pure.
+"""Decides which workers load a model: those of its configured devices, or a single one where a promise needs that. No I/O.
 
     instance_group.kind                      GPU workers, where there are any; CPU workers for KIND_CPU, where there are any
     instance_group.gpus                      the workers of these GPUs
-    preserve_ordering                        one worker: between two nobody knows whose answer comes first
+    preserve_ordering                        one worker: the order of answers of two workers is not known
     max_queue_size                           one worker, where a share of each would be so small that it refuses too early
     resources of the rate limiter            one worker for all models that share some over the whole host, or one of each GPU
     tensord_together (a parameter)           one worker for all models with the same value, so that they may call each other
     isolated (a parameter)                   a worker of its own on each GPU that it would be on, or beside one CPU worker
 
-One worker is found by rendezvous of the model, or of that value, and the devices: the same one after every restart, another one
-for another model.
+A single worker is chosen by rendezvous hashing of the devices with the model's name, or with the value of tensord_together: the
+same worker after every restart, another worker for another model.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _LEAST_SHARE = 4
 
 
 def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
-    """Returns the devices whose workers load a model; for an isolated model those of its own workers.
+    """Returns the devices whose workers load a model; for an isolated model, the devices of the workers that serve only it.
 
     Args:
-      rate_limited: whether resources of the rate limiter are looked at.
-      each: how many GPUs a worker has, of which its device is the first.
-    Raises: InvalidArgument: it names GPUs that are not there; or asks for one worker for two reasons, which are two workers.
+      rate_limited: whether the resources of the rate limiter are counted.
+      each: how many GPUs each worker has; the worker's device is the first of them.
+
+    Raises InvalidArgument: the model names GPUs that no worker has, or two of its settings ask for different single workers.
     """
     chosen = _shared(message, devices, rate_limited, each)
     return _alone(message, chosen) if isolation.is_wanted(message) else chosen
 
 
 def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices of an isolated model's own workers, given those of the shared workers that it would be on."""
+    """Returns the devices of the workers that serve only this model, from those of the shared workers it would be on."""
     gpus = dict.fromkeys(gpu for device in chosen if (gpu := gpu_of(device)))
     cpus = [device for device in chosen if not gpu_of(device)]
     beside = [choose(("isolated", message.name), cpus)] if cpus else []
@@ -51,7 +52,7 @@ def _alone(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int) -> tuple[str, ...]:
-    """Returns the devices of the shared workers that load it, or would if it were not isolated."""
+    """Returns the devices of the shared workers that load a model, or that would load it if it were not isolated."""
     chosen = _named(message, devices, each)
     together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
     if rate_limited and isolation.is_wanted(message) and _needs(message):
@@ -74,7 +75,7 @@ def _shared(message: ModelConfig, devices: Sequence[str], rate_limited: bool, ea
 
 
 def say_kinds(message: ModelConfig, devices: Sequence[str]) -> bool:
-    """Writes the kind into groups that leave it open, where there are workers of both kinds. Returns whether any did."""
+    """Sets KIND_GPU in instance groups that name no kind, if there are both GPU and CPU workers. Returns whether any was set."""
     changed = False
     if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
         for group in message.instance_group:
@@ -109,14 +110,14 @@ def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str
 
 
 def _first(gpu: int, each: int) -> str:
-    """Names the first GPU of the worker that has this one."""
+    """Returns the device name of the worker that has this GPU, which is its first GPU's. ``each``: how many GPUs a worker has."""
     return device_name(gpu - gpu % each)
 
 
 def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the devices where its rate-limiter resources are counted.
+    """Returns the devices on which a model's rate-limiter resources are counted, chosen from the devices ``chosen``.
 
-    These are one of all workers, or one of each GPU and of the processor.
+    For a resource of the whole host one worker of all; else one worker of each GPU and one of the CPU.
     """
     needs = _needs(message)
     if len(chosen) < 2 or not needs:
@@ -132,18 +133,18 @@ def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _needs(message: ModelConfig) -> list[Any]:
-    """Returns the resources that its instances need."""
+    """Returns the rate-limiter resources that a model's instances need."""
     return [each for group in message.instance_group for each in group.rate_limiter.resources if each.count]
 
 
 def _least_bound(message: ModelConfig) -> int:
-    """Returns the smallest bound on any of its queues; 0: none has one."""
+    """Returns the smallest limit on the length of any of a model's queues; 0: no queue has a limit."""
     batching = message.dynamic_batching
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     return min((policy.max_queue_size for policy in policies if policy.max_queue_size), default=0)
 
 
 def choose(identity: object, names: Iterable[str]) -> str:
-    """Chooses one of at least one name by rendezvous hashing. ``identity`` counts by its ``repr``."""
+    """Chooses one of the names by rendezvous hashing with ``repr(identity)``; there must be at least one name."""
     key = blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
     return max(names, key=lambda name: blake2b(name.encode(), key=key).digest())

@@ -1,7 +1,7 @@
-"""Follows the repositories (control mode poll): loads what has changed again, and unloads what is gone.
+"""Polls the repositories (control mode "poll"): loads models again whose files have changed, and unloads those that are gone.
 
-A folder that is being written is left alone until two looks in a row have found it alike. Nothing waits for a load: what changes
-again, or goes, while it is loaded is seen meanwhile.
+A folder that is being written is left alone until two polls in a row have found it the same. Polling does not wait for loads: a
+change during a load is noticed by the next polls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class State(NamedTuple):
-    """The state of a folder; it has to change before the folder is acted upon again."""
+    """State of a model's folder in one poll; nothing is done about a folder until this changes."""
 
     fingerprint: str
     chosen: tuple[int, ...]
@@ -32,15 +32,15 @@ class State(NamedTuple):
 
 
 class Changes:
-    """Decides what has changed from one look at the repositories to the next. Pure."""
+    """Decides which models have changed from one poll of the repositories to the next. Does no I/O."""
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
-        """Takes the models that were acted upon already."""
+        """Starts from ``found``, the models that are being loaded already."""
         self._acted = {name: State.of(model) for name, model in found.items()}
         self._seen: dict[str, State] = dict(self._acted)
 
     def look(self, found: Mapping[str, FoundModel]) -> tuple[list[FoundModel], list[str]]:
-        """Returns models to load and names to unload, by what lies in the repositories now."""
+        """Returns the models to load and the names to unload, given what the repositories contain now."""
         states = {name: State.of(model) for name, model in found.items()}
         quiet = {name for name in states.keys() | self._seen.keys() if states.get(name) == self._seen.get(name)}
         quiet |= self._acted.keys() - states.keys() - self._seen.keys()
@@ -54,16 +54,16 @@ class Changes:
 
 
 class Polling:
-    """Looks at the repositories again and again, as a task of a daemon in that mode."""
+    """Task that polls the repositories again and again in control mode "poll"."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Takes as ``found`` the models that the start has begun to load."""
+        """Starts from ``found``, the models that the daemon's start has begun to load."""
         self._models = models
         self._options = options
         self._changes = Changes(found)
 
     async def run(self) -> None:
-        """Looks every ``repository.poll_interval`` seconds until it is cancelled."""
+        """Polls the repositories every ``repository.poll_interval`` seconds until the task is cancelled."""
         async with asyncio.TaskGroup() as under_way:
             while True:
                 await asyncio.sleep(self._options().poll_interval)

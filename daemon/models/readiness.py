@@ -1,10 +1,10 @@
-"""Decides whether the daemon is ready, by one count of the models that should be served and are not.
+"""Decides whether the daemon is ready, by counting the models that should be served and are not.
 
     standings: every wanted model ─▶ readiness: ready or not, how many, some by name ─▶ fronts, log, tensorctl, systemd, metrics
 
-A model holds readiness up only where it was wanted at the start, or is required, and has never served (``ReadinessCheck`` knows):
-a new name takes no host out, and neither does a new version that fails. While the daemon is drained it is not ready.
-docs/operations.md has all states in a table.
+A model keeps the daemon from being ready only if it was wanted at the start, or is required, and has never served
+(``ReadinessCheck`` knows): neither a new name nor a new version that fails makes the daemon not ready. While the daemon is
+drained it is not ready. docs/operations.md has all states in a table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOADING = "loading"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The standing of one model that should be served."""
+    """Readiness of one model that should be served: which versions serve, and why others do not."""
 
     name: str
     #: The versions that answer requests now.
@@ -40,16 +40,16 @@ class Standing:
 
     @property
     def loads(self) -> bool:
-        """Returns whether the model is not ready only because its load still runs."""
+        """Returns whether the model is not served only because its load is still running."""
         return self.reason == _LOADING
 
 
 def standings(
     wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
 ) -> list[Standing]:
-    """Returns the standing of every wanted or required model, by name.
+    """Returns the readiness of every wanted or required model, sorted by name.
 
-    ``refused``: those that could not be tried, with the reason.
+    ``refused``: the models that could not even be tried, with the reason.
     """
     return [
         _standing(name, refused.get(name, ""), lifecycle)
@@ -79,14 +79,14 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
-    """Decides whether all that counts is served, and lists what is not.
+    """Decides whether the daemon is ready: every model that counts must be served. Also lists models that are not served.
 
-    A model that wants a broken device does not hold readiness up as long as others are served; where no device is left, all
-    do.
+    A model whose device is broken does not count as long as other models are served; if no model has a usable device, all count.
 
     Args:
-      strict: models that failed count as well (``repository.strict_readiness``).
-      counted: names that hold readiness up while they serve nothing.
+      standing: the readiness of each model.
+      strict: models that failed to load count as well (``repository.strict_readiness``).
+      counted: names of models that keep the daemon from being ready while they serve nothing.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]
@@ -102,13 +102,13 @@ def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[st
 
 
 class ReadinessCheck:
-    """Publishes whether the daemon is ready as soon as that changes, and meanwhile how far loads are.
+    """Publishes whether the daemon is ready whenever that changes, and until then how far its loads are.
 
     Belongs to the supervisor's loop.
     """
 
     def __init__(self, standings: Callable[[], Iterable[Standing]], publish: Callable[[Readiness], None]) -> None:
-        """Takes ``standings``, which returns the standing of every wanted model now."""
+        """Stores ``standings``, which returns the readiness of every wanted model, and ``publish``, which sends changes out."""
         self._standings = standings
         self._publish = publish
         #: The readiness that was published last; nothing is published before it is known what is wanted.
@@ -126,21 +126,21 @@ class ReadinessCheck:
         self._loading: dict[int, Loading] = {}
 
     def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
-        """Takes the names that are wanted, at the start or after a reload. ``required``: ``repository.required``."""
+        """Sets which models should be served, at the start or after a reload. ``required``: as in ``repository.required``."""
         if not self._begun:
             self._first = set(wanted)
         self._required = frozenset(required)
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
-        """Notes what a worker loads now; None: it has answered, or is gone."""
+        """Notes what a worker is loading now; None: the worker has answered the load, or is gone."""
         if at is None:
             self._loading.pop(worker, None)
         else:
             self._loading[worker] = at
 
     def check(self, strict: bool) -> None:
-        """Publishes the readiness if it has changed. ``strict``: as in ``readiness``."""
+        """Publishes the daemon's readiness if it has changed. ``strict``: models that failed to load count as well."""
         standings = list(self._standings())
         self._first &= {model.name for model in standings}
         self._served &= self._first | self._required

@@ -1,10 +1,10 @@
-"""Reads the model repositories: names, versions, configurations. It reads files, imports nothing, loads nothing.
+"""Reads the model repositories: names, versions, configurations. Imports no model's code and loads no model.
 
     <repository>/<model>/config.pbtxt          optional
     <repository>/<model>/<version>/model.py    version: a whole number from 1; instead of it a program (``artifact_files``)
 
-A folder that cannot be served is still found, with the reason: it is listed, and loading it says why. Whoever scans does so off
-the event loop; the result is a plain value.
+A folder that cannot be served is still found, with the reason: the model is listed, and loading it raises that reason. Call these
+functions off the event loop; they return plain values.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_ENTRIES = 100_000
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Returns whether an entry is a folder or a link to one; dangling and circular links are not. Raises OSError."""
+    """Returns whether a directory entry is a folder or a link to one; False for dangling and circular links. Raises OSError."""
     try:
         return entry.is_dir()
     except OSError as error:
@@ -63,9 +63,9 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str]:
     """Computes two digests of the files that can be reached from a model's folder.
 
-    The first one, with ``config``, changes when any file does; the second one, with ``content``, not with ``config.pbtxt``.
+    The first one includes ``config`` and changes with any file; the second one includes ``content`` and ignores ``config.pbtxt``.
 
-    Raises OSError: it cannot be read.
+    Raises OSError: the folder cannot be read.
     """
     all_of_it, rest = hashlib.sha256(config), hashlib.sha256(content)
     for name, identity in itertools.islice(_walk(path), MAX_ENTRIES):
@@ -77,7 +77,10 @@ def fingerprints(path: Path, config: bytes, content: bytes) -> tuple[str, str]:
 
 
 def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields files by their paths beneath ``path`` and what identifies their content, in order. No folder is entered twice."""
+    """Yields the path of each file and folder relative to ``path``, with numbers that identify its content, in a fixed order.
+
+    No folder is entered twice, even through links.
+    """
     met: set[tuple[int, int]] = set()
     waiting = [""]
     while waiting:
@@ -111,7 +114,7 @@ def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A model as it was found in a folder of a repository."""
+    """A model as it was read from its folder in a repository."""
 
     name: str
     path: Path
@@ -140,11 +143,11 @@ class FoundModel:
 
     @property
     def problem(self) -> str:
-        """Returns why no version of it can be loaded, as far as can be read; "": nothing speaks against it."""
+        """Returns why no version of the model can be loaded, as far as its folder shows; "" if nothing speaks against it."""
         return self.error or ("" if self.chosen else _NONE_CHOSEN if self.versions else _no_folder(self.others))
 
     def load(self, number: int) -> Load:
-        """Makes the record that loads a version into a worker."""
+        """Makes the Load record that tells a worker to load version ``number`` of this model."""
         path = str(self.path / str(number))
         return Load(self.name, number, str(self.path), path, self.config, max(1, len(self.devices)), self.content)
 
@@ -155,7 +158,7 @@ def _no_folder(others: Sequence[str]) -> str:
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
-    """Returns the model with the devices of the workers that load it. Raises InvalidArgument: it can be loaded nowhere."""
+    """Returns the model with the devices of the workers that load it. Raises InvalidArgument: no worker can load it."""
     message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)
     config = message.SerializeToString() if placement.say_kinds(message, devices) else found.config
@@ -163,10 +166,12 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
 
 
 def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:
-    """Returns every model folder by name, sorted. Raises InvalidArgument: a repository is no readable folder.
+    """Reads every model folder of the repositories; returns the models by name, sorted.
 
     Args:
-      known: names that were models before: one that has lost its versions is a model with a mistake.
+      known: names that were models before: a folder of such a name that lost its versions is a model with an error.
+
+    Raises InvalidArgument: a repository is not a readable folder.
     """
     found: dict[str, FoundModel] = {}
     for path in folders(repositories, known):
@@ -178,7 +183,7 @@ def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str,
 
 
 def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Returns the repositories that are no readable folders, each with the reason."""
+    """Returns the repositories that are not readable folders, each with the reason."""
     found: dict[Path, str] = {}
     for repository in repositories:
         try:
@@ -189,17 +194,23 @@ def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
 
 
 def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
-    """Returns the model folders; ``known`` as in ``scan``. Raises InvalidArgument: a repository cannot be read."""
+    """Returns the model folders of the repositories. Raises InvalidArgument: a repository cannot be read.
+
+    ``known``: names that were models before; a folder of such a name is one even without versions.
+    """
     return [path for path in _all_folders(repositories) if path.name in known or not no_model(path)]
 
 
 def others(repositories: Sequence[Path]) -> dict[Path, str]:
-    """Returns the folders that look like models and are none, each with the reason. Raises InvalidArgument: as ``folders``."""
+    """Returns the folders in the repositories that are not models, each with the reason.
+
+    Raises InvalidArgument: a repository cannot be read.
+    """
     return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
 
 
 def no_model(path: Path) -> str:
-    """Returns why a folder of a repository is no model; "": it is one, perhaps with a mistake."""
+    """Returns why a folder of a repository is not a model; "" if it is one, perhaps with an error in it."""
     try:
         versions, others = _versions(path)
         if versions or os.path.lexists(path / "config.pbtxt"):
@@ -221,7 +232,7 @@ def _all_folders(repositories: Sequence[Path]) -> list[Path]:
 
 
 def find(repositories: Sequence[Path], name: str) -> FoundModel:
-    """Finds the model of that name; without a path if it is nowhere, or in two places."""
+    """Reads the model with this name. One that is in no repository, or in two, has an empty path and an error."""
     # Only a well-formed name may become part of a path.
     if NAME.fullmatch(name):
         places = [path / name for path in repositories if (path / name).is_dir()]
@@ -233,7 +244,7 @@ def find(repositories: Sequence[Path], name: str) -> FoundModel:
 
 
 def poll(path: Path) -> FoundModel:
-    """Reads one model folder; never raises for what an operator may have written there."""
+    """Reads one model folder. Whatever an operator may have written there becomes the result's ``error`` and raises nothing."""
     name = path.name
     try:
         if not NAME.fullmatch(name):
@@ -248,7 +259,10 @@ def poll(path: Path) -> FoundModel:
 
 
 def override(path: Path, config: str) -> FoundModel:
-    """Reads a model's folder with a configuration in JSON instead of its own. Raises InvalidArgument, Unsupported."""
+    """Reads a model's folder, with a configuration in JSON that replaces its own.
+
+    Raises InvalidArgument: the configuration or the folder is wrong; Unsupported: it asks for a feature that is not offered.
+    """
     message = model_config.parse_json(config, path.name)
     try:
         return _found(path, message)
@@ -257,13 +271,17 @@ def override(path: Path, config: str) -> FoundModel:
 
 
 def readable_folders(paths: Sequence[Path]) -> list[Path]:
-    """Returns the model folders of those repositories that can be read."""
+    """Returns the model folders of those repositories that can be read; the other repositories are left out."""
     gone = unreadable(paths)
     return folders([path for path in paths if path not in gone])
 
 
 def overridden(folder: Path, config: str) -> FoundModel:
-    """Reads a model's folder with a client's configuration. Raises InvalidArgument, Unsupported, worded for the client."""
+    """Reads a model's folder with a client's configuration in JSON; the errors are worded for the client.
+
+    Raises InvalidArgument: the configuration or the folder is wrong, or no version is chosen; Unsupported: it asks for a feature
+    that is not offered.
+    """
     try:
         found = override(folder, config)
     except ServingError as error:
@@ -302,9 +320,9 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
 
 
 def _without_counts(message: ModelConfig) -> bytes:
-    """Serialises the configuration without its groups' number of instances.
+    """Serialises a configuration without the number of instances of its groups.
 
-    A configuration without a group is treated as one with an empty group.
+    A configuration without groups gets an empty group, so that both give the same bytes.
     """
     rest = model_config.empty()
     rest.CopyFrom(message)
@@ -316,14 +334,14 @@ def _without_counts(message: ModelConfig) -> bytes:
 
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns the version folders as numbers, and the other folders; both sorted."""
+    """Returns the numbers of a model's version folders, and the names of its other folders; both sorted."""
     names = sorted(entry.name for entry in os.scandir(path) if is_folder(entry))
     others = [name for name in names if not _VERSION.fullmatch(name) and name not in IGNORED]
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
 def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
-    """Applies the version policy; without one it is the latest version."""
+    """Returns the versions that the model's version policy chooses; without a policy the latest version."""
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":
@@ -337,9 +355,9 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
-    """Guesses the backend from what the model's file defines at its top level.
+    """Guesses a model's backend from the names that its code file defines at the top level.
 
-    The file is read as syntax: importing it is for its worker alone.
+    The file is only parsed: no process but the model's worker may import it. Raises InvalidArgument: the backend cannot be told.
     """
     file = message.default_model_filename or "model.py"
     code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
@@ -380,7 +398,7 @@ def _defined(tree: ast.Module) -> list[str]:
 
 
 def _read(path: Path, limit: int) -> bytes | None:
-    """Reads a file; None: there is none. Raises InvalidArgument: more than ``limit`` bytes."""
+    """Reads a file; returns None if there is none. Raises InvalidArgument: the file has more than ``limit`` bytes."""
     try:
         with open(path, "rb") as file:
             content = file.read(limit + 1)
@@ -392,7 +410,7 @@ def _read(path: Path, limit: int) -> bytes | None:
 
 
 class Repositories:
-    """The repositories as they were read last: one that cannot be read for a moment keeps its models. One per daemon."""
+    """The repositories as they were read last. A repository that cannot be read for a moment keeps its models. One per daemon."""
 
     def __init__(self) -> None:
         #: The models that the last scan found.
@@ -403,7 +421,10 @@ class Repositories:
         self._others: dict[Path, str] = {}
 
     async def scan(self, options: Repository) -> dict[str, FoundModel]:
-        """Scans the folders that ``options`` names. Raises InvalidArgument: one cannot be read, and has to be."""
+        """Reads the repositories that ``options`` names, and returns their models by name.
+
+        Raises InvalidArgument: a repository cannot be read, and ``exit_on_error`` is not False.
+        """
         paths, kept = [Path(path) for path in options.paths], dict[str, FoundModel]()
         if options.exit_on_error is False:
             reasons = await asyncio.to_thread(unreadable, paths)
@@ -421,7 +442,7 @@ class Repositories:
         return dict(self._found)
 
     def _tell_others(self, others: Mapping[Path, str], found: Mapping[str, FoundModel]) -> None:
-        """Logs a line about each folder that is no model, when it appears and when the reason changes."""
+        """Logs each folder that is not a model, with the reason, when it appears and when the reason changes."""
         others = {path: why for path, why in others.items() if path.name not in found}
         for path, why in others.items():
             if self._others.get(path) != why:

@@ -1,4 +1,4 @@
-"""Timers for the next tries of versions that were given up."""
+"""Timers for the next attempts to load versions that were given up."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _log = logging.getLogger(__name__)
 
 
 class Retries:
-    """Keeps one timer for each version that was given up."""
+    """Keeps one timer for each version that was given up and is to be loaded again."""
 
     def __init__(self, due: Callable[[Retry], None]) -> None:
-        """Takes ``due``, which is called when the time for a try has come."""
+        """Stores ``due``, which is called when it is time to load a version again."""
         self._due = due
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
 
     def later(self, retry: Retry, reason: str) -> None:
-        """Starts the timer of a try, in place of an earlier one of that version. ``reason``: why the version is given up."""
+        """Starts the timer for a version's next load, and cancels its earlier timer. ``reason``: why the version was given up."""
         key = (retry.name, retry.version)
 
         def due() -> None:
@@ -35,13 +35,13 @@ class Retries:
         )
 
     def __iter__(self) -> Iterator[tuple[str, int, float]]:
-        """Yields name, version, and in how many seconds the next try is due."""
+        """Yields each version that has a timer: model name, version number, and seconds until its next load."""
         now = asyncio.get_running_loop().time()
         for (name, version), timer in self._timers.items():
             yield name, version, max(0.0, timer.when() - now)
 
     def close(self) -> None:
-        """Cancels all tries."""
+        """Cancels the timers of all versions."""
         for timer in self._timers.values():
             timer.cancel()
 

@@ -1,7 +1,7 @@
-"""Statistics of models over all workers: each worker counts its own requests, and the counts are added up here. Pure.
+"""Adds up the statistics of models over all workers, each of which counts its own requests. Does no I/O.
 
-The form is Triton's (docs/protocol/extension_statistics.md): counters and nanoseconds add, ``last_inference`` is the latest,
-``batch_stats`` meet by ``batch_size``, whatever stands under a name of its own meets by that name.
+The format is Triton's (docs/protocol/extension_statistics.md): counters and nanoseconds are added, ``last_inference`` is the
+latest, and entries of ``batch_stats`` are added to those with the same ``batch_size``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import msgspec
 
 
 def merge(answers: Iterable[bytes]) -> bytes:
-    """Merges several {"model_stats": [...]}, sorted by name and version. Raises msgspec.DecodeError: an answer is not JSON."""
+    """Merges workers' answers, each {"model_stats": [...]} in JSON, into one that is sorted by model name and version.
+
+    Raises msgspec.DecodeError: an answer is not JSON.
+    """
     models: dict[tuple[str, int], dict[str, Any]] = {}
     for answer in answers:
         for entry in msgspec.json.decode(answer)["model_stats"]:

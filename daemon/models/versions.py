@@ -1,4 +1,4 @@
-"""The state that ``tensord.daemon.models.lifecycle`` keeps: a model's versions, and the operations that wait for each other."""
+"""The state that ``tensord.daemon.models.lifecycle`` keeps: each model's versions and its queued loads and unloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensord.shm.control_records import Load, Loaded, ModelState
 
 
 class IndexState(enum.Enum):
-    """The states of Triton's repository index."""
+    """The states of a model's version in Triton's repository index."""
 
     #: The repository has it, and nobody ever asked for it.
     UNKNOWN = "UNKNOWN"
@@ -29,7 +29,7 @@ class IndexState(enum.Enum):
 
 @dataclass(slots=True)
 class VersionEntry:
-    """A model's version as the lifecycle keeps it. All sets hold worker incarnations."""
+    """State of one version of a model on all workers. Its sets hold worker incarnations."""
 
     load: Load
     state: IndexState = IndexState.UNKNOWN
@@ -63,20 +63,20 @@ class VersionEntry:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether it was given up for want of a device, not for what it did (``Lifecycle.stranded``)."""
+        """Returns whether the version was given up because no worker can use its devices, not because workers died loading it."""
         return bool(self.given_up) and not self.deaths
 
     @property
     def in_use(self) -> bool:
-        """Returns whether it serves, or is on its way to or from there."""
+        """Returns whether the version serves, is being loaded or is being unloaded."""
         return self.state not in (IndexState.UNKNOWN, IndexState.UNAVAILABLE) or bool(self.loading)
 
     def belongs(self, device: str) -> bool:
-        """Returns whether the worker of that device loads this version."""
+        """Returns whether the worker of a device is to load this version."""
         return not self.devices or device in self.devices
 
     def state_record(self, number: int) -> ModelState:
-        """Makes the record by which fronts know this version, whose number is ``number``."""
+        """Makes the record that tells front processes the state of this version, whose number is ``number``."""
         described = self.described if self.state is IndexState.READY else None
         if described is None:
             return ModelState(self.load.name, number, self.state.value, self.reason)
@@ -100,7 +100,7 @@ class VersionEntry:
 
 @dataclass(slots=True)
 class Operation:
-    """A load (with the model as found) or an unload (without)."""
+    """A load of a model (``found`` is the model as it was read) or an unload (``found`` is None)."""
 
     #: The tokens of all who wait for it, also of those whose own load it has overtaken.
     tokens: tuple[int, ...]
@@ -109,7 +109,7 @@ class Operation:
     again: bool = False
 
     def overtaken_by(self, later: Operation) -> bool:
-        """Returns whether nobody wants what it loads, because of a later operation."""
+        """Returns whether a later operation makes this load pointless: an unload, or a load of other files or devices."""
         if self.found is None:
             return False
         new = later.found
@@ -118,7 +118,7 @@ class Operation:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model by its name: its versions, and the operations that wait for each other."""
+    """A model's versions, its running load or unload, and the queue of those that follow."""
 
     versions: dict[int, VersionEntry] = field(default_factory=dict)
     waiting: deque[Operation] = field(default_factory=deque)
@@ -133,12 +133,12 @@ class ModelEntry:
 
 
 def has_members(models: Mapping[str, ModelEntry], version: VersionEntry, worker: int) -> bool:
-    """Returns whether everything that an ensemble is made of is ready in that worker."""
+    """Returns whether every member of an ensemble's version is ready in this worker. True for a model that is no ensemble."""
     return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
 
 
 def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
-    """Returns whether a worker owes an answer to a version's Load, or will get it as soon as others have answered."""
+    """Returns whether a worker has yet to answer the version's Load, or will get that Load once other loads are answered."""
     return bool(version.loading) or any(
         all(
             any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))
@@ -149,6 +149,6 @@ def awaits(models: Mapping[str, ModelEntry], version: VersionEntry) -> bool:
 
 
 def _named(models: Mapping[str, ModelEntry], name: str, number: int) -> list[VersionEntry]:
-    """Returns a version, or with -1 all versions of that name."""
+    """Returns a list with the version of this number, empty if there is none; with the number -1 all versions of the model."""
     versions = models[name].versions if name in models else {}
     return [version for n, version in versions.items() if number in (-1, n)]
