@@ -1,10 +1,11 @@
-"""Answers HAProxy's agent-check on a port of its own: one line to whoever connects, and the connection ends.
+"""Answers HAProxy's agent-check on a port of its own: each client that connects gets one line, and the connection ends.
 
-    up ready 75%     a quarter of the last seconds the workers were busy: that is the weight which is left
-    drain            the daemon is drained, or stops: it finishes what it has
-    down #reason     it is not ready
+    up ready 75%     the workers were busy for a quarter of the last seconds, so three quarters of the weight remain
+    drain            the daemon is drained, or stops: it finishes the requests that it has
+    down #reason     the daemon is not ready
 
-Belongs to the supervisor's loop. Nothing is read, and nobody is waited for. Source: HAProxy's manual, "agent-check".
+Belongs to the supervisor's loop. Nothing that clients send is read, and no client is waited for. Source: HAProxy's manual,
+"agent-check".
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ _MAX_TEXT = 100
 
 
 def line(draining: bool, unreadiness: str, busy: float) -> bytes:
-    """Words the state of the daemon for the agent-check.
+    """Words the state of the daemon as one line for HAProxy's agent-check.
 
     Args:
-      unreadiness: why it is not ready; "": it is.
-      busy: the part of the time in which the workers run something. A weight of 0 would be another way to drain: 1 is the least.
+      draining: the daemon is being drained, or stops.
+      unreadiness: why the daemon is not ready; "": it is ready.
+      busy: the part of the time (0 to 1) in which the workers run something. The weight is at least 1, as 0 would mean to drain.
     """
     if draining:
         return b"drain\n"
@@ -43,11 +45,11 @@ def line(draining: bool, unreadiness: str, busy: float) -> bytes:
 
 
 class Agent:
-    """Owns the listening socket.
+    """Answers agent-checks on a listening socket.
 
     Args:
-      state: tells whether the daemon drains, and why it is not ready ("": it is).
-      look: looks at the workers, for the part of the time in which they are busy.
+      state: returns whether the daemon is being drained, and why it is not ready ("": it is ready).
+      look: asks the workers for their busy times, and notes these in the BusyPart.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Agent:
         self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Serves on the running loop, if there is a port for it. Raises ListenError: address, port and reason."""
+        """Begins to answer agent-checks on the running loop, if a port is set. Raises ListenError: the port cannot be bound."""
         if not self._options.agent_port:
             return
         self._listener = listening.listen(self._options.address, self._options.agent_port, "http")
@@ -72,7 +74,7 @@ class Agent:
         _log.info("answering agent checks on %s:%d", self._options.address, self._options.agent_port)
 
     def line(self) -> bytes:
-        """Words the state of this moment."""
+        """Words the present state of the daemon as one line for HAProxy's agent-check."""
         return line(*self._state(), self._busy.value)
 
     async def _look_on(self) -> None:
@@ -81,7 +83,7 @@ class Agent:
             await asyncio.sleep(_INTERVAL)
 
     def close(self) -> None:
-        """Closes the socket. Idempotent."""
+        """Closes the listening socket and ends the reading of busy times. A second call does nothing."""
         if self._looking is not None:
             self._looking.cancel()
         if self._server is not None:
@@ -91,7 +93,7 @@ class Agent:
 
 
 class _Answer(asyncio.Protocol):
-    """Says a line, which always fits into a socket's buffer, and ends the connection when its client does, or soon."""
+    """Sends one line to a client, and ends the connection when the client does, or after a short time."""
 
     def __init__(self, line: Callable[[], bytes]) -> None:
         self._line = line

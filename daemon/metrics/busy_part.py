@@ -1,8 +1,8 @@
-"""Measures which part of the last seconds workers were running something, for balancers. Pure.
+"""Measures for which part of the last seconds workers were running something, for load balancers. Does no I/O.
 
-    busy time of all runs so far, looked at again and again ─▶ growth over the last seconds / (seconds * workers)
+    busy time of all runs so far, read again and again ─▶ growth over the last seconds / (seconds * workers)
 
-A run that is under way for longer is not counted before its end, so whoever looks says how many workers have such a one.
+A run is counted when it ends; so the caller also says how many workers have a run that lasts longer than the window.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WINDOW_NS = 5 * 10**9
 
 
 class BusyPart:
-    """Keeps the looks of the last seconds. Times are CLOCK_MONOTONIC ns."""
+    """Measures for which part of the last seconds workers were busy, from their busy times. Times are CLOCK_MONOTONIC ns."""
 
     def __init__(self) -> None:
         #: When it was looked, and the busy time of all workers so far, in ns.
@@ -22,12 +22,12 @@ class BusyPart:
         self._workers = self._running = 0
 
     def look(self, now_ns: int, busy_ns: int, workers: int, running: int = 0) -> None:
-        """Notes a look.
+        """Notes the workers' busy time as it is at ``now_ns``.
 
         Args:
-          busy_ns: what the runs that have ended took, of all workers, ever.
-          workers: how many there are.
-          running: how many have a run that is longer under way than the window.
+          busy_ns: how long all runs of all workers took that have ended so far.
+          workers: how many workers there are.
+          running: how many workers have a run that has lasted longer than the window.
         """
         while len(self._looks) > 1 and now_ns - self._looks[1][0] >= WINDOW_NS:
             self._looks.popleft()
@@ -36,7 +36,7 @@ class BusyPart:
 
     @property
     def value(self) -> float:
-        """Returns the part, from 0 to 1; 1 where no worker is there."""
+        """Returns the part of the last seconds in which the workers were busy, from 0 to 1; 1 if there is no worker."""
         if not self._workers:
             return 1.0
         (began_ns, before_ns), (now_ns, busy_ns) = self._looks[0], self._looks[-1]

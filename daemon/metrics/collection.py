@@ -1,7 +1,7 @@
-"""Gathers a snapshot of the daemon: the supervisor's own knowledge, and the counters of each worker.
+"""Gathers a snapshot of the daemon for the metrics: the supervisor's own knowledge, and the counters of each worker.
 
-Belongs to the supervisor's loop, and waits for nobody longer than a moment: a worker that executes a long batch, or hangs, is
-shown with what it said last.
+Belongs to the supervisor's loop, and waits for no worker longer than a moment: a worker that runs a long batch, or hangs, is
+shown with its last report.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PATIENCE = 2.0
 
 
 class _OfSlot:
-    """Adds up what the workers of one slot have counted, each of them from zero."""
+    """Adds up the counters of the successive workers of one slot; each worker counts from zero."""
 
     def __init__(self) -> None:
         #: The worker that reported last.
@@ -60,7 +60,7 @@ class _OfSlot:
         self._answers: Counter[str] = Counter()
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Notes a worker's report."""
+        """Notes the counters that a worker of this slot reports."""
         if incarnation != self.incarnation:
             self._before = self._sum
             self._answers_before += self._answers
@@ -75,17 +75,17 @@ class _OfSlot:
 
     @property
     def requests(self) -> int:
-        """Counts the requests that came on clients' lanes, ever."""
+        """Returns the number of requests that ever came on clients' lanes to this slot's workers."""
         return self._sum[0]
 
     @property
     def answers(self) -> Counter[str]:
-        """Counts final answers on clients' lanes by code, ever."""
+        """Returns the number of final answers ever sent on clients' lanes by this slot's workers, by code."""
         return self._answers_before + self._answers
 
     @property
     def compiles(self) -> Compiles:
-        """Counts what was compiled, ever."""
+        """Returns the counters of all programs that this slot's workers have ever compiled."""
         return Compiles(*self._sum[1:])
 
 
@@ -93,7 +93,7 @@ _Exemplar = tuple[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 
 def _latest(told: Iterable[_Exemplar]) -> dict[tuple[str, int, str, int, int], tuple[str, float, float]]:
-    """Returns the latest exemplar of each bucket, of all fronts."""
+    """Returns the latest exemplar of each histogram bucket, from the exemplars of all fronts."""
     found: dict[tuple[str, int, str, int, int], tuple[str, float, float]] = {}
     for bucket, exemplar in told:
         if bucket not in found or found[bucket][2] < exemplar[2]:
@@ -102,7 +102,7 @@ def _latest(told: Iterable[_Exemplar]) -> dict[tuple[str, int, str, int, int], t
 
 
 class Collection:
-    """Collects what the metrics show of the whole daemon, and keeps the counters of processes that ended."""
+    """Collects what the metrics show of the whole daemon, and keeps the counters of worker processes that have ended."""
 
     def __init__(
         self,
@@ -140,9 +140,9 @@ class Collection:
         self._of_slots: dict[str, _OfSlot] = {}
 
     async def snapshot(self, exemplars: bool = False) -> MetricsSnapshot:
-        """Returns a snapshot of the daemon now. Never fails because of a worker or a front.
+        """Returns a snapshot of the daemon now. A worker or front that does not answer makes it less complete, but is no error.
 
-        ``exemplars``: whether traced requests are wanted that stand for buckets. Nobody is asked for any where nothing is traced.
+        ``exemplars``: also ask the fronts for traced requests as examples of buckets; not done where nothing is traced.
         """
         asked = self._workers.ready()
         fronts = list(self._fronts) if exemplars and self._traces.on else []
@@ -193,7 +193,7 @@ class Collection:
         )
 
     async def look(self, busy: BusyPart) -> None:
-        """Looks at the workers for the part of the time in which they are busy."""
+        """Asks the workers for their busy times, and notes these in ``busy``."""
         workers = self._workers.ready()
         await asyncio.gather(*(self._ask(worker) for worker in workers))
         served = [
@@ -210,7 +210,10 @@ class Collection:
         return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: WorkerProcess) -> bool:
-        """Asks a worker for its counters. Returns False if it did not answer in time."""
+        """Asks a worker for its counters and notes them.
+
+        Returns False if the worker did not answer in time, or not in the known format.
+        """
         try:
             async with asyncio.timeout(_PATIENCE):
                 answer, fds = await worker.call(WorkerFigures())
@@ -229,7 +232,7 @@ class Collection:
         return True
 
     async def _exemplars(self, front: FrontProcess) -> list[_Exemplar]:
-        """Asks a front for exemplars. Returns none if it did not answer in time."""
+        """Asks a front for its exemplars. Returns an empty list if the front did not answer in time."""
         try:
             async with asyncio.timeout(_PATIENCE):
                 answer, fds = await front.call(TraceExemplars())

@@ -1,9 +1,9 @@
-"""The port that Prometheus scrapes: GET /metrics, and / for browsers, one request a connection. Belongs to the supervisor's loop.
+"""The port that Prometheus scrapes: GET /metrics, and / for browsers, one request per connection. On the supervisor's loop.
 
-    connection ─▶ head, whole in time ─▶ snapshot ─▶ text, written in a thread ─▶ answer, taken in time ─▶ closed
+    connection ─▶ head, complete in time ─▶ snapshot ─▶ text, written in a thread ─▶ answer, read in time ─▶ closed
 
-The loop parses a bounded head and waits for nobody: whoever sends nothing, or takes nothing, is cut off after a while, or when
-his place is needed. Nobody is authenticated; a scrape changes nothing.
+The loop parses a head of limited size and waits for no client: a client that sends nothing, or reads nothing, is cut off after a
+while, or when its place is needed. No client is authenticated; a scrape changes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _TIMEOUT = 20.0
 
 
 class Endpoint:
-    """Owns the listening socket. ``snapshot(exemplars)`` gathers what metrics show, ``describe()`` what the page does."""
+    """Serves metrics on a listening socket.
+
+    ``snapshot(exemplars)`` gathers what they show, ``describe()`` what the page shows.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class Endpoint:
         self._importing: asyncio.Future[Any] | None = None
 
     async def open(self) -> None:
-        """Serves on the running loop, if metrics are enabled. Raises ListenError: address, port and reason."""
+        """Begins to serve on the running loop, if metrics are enabled. Raises ListenError: the port cannot be bound."""
         if not self._options.enabled:
             return
         self._listener = listening.listen(self._options.address, self._options.port, "http")
@@ -62,11 +65,11 @@ class Endpoint:
 
     @property
     def url(self) -> str | None:
-        """Returns the URL for scrapers; None: metrics are not served."""
+        """Returns the URL that Prometheus scrapes; None: metrics are not served."""
         return None if self._listener is None or self._listener.url is None else self._listener.url + PATH
 
     def close(self) -> None:
-        """Closes the socket and all connections. Idempotent."""
+        """Closes the listening socket and all connections. A second call does nothing."""
         if self._server is not None:
             self._server.close()
         for task in self._connections:

@@ -1,6 +1,6 @@
-"""Serves a single request over HTTP, after which the connection ends. Knows nothing of metrics.
+"""Serves a single HTTP request on a connection, which then ends. Knows nothing of metrics.
 
-The parser is the HTTP front's, so what is a request there is one here, trailers and all.
+The parser is the one of the HTTP front, so both accept the same requests, trailers and all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_BODY = 64 << 10
 
 
 class BadRequest(Exception):
-    """The bytes received are no valid request; ``status`` is the answer."""
+    """The received bytes are not a valid HTTP request; ``status`` is the HTTP status to answer with."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -31,7 +31,7 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ScrapeRequest:
-    """A parsed request."""
+    """A parsed HTTP request, as far as a scrape needs it."""
 
     method: bytes
     #: The path without the query.
@@ -44,7 +44,7 @@ class ScrapeRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScrapeAnswer:
-    """An answer; ``headers`` come besides length and connection."""
+    """An HTTP answer; ``headers`` are those besides Content-Length and Connection."""
 
     status: int
     body: bytes
@@ -52,14 +52,14 @@ class ScrapeAnswer:
 
 
 def refusal(status: int, reason: str, *headers: tuple[str, str]) -> ScrapeAnswer:
-    """Makes an error answer in the form that the other ports have, too."""
+    """Makes an error answer with a JSON body, as the HTTP front makes them."""
     return ScrapeAnswer(
         status, msgspec.json.encode({"error": reason}), (("Content-Type", "application/json"), *headers)
     )
 
 
 class ScrapeExchange:
-    """The server's side of one connection."""
+    """Reads one HTTP request from a connection, and encodes the answer."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
@@ -76,9 +76,9 @@ class ScrapeExchange:
         self._whole = False
 
     async def request(self, reader: asyncio.StreamReader) -> ScrapeRequest | None:
-        """Reads the request, and discards its body. Returns None if the client went away before it asked.
+        """Reads the request and discards its body. Returns None if the client closed the connection before it sent anything.
 
-        Raises: BadRequest: it is invalid, or its head is too large.
+        Raises BadRequest: the request is invalid, or its head is too large.
         """
         while not (
             self._whole or self._received > _MAX_BODY or (self._asked is not None and self._waits_to_continue())
@@ -95,7 +95,11 @@ class ScrapeExchange:
         return self._asked
 
     def _take(self, data: bytes) -> None:
-        """Parses received bytes. Raises: BadRequest, Refusal, HttpParserError."""
+        """Parses received bytes of the request.
+
+        Raises BadRequest: the head is invalid or too large, or the client closed early; ChunkRefused or HttpParserError: the body
+        is invalid.
+        """
         if not data:
             raise BadRequest(400)
         while data and not self._whole:
@@ -109,9 +113,9 @@ class ScrapeExchange:
             data = data[end:]
 
     def _end_of_head(self, data: bytes) -> int:
-        """Returns where the head ends in the data.
+        """Returns how many bytes of the data belong to the head. Raises BadRequest: the head is too large.
 
-        The head is parsed by itself, so it is known where the body begins.
+        The head is parsed alone, so that it is known where the body begins.
         """
         known = len(self._head)
         self._head += data
@@ -163,12 +167,12 @@ class ScrapeExchange:
         return [value for found, value in self._fields if found == name]
 
     def _waits_to_continue(self) -> bool:
-        """Returns whether the client waits for ``100 Continue`` before it sends its body; it is never sent."""
+        """Returns whether the client waits for ``100 Continue`` before it sends its body. This server never sends that."""
         expected = self._values(b"expect")
         return bool(expected) and expected[0].lower() == b"100-continue" and self._parser.get_http_version() == "1.1"
 
     def answered(self, answer: ScrapeAnswer) -> bytes:
-        """Encodes an answer; the connection ends with it."""
+        """Encodes the answer to the request, with a header that ends the connection; no body for a HEAD request."""
         headers = (*answer.headers, ("Content-Length", str(len(answer.body))), ("Connection", "close"))
         lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", *map(": ".join, headers), "", ""]
         body = b"" if self._asked is not None and self._asked.method == b"HEAD" else answer.body
@@ -176,7 +180,7 @@ class ScrapeExchange:
 
 
 def _accepts_gzip(values: Sequence[bytes]) -> bool:
-    """Returns whether Accept-Encoding names gzip, and not with a weight of 0."""
+    """Returns whether the values of Accept-Encoding name gzip with a weight other than 0."""
     for coding in b",".join(values).decode("latin-1").lower().split(","):
         name, _, weight = coding.replace(" ", "").partition(";q=")
         if name in ("gzip", "x-gzip"):

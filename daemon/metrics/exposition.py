@@ -1,7 +1,9 @@
-"""Renders a snapshot as the text that Prometheus reads: Triton's names where it has the metric, ``tensord_`` before all others.
+"""Renders a snapshot as the text that Prometheus reads.
 
-Runs in a thread of its own; nothing is kept between two scrapes but how labels are written. Source: Triton
-docs/user_guide/metrics.md; the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
+Names are Triton's where it has the metric; others begin with ``tensord_``.
+
+Runs in a thread of its own; between two scrapes only the text of labels is cached. Source: Triton docs/user_guide/metrics.md; the
+Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
 """
 
 from __future__ import annotations
@@ -115,10 +117,10 @@ _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
 
 
 def render(snapshot: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
-    """Returns the text and its content type.
+    """Returns the metrics as text, and its content type.
 
     Args:
-      accept: the request's header; names OpenMetrics where that is wanted.
+      accept: the request's Accept header; the text is in the OpenMetrics format if it names that, else in Prometheus's own.
     """
     is_openmetrics = wants_openmetrics(accept)
     text = families(snapshot, is_openmetrics) + _durations(snapshot, is_openmetrics)
@@ -133,14 +135,14 @@ def wants_openmetrics(accept: str) -> bool:
 
 
 def families(snapshot: MetricsSnapshot, is_openmetrics: bool) -> bytes:
-    """Returns everything but the histograms of durations."""
+    """Returns the text of all metrics except the histograms of durations."""
     return "".join([family.text(is_openmetrics) for family in _families(snapshot)]).encode()
 
 
 def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
-    """Returns the histograms of durations, whose text both formats share but for the exemplars.
+    """Returns the text of the histograms of durations; ``exemplars``: with an example request for buckets, as OpenMetrics allows.
 
-    They are most of what there is, with many models.
+    With many models this is most of a scrape's text.
     """
     found: list[str] = []
     bounds = (*map(str, snapshot.buckets), "+Inf")
@@ -170,14 +172,14 @@ def _durations(snapshot: MetricsSnapshot, exemplars: bool) -> bytes:
 
 @functools.lru_cache(_MAX_HISTOGRAMS)
 def _histogram(name: str, model: str, version: int, protocol: str, bounds: tuple[str, ...]) -> str:
-    """Returns the lines of a histogram as a pattern (``%``) for the counts of its buckets, all of them, and the sum."""
+    """Returns a histogram's lines as a ``%`` pattern for the counts up to each bucket, their total, and the sum of the values."""
     labels = f'model="{escaped(model)}",protocol="{protocol}",version="{version}"'.replace("%", "%%")
     lines = [f'{name}_bucket{{{labels},le="{bound}"}} %d' for bound in bounds]
     return "\n".join([*lines, f"{name}_count{{{labels}}} %d", f"{name}_sum{{{labels}}} %s", ""])
 
 
 def _of_version(exemplars: Exemplars) -> dict[tuple[str, int, str], dict[tuple[int, int], str]]:
-    """Returns how exemplars are written, by model version and protocol, and there by kind of duration and bucket."""
+    """Returns the text of each exemplar, by (model, version, protocol) and then by (kind of duration, bucket)."""
     found: dict[tuple[str, int, str], dict[tuple[int, int], str]] = {}
     for (model, version, protocol, kind, bucket), (trace_id, seconds, at) in exemplars.items():
         text = f' # {{trace_id="{trace_id}"}} {seconds} {at:.3f}'
@@ -493,7 +495,7 @@ def _memory(processes: Mapping[str, int]) -> Family:
 
 
 def _own(own: OwnFamily) -> Family:
-    """Makes the family of a model's own metric, under the names that it has given."""
+    """Makes the family of a metric that a model defines itself, with the model's own names."""
     histogram = Histogram(own.name, own.description) if own.kind == "histogram" else None
     family = histogram or (Unknown if own.kind == "counter" else Gauge)(own.name, own.description)
     for labels, metric in own.metrics.items():

@@ -1,10 +1,9 @@
-"""A family of metrics as text: the samples of one name, written once as lines that both formats share.
+"""A family of metrics as text: the samples of one name, as lines that are the same in the Prometheus and OpenMetrics formats.
 
     Gauge(name, text, labels=...) ─▶ fill(rows) ─▶ lines ─▶ text(format): HELP, TYPE, lines
 
-prometheus_client has objects for each sample and for each of its labels; with a hundred models they were most of what a scrape
-took. What it writes, and what is written here, is the same to the byte. Source: the Prometheus exposition format 0.0.4 and
-OpenMetrics 1.0.
+prometheus_client creates objects for each sample and each of its labels; with a hundred models that was most of a scrape's time.
+The text is the same to the byte. Source: the Prometheus exposition format 0.0.4 and OpenMetrics 1.0.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _EXPONENTS = 1_000_000
 
 
 class Family:
-    """Base class of families; ``lines`` has one for each sample."""
+    """Base class of metric families; ``lines`` has one line of text for each sample."""
 
     __slots__ = ("_help", "_labels", "lines", "name")
 
@@ -30,12 +29,13 @@ class Family:
     kind: ClassVar[str]
 
     def __init__(self, name: str, text: str, value: float | None = None, labels: Sequence[str] = ()) -> None:
-        """
+        """Creates a family, with one sample if ``value`` is given.
+
         Args:
-          name: of its samples; a counter's ends in ``_total``.
-          text: says what it is.
-          value: of its only sample, where it has no labels.
-          labels: names of the labels of each sample.
+          name: the name of its samples; a counter's must end in ``_total``.
+          text: the help text that describes the metric.
+          value: the value of its only sample, where it has no labels; None: no sample yet.
+          labels: the names of the labels of each sample.
         """
         self.name = name
         self.lines: list[str] = []
@@ -45,7 +45,7 @@ class Family:
             self.fill([((), value)])
 
     def fill(self, rows: Iterable[tuple[Sequence[str], float]]) -> Self:
-        """Adds samples, each as the values of its labels and its own. Returns the family."""
+        """Adds samples, each given as the values of its labels and its own value. Returns the family."""
         name, names, lines = self.name, self._labels, self.lines
         for values, value in rows:
             number = f"{value}.0" if type(value) is int and 0 <= value < _EXPONENTS else floatToGoString(value)
@@ -53,11 +53,14 @@ class Family:
         return self
 
     def add(self, names: Sequence[str], values: Sequence[str], value: float, suffix: str = "") -> None:
-        """Adds a sample that has labels of its own. ``suffix``: follows the family's name."""
+        """Adds a sample with label names that are given here. ``suffix``: is appended to the family's name."""
         self.lines.append(f"{self.name}{suffix}{_labelled(tuple(names), tuple(values))} {floatToGoString(value)}\n")
 
     def text(self, is_openmetrics: bool) -> str:
-        """Returns the family as text; "": it has no samples, and a name alone would say that there is something to see."""
+        """Returns the family as text; "" if it has no samples, because a name without samples would promise some.
+
+        ``is_openmetrics``: in the OpenMetrics format, else in Prometheus's own.
+        """
         if not self.lines:
             return ""
         name, kind, said = self.name, self.kind, self._help
@@ -75,28 +78,28 @@ class Family:
 
 
 class Gauge(Family):
-    """A family of values that go up and down."""
+    """A metric family of values that go up and down."""
 
     __slots__ = ()
     kind = "gauge"
 
 
 class Counter(Family):
-    """A family of values that only grow, with a name that ends in ``_total``."""
+    """A metric family of values that only grow, with a name that ends in ``_total``."""
 
     __slots__ = ()
     kind = "counter"
 
 
 class Unknown(Family):
-    """A family of counters with names that OpenMetrics does not allow for counters."""
+    """A metric family of counters whose names OpenMetrics does not allow for counters, such as Triton's."""
 
     __slots__ = ()
     kind = "unknown"
 
 
 class Histogram(Family):
-    """A family of histograms."""
+    """A metric family of histograms, each with its buckets, count and sum."""
 
     __slots__ = ()
     kind = "histogram"
@@ -104,7 +107,12 @@ class Histogram(Family):
     def observe(
         self, names: Sequence[str], values: Sequence[str], buckets: Iterable[tuple[str, int]], total: float
     ) -> None:
-        """Adds a histogram. ``buckets``: upper bounds, the last "+Inf", each with all that is within; ``total``: the sum."""
+        """Adds a histogram with these labels (``names`` and ``values``).
+
+        Args:
+          buckets: upper bounds in rising order, the last one "+Inf", each with the number of values that are at most that large.
+          total: the sum of all values.
+        """
         within = 0
         for bound, within in buckets:
             self.add((*names, "le"), (*values, bound), within, "_bucket")
@@ -113,13 +121,13 @@ class Histogram(Family):
 
 
 def escaped(label: str) -> str:
-    """Returns the value of a label as it stands between quotes."""
+    """Returns the value of a label, escaped to stand between double quotes."""
     return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 @lru_cache(_MAX_LABELS)
 def _labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Returns labels as they stand behind a name, in the order of their names."""
+    """Returns labels as they follow a sample's name, such as ``{model="m",version="1"}``, sorted by name; "" without labels."""
     if not names:
         return ""
     listed = ",".join([f'{name}="{escaped(value)}"' for name, value in sorted(zip(names, values, strict=True))])

@@ -1,10 +1,10 @@
-"""Counters of model versions over all workers, which never decrease while a version is served. Pure.
+"""Adds up counters of model versions over all workers, so that the sums never decrease while a version is served. Does no I/O.
 
-    figures of a worker ─▶ what it has counted so far          totals = all of these, and what those came to that have ended
-    worker or load gone ─▶ what was last known of it is kept
+    figures of a worker ─▶ what it has counted so far          totals = all of these + what ended workers and loads had counted
+    worker or load gone ─▶ its last known counters are kept
 
-A worker counts from zero when it is replaced. A plain sum over workers would go back then, and Prometheus would take what is left
-for new. What a worker counted after it was asked last dies with it.
+A worker that replaces another counts from zero. A plain sum over workers would decrease then, and Prometheus would take all that
+remains for new. What a worker counted after its last report is lost when it dies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING: _Ended = Counts(), {}, (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The counters of one version over all workers."""
+    """Counters of one model version over all workers."""
 
     name: str
     version: int
@@ -54,14 +54,17 @@ class Ledger:
         self._ended: dict[Key, _Ended] = {}
 
     def update(self, incarnation: int, figures: Figures) -> None:
-        """Notes a worker's report."""
+        """Notes the counters that a worker reports."""
         before = self._workers.get(incarnation, {})
         now = {(version.name, version.version): version for version in figures.versions}
         self._workers[incarnation] = now
         self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
 
     def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
-        """Keeps the counters of workers that have ended, and forgets versions that are not served any more."""
+        """Moves the counters of workers that have ended to a separate sum, and forgets versions that are not served any more.
+
+        ``incarnations``: the workers that still run. ``served``: name and number of each version that is served.
+        """
         for incarnation in self._workers.keys() - incarnations:
             self._end(self._workers.pop(incarnation).values())
         self._ended = {key: counts for key, counts in self._ended.items() if key in served}
@@ -73,7 +76,7 @@ class Ledger:
             self._ended[key] = counts + version.counts, total(durations, version.durations), _moved(moves, version)
 
     def totals(self, served: Iterable[Key]) -> list[Total]:
-        """Returns the totals of each version that is served."""
+        """Returns the counters over all workers for each served version."""
         found = []
         for key in served:
             counts, durations, moves = self._ended.get(key, _NOTHING)
@@ -97,6 +100,6 @@ class Ledger:
 
 
 def _moved(before: tuple[int, int], version: VersionFigures) -> tuple[int, int]:
-    """Adds a worker's counters of sets that left the device, or were brought there."""
+    """Adds a worker's counts of parameter sets to (sets evicted from the device, runs that had to wait for their set)."""
     found = version.parameters
     return before if found is None else (before[0] + found.evictions, before[1] + found.misses)

@@ -1,7 +1,7 @@
-"""Metrics that models keep themselves, over all workers. Pure.
+"""Adds up metrics that models define themselves over all workers. Does no I/O.
 
-Counters and histograms are added up, and what a worker had counted stays when it is replaced, as long as a model that made the
-family is served. Two workers' gauges are two: each has the worker's name among its labels.
+Counters and histograms are added up; what a worker had counted stays when it is replaced, as long as a model that defined the
+metric is served. Gauges of two workers are not added: each gets the worker's name as a label.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class OwnFamily:
-    """A family of metrics as it is shown."""
+    """A metric that models define themselves, summed over all workers."""
 
     name: str
     description: str
@@ -27,7 +27,10 @@ class OwnFamily:
 
 
 class OwnMetricsLedger:
-    """Adds up the models' own metrics of all workers, for the life of the daemon. Workers are known by their incarnations."""
+    """Adds up the metrics that models define themselves over all workers, for the life of the daemon.
+
+    Workers are known by incarnation.
+    """
 
     def __init__(self) -> None:
         #: Incarnation -> name of its slot, and its last report.
@@ -36,11 +39,14 @@ class OwnMetricsLedger:
         self._ended: dict[str, OwnMetrics] = {}
 
     def update(self, incarnation: int, worker: str, families: Sequence[OwnMetrics]) -> None:
-        """Notes a worker's report."""
+        """Notes the metrics of its models that a worker reports. ``worker``: the name of its slot."""
         self._workers[incarnation] = worker, families
 
     def keep(self, incarnations: Set[int], served: Set[tuple[str, int]]) -> None:
-        """Keeps the counters of workers that have ended, and forgets families without a served model."""
+        """Moves the counters of workers that have ended to a separate sum, and forgets metrics whose models are not served.
+
+        ``incarnations``: the workers that still run. ``served``: name and number of each version that is served.
+        """
         for incarnation in self._workers.keys() - incarnations:
             for family in self._workers.pop(incarnation)[1]:
                 if family.kind != "gauge":
@@ -52,7 +58,10 @@ class OwnMetricsLedger:
         self._ended = {name: family for name, family in self._ended.items() if served & {*family.owners}}
 
     def families(self, apart: bool) -> list[OwnFamily]:
-        """Returns all families. ``apart``: there are several workers, whose gauges get the worker's name as a label."""
+        """Returns all metrics that models define themselves.
+
+        ``apart``: label each gauge with its worker's name, as there are several.
+        """
         found: dict[str, tuple[OwnMetrics, list[MetricFigures]]] = {}
         for worker, families in [*self._workers.values(), ("", tuple(self._ended.values()))]:
             for family in families:

@@ -1,8 +1,8 @@
-"""A page about the daemon for a browser: models with their reasons, processes, recent errors, clients, and latencies that move.
+"""A page about the daemon for a browser: models with their reasons, processes, recent errors, clients, and latencies over time.
 
-It is complete without JavaScript, and then asks again every few seconds. With it the tables are exchanged in place, and the
-histograms of ``/metrics`` are drawn. Everything comes from this port: nothing is loaded from elsewhere, and the policy of the
-page forbids it.
+Without JavaScript the page is complete and reloads itself every few seconds. With JavaScript the tables are exchanged in place,
+and the histograms of ``/metrics`` are drawn. Everything comes from this port: nothing is loaded from elsewhere, and the page's
+Content-Security-Policy forbids it.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ HEADERS = (
 def render(status: Mapping[str, Any]) -> bytes:
     """Returns the page as HTML.
 
-    ``status`` is what ``tensorctl status`` shows; ``standings``: each model, with the reason if it is not served; ``errors``: the
-    last ones that clients got, the latest first.
+    ``status`` is what ``tensorctl status`` shows, with ``standings``: each model, with the reason if it is not served; and
+    ``errors``:
+    the latest errors that clients got, the newest first.
     """
     name, ready = str(status["server_name"]), bool(status["ready"])
     models, urls = status["models"], [*status["http"], *status["grpc"]]
@@ -172,7 +173,7 @@ def _owners(found: Mapping[str, Mapping[str, Any]]) -> list[Sequence[Any]]:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns a table under its title; "": it has no rows."""
+    """Returns an HTML table under its title; "" if it has no rows."""
     found = list(rows)
     if not found:
         return ""
@@ -185,7 +186,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) ->
 
 
 def _shown(value: Any) -> str:
-    """Shows a value in a cell."""
+    """Returns a value as the text of a table's cell."""
     if value is None or type(value) is bool:
         return "yes" if value else ""
     if isinstance(value, Mapping):

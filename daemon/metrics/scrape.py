@@ -31,13 +31,14 @@ async def serve(
     thread: Executor,
     describe: Describe | None = None,
 ) -> None:
-    """Answers a scrape; returns when the answer is on its way, or nobody asked. The connection stays the caller's.
+    """Answers one scrape; returns when the answer is written, or if the client sent no request. The caller closes the connection.
 
     Args:
-      snapshot: asked once the request has come.
-      thread: where the text is written.
-      describe: what the page shows; None: there is no page.
-    Raises: OSError: the client went away.
+      snapshot: called once the request has been read.
+      thread: the executor in which the text is written.
+      describe: returns what the page shows; None: there is no page.
+
+    Raises OSError: the client closed the connection.
     """
     exchange = ScrapeExchange()
     try:
@@ -74,6 +75,6 @@ async def _answer(
 
 
 def _rendered(taken: MetricsSnapshot, request: ScrapeRequest) -> tuple[bytes, str]:
-    """Returns the body of an answer and its content type; runs in the thread."""
+    """Returns the body of the answer to a scrape and its content type; runs in the executor's thread."""
     text, content_type = exposition.render(taken, request.accept)
     return gzip.compress(text, _LEVEL, mtime=0) if request.gzip else text, content_type

@@ -1,4 +1,4 @@
-"""The state of the daemon at one moment, as metrics show it.
+"""The state of the daemon at one moment, as the metrics show it.
 
 It is gathered on the supervisor's loop, and rendered in another thread.
 """
@@ -19,7 +19,7 @@ from tensord.shm.refusals import Refusal
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """A worker's slot, whether it is filled now or not."""
+    """Figures of one worker slot, whether a worker runs in it now or not."""
 
     name: str
     device: str
@@ -45,7 +45,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class FrontSlot:
-    """A front's slot, whether it is filled now or not."""
+    """Figures of one front slot, whether a front process runs in it now or not."""
 
     name: str
     protocol: str
@@ -66,7 +66,7 @@ class FrontSlot:
 
 @dataclass(frozen=True, slots=True)
 class RegionTotals:
-    """The registered regions of one kind, "system" or "cuda"."""
+    """Figures of the registered shared-memory regions of one kind, "system" or "cuda"."""
 
     kind: str
     count: int
@@ -77,7 +77,7 @@ class RegionTotals:
 
 @dataclass(frozen=True, slots=True)
 class ParameterTotals:
-    """The parameter sets that were pushed into models."""
+    """Figures of the parameter sets that clients have pushed into models."""
 
     #: Model and version -> its pushed sets, and the number of its set ``main``.
     versions: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ Exemplars = Mapping[tuple[str, int, str, int, int], tuple[str, float, float]]
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """The snapshot of all that metrics show."""
+    """Snapshot of everything that the metrics show, taken at one moment."""
 
     #: Whether the daemon is ready, as /v2/health/ready says.
     ready: bool

@@ -87,11 +87,7 @@ class Ensembles:
         return dataclasses.replace(found, config=config, devices=places, fingerprint=fingerprint)
 
     def circle(self, name: str, member: str) -> bool:
-        """Returns whether the model ``member`` uses the ensemble ``name``, itself or through others: each would need the other
-        then.
-
-        This also holds if both are the same.
-        """
+        """Returns whether the model ``member`` is the ensemble ``name``, or uses it itself or through others: a circle."""
         return name == member or any(self.circle(name, each) for each, _ in self._members(member))
 
     def _config(self, name: str, number: int) -> ModelConfig:

@@ -1,1 +1,1 @@
-"""The supervisor's child processes: their start, their devices and sockets, watch, replacement and shutdown."""
+"""Package for the supervisor's child processes: their start, devices, sockets, watchdog, replacement and shutdown."""

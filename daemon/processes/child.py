@@ -1,8 +1,9 @@
-"""A child process as its supervisor sees it: spawned, spoken to, watched and cleaned up after its death.
+"""A child process as its supervisor sees it: started, spoken to over a control channel, watched, and cleaned up after its death.
 
     spawn ─▶ Start ─▶ ChildReady (a worker: with its status page) ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
 
-The control channel's end says nothing about the process: only the pidfd proves that it is gone and can write nowhere any more.
+That the control channel has ended says nothing about the process: only its pidfd proves that it is gone and writes to no shared
+memory any more.
 """
 
 from __future__ import annotations
@@ -63,7 +64,15 @@ class Child:
         on_record: Callable[[Any, Any, list[int]], None],
         on_exit: Callable[[Any], None],
     ) -> None:
-        """Takes the union of records that the child may send; the callbacks get this object first."""
+        """Stores what is needed to start the process, and starts nothing yet.
+
+        Args:
+          module: the Python module that the process runs.
+          incarnation: the number that only this process has.
+          incoming: the union of the record types that the child may send.
+          on_record: called with this object, a record from the child, and the file descriptors that came with it.
+          on_exit: called with this object once the process is gone.
+        """
         self.module = module
         self.name = name
         self.incarnation = incarnation
@@ -97,11 +106,22 @@ class Child:
     def spawn(
         self, options: bytes, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> None:
-        """Starts the process. ``options``: ``tensord.config.options.Options`` as msgpack. Raises OSError: there is no room."""
+        """Starts the process. Raises OSError: no memory, process slot or file descriptor is free.
+
+        Args:
+          options: ``tensord.config.options.Options`` as msgpack.
+          arguments: the process's command line, without its control channel.
+          environment: variables that are added to the supervisor's own.
+          pass_fds: file descriptors that the process inherits under the same numbers.
+        """
         self.adopt(spawn(self.module, arguments, environment, pass_fds), options)
 
     def adopt(self, spawned: Spawned, options: bytes) -> None:
-        """Takes over a process that was started, and sends it Start. ``options`` as for ``spawn``. Raises OSError as that."""
+        """Takes over a process that was started by ``spawn`` of ``spawned``, and sends it a Start record.
+
+        ``options``: ``tensord.config.options.Options`` as msgpack. Raises OSError: no file descriptor is free; the process is
+        killed then.
+        """
         try:
             self._pidfd = os.pidfd_open(spawned.process.pid)
         except OSError:
@@ -127,17 +147,20 @@ class Child:
         return self._process is not None and self.returncode is None
 
     def send(self, record: Record, *fds: int) -> None:
-        """Queues a record; descriptors are duplicated. The record is lost if the process is gone."""
+        """Queues a record for the process, with duplicates of the file descriptors. The record is lost if the process is gone."""
         if self._connection is not None:
             self._connection.send(record, *fds)
 
     def stop(self, grace_ns: int) -> None:
-        """Asks the process to finish and exit."""
+        """Asks the process to finish its work within ``grace_ns`` nanoseconds and exit."""
         self.stopping = True
         self.send(Stop(max(0, grace_ns)))
 
     def kill(self, reason: str = "") -> None:
-        """Kills the process with SIGKILL; ``on_exit`` follows. With a reason it first has a moment to write its stack."""
+        """Kills the process with SIGKILL; ``on_exit`` is called afterwards.
+
+        With a reason the process first has a moment to write its stack.
+        """
         if not self.alive or (reason and self._killing):
             return
         if reason:
@@ -184,9 +207,10 @@ class Child:
         self._on_exit(self)
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
-        """Calls an operation and waits for the result and the descriptors that came with it, which the caller then owns.
+        """Calls an operation of the process and waits for its result and the file descriptors that come with it.
 
-        Raises: Unavailable: the worker died first.  Any ServingError that the worker answered.
+        The caller must close the descriptors. Raises Unavailable: the process is not running or died before it answered; or the
+        ServingError with which it answered.
         """
         if not self.ready or not self.alive:
             raise Unavailable(f"{self.name} is not running")
@@ -205,7 +229,7 @@ class Child:
         return reply.result, received
 
     def answered(self, reply: Reply, fds: list[int]) -> None:
-        """Gives a reply to the call that waits for it."""
+        """Gives a reply that the process sent, and its file descriptors, to the call that waits for it."""
         waiting = self._calls.get(reply.call_id)
         if waiting is None or waiting.done():
             descriptors.close(fds)
@@ -213,19 +237,19 @@ class Child:
             waiting.set_result((reply, fds))
 
     def release(self) -> None:
-        """Releases what a kind of child holds besides the process; called once it is dead."""
+        """Fails the calls that wait for replies of the process, which is dead. Subclasses also release what else they hold."""
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(Unavailable(f"{self.name} stopped before it answered"))
 
     @property
     def killed_by_others(self) -> bool:
-        """Returns whether it died of a SIGKILL that did not come from here."""
+        """Returns whether the process died of a SIGKILL that this object did not send."""
         return self.returncode == -signal.SIGKILL and not self._killed
 
     @property
     def cause(self) -> str:
-        """Names why it died, as metrics do: memory, hung, version, the signal, or exit."""
+        """Names why the process died, as metrics do: "memory", "hung", "version", "exit", or a signal's name."""
         if self.out_of_memory:
             return "memory"
         if self._killing:
@@ -235,7 +259,7 @@ class Child:
         return "exit" if (self.returncode or 0) >= 0 else _signal_name(-(self.returncode or 0))
 
     def describe_exit(self) -> str:
-        """Words how it ended."""
+        """Words how the process ended, as the end of a sentence that begins with its name."""
         if self.returncode == installation.OTHER and not self.ready:
             ours = __version__
             return f"is of another version of tensord, installed since this daemon ({ours}) was started: {_RESTART}"
@@ -247,7 +271,10 @@ class Child:
 
 
 class FrontProcess(Child):
-    """A process that speaks a protocol to clients; it acknowledges each edition of the published state."""
+    """A front process, which serves one protocol to clients.
+
+    It acknowledges each edition of the state that the supervisor publishes.
+    """
 
     def __init__(
         self,
@@ -258,7 +285,10 @@ class FrontProcess(Child):
         on_record: Callable[[FrontProcess, Any, list[int]], None],
         on_exit: Callable[[FrontProcess], None],
     ) -> None:
-        """Takes as ``row`` its number among the fronts of that protocol, "http" or "grpc"."""
+        """Stores what is needed to start the process.
+
+        ``row``: its number from 0 among the fronts of ``protocol``, "http" or "grpc".
+        """
         super().__init__(module, front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
         self.protocol = protocol
         self.row = row
@@ -273,14 +303,14 @@ class FrontProcess(Child):
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def ask(self, edition: int) -> None:
-        """Asks it to acknowledge everything sent before, which is that edition."""
+        """Asks the front to acknowledge the published state up to this edition, which must have been sent to it before."""
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
         self.send(StatePublished(edition))
 
     def acknowledge(self, edition: int) -> None:
-        """Handles its acknowledgement of an edition."""
+        """Handles the front's acknowledgement that it uses the published state of this edition."""
         self.acknowledged = max(self.acknowledged, edition)
         if edition >= self._asked:
             self.owes_since_ns = 0
@@ -288,7 +318,7 @@ class FrontProcess(Child):
             self._waiting.pop(waited).set_result(None)
 
     async def wait_acknowledged(self, edition: int) -> None:
-        """Returns when it has acknowledged that edition, which was sent to it, or when it is dead."""
+        """Returns when the front has acknowledged this edition of the published state, or when the front is dead."""
         if self.acknowledged >= edition or not self.alive:
             return
         waiting = self._waiting.get(edition)
@@ -306,7 +336,7 @@ class FrontProcess(Child):
 
 
 class WorkerProcess(Child):
-    """A process that runs models on one device; it answers calls and shows a status page."""
+    """A worker process, which runs models on one device. It answers calls and shows its state in a shared status page."""
 
     def __init__(
         self,
@@ -346,18 +376,21 @@ class WorkerProcess(Child):
         super().send(record, *fds)
 
     def load_progressed(self, at: Loading) -> None:
-        """Handles a Loading record."""
+        """Notes how far the worker says it is with a load (a Loading record)."""
         if not at.total and (at.name, at.version) not in {begun[:2] for begun in self._begun}:
             self._begun.append((at.name, at.version, time.monotonic_ns()))
         self.loading = at
 
     @property
     def oldest_load(self) -> tuple[str, int, int] | None:
-        """Returns the load that it began first: name and version, and since when (ns); None: it loads nothing."""
+        """Returns the load that the worker began first and has not ended; None: it loads nothing.
+
+        The three values are the model's name, its version, and the time at which the load began (CLOCK_MONOTONIC ns).
+        """
         return self._begun[0] if self._begun else None
 
     def load_answered(self, name: str, version: int) -> None:
-        """Handles a Loaded record."""
+        """Notes that the worker has ended a load of this model's version, well or not (a Loaded record)."""
         if (name, version) in self.owed:
             self.owed.remove((name, version))
         self._begun = [begun for begun in self._begun if begun[:2] != (name, version)]
@@ -365,7 +398,7 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Words its load: ``loading digits, 2 s``, ``compiling digits 3/16, 1 from the cache, 4 s``; "": it loads nothing."""
+        """Words what the worker loads: ``loading digits, 2 s``, ``compiling digits 3/16, 1 from the cache, 4 s``; "": nothing."""
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
@@ -383,7 +416,7 @@ class WorkerProcess(Child):
 
 
 def describe_exit(returncode: int) -> str:
-    """Words an exit status as Popen has it: ``was killed by SIGSEGV``, ``exited with status 1``."""
+    """Words an exit status as Popen gives it: ``was killed by SIGSEGV``, ``exited with status 1``."""
     if returncode >= 0:
         return f"exited with status {returncode}"
     return f"was killed by {_signal_name(-returncode)}"
@@ -397,20 +430,20 @@ def _signal_name(number: int) -> str:
 
 
 def front_name(protocol: str, row: int) -> str:
-    """Names the front of that row."""
+    """Returns the name of the front of a protocol with this number, such as "http-0"."""
     return f"{protocol}-{row}"
 
 
 class MissingParts:
-    """Logs what children of one kind go without, once for all of them, as they are of one installation."""
+    """Logs which parts the child processes of one kind lack; once for all of them, as they have the same installation."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Takes ``what``, which begins the line in the log."""
+        """Creates it with nothing logged yet. ``what``: the beginning of the line in the log."""
         self._what = what
         self._said: tuple[str, ...] = ()
 
     def say(self, missing: tuple[str, ...]) -> None:
-        """Logs what a child goes without, as it reported."""
+        """Logs which parts a child lacks, as it reported, unless the same was logged before."""
         if missing and missing != self._said:
             self._said = missing
             _log.warning("%s: %s", self._what, "; ".join(missing))

@@ -1,7 +1,7 @@
-"""Decides which devices get a worker, and which GPU each of them sees.
+"""Decides which devices get a worker process, and which GPUs each worker sees.
 
-It looks at variables, installed packages and what the driver says to another process; asking JAX would load it, and a CUDA
-context, into the supervisor.
+Reads environment variables, installed packages and what the CUDA driver says to another process. JAX is not asked, because that
+would load JAX, and a CUDA context, into the supervisor.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PLUGINS = "jax_plugins"
 
 
 class MissingDevice(Exception):
-    """GPUs or cores were asked for that do not exist."""
+    """GPUs or CPU cores were asked for that do not exist or may not be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of one worker."""
+    """The device of one worker process, with the environment and the CPU cores that the worker gets."""
 
     #: The worker's ``--device``, named by the first of its GPUs: "cpu:0", "cuda:1", "cuda:1/2" (``tensord.shm.device_names``).
     name: str
@@ -47,7 +47,10 @@ class Device:
     memory_fraction: float = 0.0
 
     def alone(self, name: str, memory_fraction: float) -> Device:
-        """Makes the device of an isolated model's worker beside this one."""
+        """Makes the device of a worker for one isolated model, on the same GPU or CPU as this device.
+
+        ``name``: the new device's name. ``memory_fraction``: the part of the GPU's memory (0 to 1) that the worker may take.
+        """
         if not device_names.gpu_of(name):
             return Device(name, self.environment, self.cores)
         # The setting for shared workers must not apply there, whichever variable has it.
@@ -58,10 +61,15 @@ class Device:
 def find_devices(
     options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev"), system: Path = Path("/sys")
 ) -> list[Device]:
-    """Returns a device for each worker. A GPU that exists but cannot be used is logged.
+    """Returns a device for each worker process. A GPU that exists but cannot be used is logged.
 
-    ``folder``: as in ``usable_gpus``. ``system``: where the kernel says what is near what.
-    Raises: NoDevice: ``workers.device`` is "cuda" and no GPU can be used, or a core is not ours.
+    Args:
+      environment: the variables among which CUDA_VISIBLE_DEVICES is looked up.
+      folder: where the driver's device nodes are.
+      system: where the kernel tells which cores are near which GPU.
+
+    Raises MissingDevice: ``workers.device`` is "cuda" and no GPU can be used, or this process may not use a core of
+    ``workers.cores``.
     """
     if options.device != "cpu":
         found = _visible(environment, folder)
@@ -87,14 +95,17 @@ def find_devices(
 
 
 def _cpu_workers(options: Workers) -> list[Device]:
-    """Makes the devices of CPU workers. Raises NoDevice: this process may not use a core."""
+    """Makes the devices of the CPU workers. Raises MissingDevice: this process may not use a core of ``workers.cores``."""
     _check_cores(options.cores)
     # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
     return [Device(f"cpu:{i}") for i in range(options.cpu)]
 
 
 def _check_cores(lists: Sequence[str]) -> None:
-    """Raises NoDevice if a list has a core that a CPU set of systemd or of a container withholds from this process."""
+    """Checks that this process may use all listed cores: systemd or a container can forbid some.
+
+    Raises MissingDevice: one is forbidden.
+    """
     ours = os.sched_getaffinity(0)
     for i, text in enumerate(lists):
         missing = set(core_list.parse(text)) - ours
@@ -106,7 +117,7 @@ def _check_cores(lists: Sequence[str]) -> None:
 
 
 def usable_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> tuple[list[str], str]:
-    """Returns what ``CUDA_VISIBLE_DEVICES`` is to say in each GPU's worker, and why there is no GPU ("": none is expected).
+    """Returns each GPU's entry for ``CUDA_VISIBLE_DEVICES`` in its worker, and why there is no GPU ("": no GPU is expected).
 
     ``folder``: where the driver's device nodes are.
     """
@@ -116,7 +127,7 @@ def usable_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Visible:
-    """The visible GPUs: their names in ``CUDA_VISIBLE_DEVICES`` and their PCI addresses; or why there are none."""
+    """The visible GPUs: their entries in ``CUDA_VISIBLE_DEVICES`` and their PCI addresses; or the reason why there are none."""
 
     entries: Sequence[str] = ()
     addresses: Sequence[str] = ()
@@ -149,7 +160,7 @@ def _visible(environment: Mapping[str, str], folder: Path) -> _Visible:
 
 
 def _has_plugin() -> bool:
-    """Returns whether JAX would find a plugin for CUDA: a package below ``jax_plugins``, or an entry point of that name."""
+    """Returns whether JAX would find a CUDA plugin: a package in ``jax_plugins``, or an entry point of that group."""
     spec = importlib.util.find_spec(_PLUGINS)
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or ())] if spec else []
     names += [point.value for point in metadata.entry_points(group=_PLUGINS)]
@@ -157,12 +168,12 @@ def _has_plugin() -> bool:
 
 
 def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
-    """Returns the cores, as Linux lists them, that this process may use at the NUMA nodes of these GPUs' PCI addresses.
+    """Returns the cores, as Linux lists them, that this process may use on the NUMA nodes of the GPUs with these PCI addresses.
 
     A worker that runs there has its memory there as well, as the kernel places a page where it is first touched: page-locked
     memory then crosses no link between sockets on its way to the GPU.
 
-    "": there is one node only, or one of them is not known, or none of its cores is ours.
+    "": the host has only one node, or a GPU's node is not known, or this process may use none of its cores.
     """
     nodes = {_node(address, system) for address in addresses}
     others = [path for path in (system / "devices/system/node").glob("node[0-9]*") if path.name not in nodes]
@@ -176,7 +187,7 @@ def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:
 
 
 def _node(address: str, system: Path) -> str:
-    """Returns the NUMA node of a PCI address, as a folder's name; "": the kernel does not say."""
+    """Returns the name of the NUMA node of a PCI address, such as "node0"; "": the kernel does not tell."""
     with contextlib.suppress(OSError, ValueError):
         number = int((system / "bus/pci/devices" / address.lower() / "numa_node").read_text())
         return f"node{number}" if number >= 0 else ""

@@ -1,7 +1,8 @@
-"""Handles signals from a process's first line on: until there is a loop, SIGTERM and SIGINT are kept for it.
+"""Handles signals from a process's first line on: a SIGTERM or SIGINT before the event loop exists is remembered for the loop.
 
-As the first process of a container one that has no handler yet would lose them; elsewhere it would end without a word. SIGHUP,
-SIGUSR1 and SIGUSR2 end nothing: a reload has nothing to do before the start is over, and the other two mean nothing here.
+Without a handler the first process of a container would lose these signals; elsewhere it would end without a message. SIGHUP,
+SIGUSR1 and SIGUSR2 have no effect so early: a reload has nothing to do before the start is over, and the others mean nothing
+here.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ _PASSED_OVER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class FirstSignals:
-    """Signal handlers for the time before the event loop installs its own."""
+    """Signal handlers for the time before the event loop installs its own; ``came`` is the signal that asks for a stop."""
 
     def __init__(self) -> None:
         #: The signal that asked the daemon to stop, SIGTERM or SIGINT; None: none has come.
         self.came: signal.Signals | None = None
 
     def watch(self) -> None:
-        """Installs the handlers, from the main thread.
+        """Installs the signal handlers; call it from the main thread.
 
-        They handle signals and do not ignore them: that would be inherited by the processes it starts.
+        Even signals without effect get a handler, because child processes would inherit that they are ignored.
         """
         for number in _ENDING:
             signal.signal(number, self._ending)

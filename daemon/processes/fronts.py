@@ -2,10 +2,9 @@
 
     a change ─▶ publish to every front ─▶ StatePublished(edition) ─▶ StateAcknowledged of all that serve ─▶ the client is answered
 
-A client may ask one front for a change and send its next request to another. So whoever answers for a change waits in ``settled``
-until every front acts upon it. A front that starts gets the published state, and serves only once it has acknowledged all of it;
-from then on it is waited for. One that does not answer is killed in the end (``tensord.daemon.processes.watchdog``), and waited
-for no more.
+A client may ask one front for a change and send its next request to another front. So the code that answers the change first
+waits in ``settled`` until every front uses the new state. A front that starts gets the published state, and serves only once it
+has acknowledged all of it.
 """
 
 from __future__ import annotations
@@ -40,10 +39,13 @@ _MOST_AUTOMATIC = 8
 
 
 class Fronts:
-    """Owns the listening sockets and the front processes."""
+    """Owns the listening sockets and the front processes, and publishes the daemon's state to them."""
 
     def __init__(self, programs: Mapping[str, str], devices: Sequence[str], supervisor: Supervisor) -> None:
-        """Takes protocol -> module, and the devices of the first workers."""
+        """Creates it without sockets and processes.
+
+        ``programs``: protocol -> Python module; ``devices``: those of the first workers.
+        """
         #: The number of fronts of a protocol that is to have as many as suit the host.
         self._automatic = automatic(len(os.sched_getaffinity(0)), devices)
         self.by_incarnation: dict[int, FrontProcess] = {}
@@ -61,9 +63,11 @@ class Fronts:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def listen(self, environment: Mapping[str, str], beside: Path | None = None) -> None:
-        """Binds sockets for each protocol, or takes over those of the service manager. Raises ListenError, OSError.
+        """Binds the listening sockets of each protocol, or takes over those that the service manager passed.
 
-        ``beside``: the path of one more Unix socket for HTTP, where it is served; without it if that cannot be bound.
+        ``beside``: the path of one more Unix socket for HTTP, if HTTP is served; if it cannot be bound, that is only logged.
+
+        Raises ListenError: a socket cannot be bound or taken over; OSError: there is no room for shared counters.
         """
         options = self._supervisor.options
         try:
@@ -97,9 +101,11 @@ class Fronts:
             _log.warning("clients find no HTTP beside their socket: %s", error)
 
     def start_all(self, at_once: int) -> None:
-        """Starts every front of every protocol, so many at a time. Raises OSError: there is no room for a process.
+        """Starts the fronts of every protocol, ``at_once`` at a time: the next one when an earlier one is ready or dead.
 
-        More at a time than there are cores for, beside workers that import JAX, would only delay each other and them.
+        More at a time than there are cores for, next to workers that import JAX, would only delay each other and the workers.
+
+        Raises OSError: there is no room for a process.
         """
         self._unstarted = [(protocol, row) for protocol in self._listeners for row in range(self._rows(protocol))]
         for _ in range(at_once):
@@ -111,7 +117,7 @@ class Fronts:
             del self._unstarted[0]
 
     def _go_on(self) -> None:
-        """Starts the next of the first fronts, after one is ready or dead."""
+        """Starts the next of the first fronts, after an earlier one has become ready or died; tries again later if that fails."""
         try:
             self._start_next()
         except OSError as error:
@@ -125,7 +131,7 @@ class Fronts:
         return self._automatic if asked == "auto" else asked
 
     def start(self, protocol: str, row: int) -> None:
-        """Starts the front of that row. Raises OSError: there is no room for a process."""
+        """Starts the front process of a protocol with this number. Raises OSError: there is no room for a process."""
         front = FrontProcess(
             self._programs[protocol], protocol, row, self._supervisor.next_incarnation(), self._received, self._exited
         )
@@ -144,23 +150,26 @@ class Fronts:
     # ---------------------------------------------------------------------------------------------------------- telling
 
     def publish(self, record: Record, *fds: int) -> None:
-        """Sends a record to every front."""
+        """Sends a record to every front process, as a new edition of the published state."""
         self.publish_each(lambda front: front.send(record, *fds))
 
     def publish_each(self, send: Callable[[FrontProcess], None]) -> None:
-        """Calls ``send`` for every front, as one publication."""
+        """Calls ``send`` with every front process; what it sends is one new edition of the published state."""
         self._edition += 1
         for front in self.by_incarnation.values():
             send(front)
 
     async def settled(self) -> None:
-        """Returns when every front that serves has acknowledged all that was published before."""
+        """Returns when every front that serves has acknowledged all that was published before this call."""
         edition = self._edition
         behind = [front for front in self.by_incarnation.values() if front.serves and front.acknowledged < edition]
         await asyncio.gather(*(front.wait_acknowledged(edition) for front in behind))
 
     def ask_idle(self, now_ns: int, interval_ns: int) -> None:
-        """Asks fronts that were not asked for so long, so that one whose loop hangs is noticed; 0: none."""
+        """Asks each front that was not asked for ``interval_ns`` to acknowledge its state, so that a hanging loop is noticed.
+
+        ``interval_ns`` 0: asks no front.
+        """
         for front in self.by_incarnation.values():
             if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
                 front.ask(front.acknowledged)
@@ -200,14 +209,14 @@ class Fronts:
             self._go_on()
 
     def stop_listening(self) -> None:
-        """Closes the listening sockets. Fronts get connections by their own descriptors until they stop."""
+        """Closes the supervisor's listening sockets. Fronts have duplicates and accept connections until they stop."""
         self._unstarted.clear()
         for listeners in self._listeners.values():
             for listener in listeners:
                 listener.close()
 
     def close(self) -> None:
-        """Closes sockets and shared counters; call it when no front runs. Idempotent."""
+        """Closes the sockets and the shared counters; call it when no front runs. A second call does nothing."""
         self.stop_listening()
         for counters in self._counters.values():
             counters.close()
@@ -216,20 +225,20 @@ class Fronts:
     # ------------------------------------------------------------------------------------------------------------ others
 
     def up(self) -> bool:
-        """Returns whether every front is started and ready."""
+        """Returns whether every front of the daemon's start has been started and is ready."""
         return not self._unstarted and all(front.ready for front in self)
 
     def __iter__(self) -> Iterator[FrontProcess]:
         return iter(self.by_incarnation.values())
 
     def slots(self) -> dict[str, str]:
-        """Returns the name of every front that there should be, with its protocol."""
+        """Returns the protocol of every front that there should be, by the front's name ("http-0")."""
         return {
             front_name(protocol, row): protocol for protocol in self._listeners for row in range(self._rows(protocol))
         }
 
     def urls(self, protocol: str) -> list[str]:
-        """Returns the URLs of a protocol, as clients see them; empty: it is not served."""
+        """Returns the URLs of a protocol as clients see them; empty: the protocol is not served."""
         urls = [listener.url for listener in self._listeners.get(protocol, ()) if listener.url is not None]
         http = self._supervisor.options.http
         if http.use_tls or http.mutual_tls:
@@ -237,12 +246,12 @@ class Fronts:
         return urls
 
     def refused(self, name: str) -> dict[Refusal, int]:
-        """Returns the requests that the fronts of that name have refused, by reason."""
+        """Returns how many requests the front slot of this name ("http-0") has refused, by reason."""
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].refused(int(row))
 
     def answers(self, name: str) -> dict[str, int]:
-        """Returns the answers that the fronts of that name have given, by code."""
+        """Returns how many answers the front slot of this name ("http-0") has given, by status code."""
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].answers(int(row), protocol)
 
@@ -252,12 +261,15 @@ class Fronts:
         return self._counters[protocol].dropped_traces(int(row))
 
     def prepared_requests(self, name: str) -> tuple[int, int, int]:
-        """Counts prepared requests of that front: those numbered now, those numbered ever, and those evicted ever."""
+        """Returns three counts of prepared requests in the front slot of this name ("http-0").
+
+        They are the prepared requests that have a number now, that were ever given one, and that were ever evicted.
+        """
         protocol, _, row = name.rpartition("-")
         return self._counters[protocol].prepared_requests(int(row))
 
     def connections(self, front: FrontProcess) -> int:
-        """Counts the clients that a front has now."""
+        """Returns how many client connections a front has now."""
         return self._counters[front.protocol].connections(front.row)
 
 
@@ -268,8 +280,8 @@ def automatic(cores: int, devices: Sequence[str]) -> int:
     on all of them, and a front takes its core from models.
 
     Args:
-      cores: what the daemon may use.
-      devices: of the workers, "cpu:0" or "cuda:0".
+      cores: how many cores the daemon may use.
+      devices: the devices of the workers, such as "cpu:0" or "cuda:0".
     """
     gpus = sum(device.startswith("cuda") for device in devices)
     wanted = (cores - gpus) // 8 if gpus else cores // 16
@@ -277,9 +289,9 @@ def automatic(cores: int, devices: Sequence[str]) -> int:
 
 
 def of_one(options: Options, count: int) -> Options:
-    """Returns the options of one of ``count`` fronts: its part of the limits of all of them.
+    """Returns the options of one of ``count`` fronts: limits that are for all fronts together are divided.
 
-    Each front keeps its own part without asking the others: connections are shared out evenly, and most of what is bounded here
+    Each front keeps its own part without asking the others: connections are shared out evenly, and most of what is limited here
     comes with them. A part is never so small that the largest single request would not fit.
     """
     http, grpc = options.http, options.grpc

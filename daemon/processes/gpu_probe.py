@@ -1,6 +1,6 @@
-"""Asks the CUDA driver which GPUs it shows, in a process of its own: the driver stays out of the supervisor, and cannot hang it.
+"""Asks the CUDA driver which GPUs it shows, in a separate process: the supervisor never loads the driver, nor hangs with it.
 
-Run as a program, this file is that process. It prints one line of JSON: where the devices are, or why there are none.
+Run as a program, this file is that process. It prints one line of JSON: the GPUs' PCI addresses, or why there are none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_LIBRARY = f"there is no {_LIBRARY}"
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The driver's answer."""
+    """The CUDA driver's answer: the visible GPUs' addresses, or why the driver cannot be used."""
 
     #: The PCI addresses of the visible GPUs, in the driver's order; "" where it does not say.
     addresses: tuple[str, ...] = ()
@@ -34,12 +34,12 @@ class Probed:
 
     @property
     def count(self) -> int:
-        """Counts the visible GPUs."""
+        """Returns the number of visible GPUs."""
         return len(self.addresses)
 
 
 def probe(environment: Mapping[str, str]) -> Probed:
-    """Asks the driver; it obeys ``CUDA_VISIBLE_DEVICES`` of that environment as CUDA does."""
+    """Asks the CUDA driver for the visible GPUs, in a separate process with this environment (``CUDA_VISIBLE_DEVICES`` in it)."""
     try:
         done = subprocess.run(
             _COMMAND, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE
@@ -56,7 +56,7 @@ def probe(environment: Mapping[str, str]) -> Probed:
 
 
 def _ask() -> list[str] | str:
-    """Returns the devices' addresses, or a reason."""
+    """Returns the PCI addresses of the GPUs that the CUDA driver shows to this process, or why the driver cannot be used."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Reads the state of this host's GPUs from the driver's management library, in a process of its own that may hang with it.
+"""Reads the state of this host's GPUs from the driver's management library, in a separate process that may hang with the driver.
 
-Run as a program, it writes a line of JSON to standard output whenever it has looked, and for each event: a ``Look`` or an
-``Event``. It ends with its reader. Source: NVML API reference; nvidia-ml-py.
+Run as a program, it writes lines of JSON to standard output: a ``Look`` each time it has read all GPUs, and an ``Event`` for each
+error of a GPU. It ends when nobody reads its output any more. Source: NVML API reference; nvidia-ml-py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 
 class GpuState(msgspec.Struct, frozen=True):
-    """The state of one GPU; a value that the GPU does not report is None."""
+    """State of one GPU, with sizes in bytes; a value that the GPU does not report is None."""
 
     uuid: str
     #: The part of the last moment in which a kernel ran.
@@ -31,7 +31,7 @@ class GpuState(msgspec.Struct, frozen=True):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """The state of all GPUs of this host."""
+    """State of all GPUs of this host at one time."""
 
     gpus: tuple[GpuState, ...]
 
@@ -47,7 +47,10 @@ class Event(msgspec.Struct, frozen=True, tag="event"):
 
 
 def main(seconds: float) -> str:
-    """Reports until there is no reader any more. Returns "", or why nothing can be read."""
+    """Writes the GPUs' state every ``seconds`` seconds, and their errors at once, until nobody reads standard output any more.
+
+    Returns "", or why the GPUs cannot be read.
+    """
     try:
         import pynvml
     except ImportError:
@@ -111,7 +114,7 @@ def _address(handle: Any) -> int:
 
 
 def _say(what: Look | Event) -> bool:
-    """Writes a line. Returns False if there is no reader any more."""
+    """Writes one line of JSON to standard output. Returns False if nobody reads it any more."""
     try:
         sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
         sys.stdout.buffer.flush()

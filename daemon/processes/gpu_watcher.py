@@ -1,9 +1,9 @@
-"""Runs the process that watches the GPUs; keeps the state that it last reported, and logs errors of GPUs.
+"""Runs the process that watches the GPUs, keeps the state that it reported last, and logs errors of GPUs.
 
-    run ─▶ spawn ─▶ a line every moment ─▶ ``gpus``         it ends ─▶ said once ─▶ after a while, again
+    run ─▶ spawn ─▶ a line every moment ─▶ ``gpus``         it ends ─▶ logged once ─▶ started again after a while
                     └─ an event ─▶ log, ``errors``
 
-Nobody waits for it: what a driver that hangs has said last is forgotten after a while.
+Nothing waits for that process: if its driver hangs, the last report is dropped after a while.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class GpuWatcher:
-    """Reads the reports of the watching process. One per supervisor, on its loop."""
+    """Starts the process that watches the GPUs, and reads its reports. One per supervisor, on its event loop."""
 
     def __init__(self) -> None:
         #: UUID and kind of event -> how often it was reported.
@@ -46,11 +46,11 @@ class GpuWatcher:
 
     @property
     def gpus(self) -> Sequence[GpuState]:
-        """Returns this host's GPUs as they were a moment ago; none if that is not known."""
+        """Returns the state of this host's GPUs a moment ago; empty if there is no recent report."""
         return self._gpus if time.monotonic() - self._said_at < _STALE else ()
 
     async def run(self, environment: Mapping[str, str]) -> None:
-        """Keeps a watching process running. Never returns."""
+        """Keeps a process running that watches the GPUs, until this task is cancelled."""
         try:
             while True:
                 reason = await self._watch(environment)
@@ -63,7 +63,10 @@ class GpuWatcher:
                 self._process.kill()
 
     async def _watch(self, environment: Mapping[str, str]) -> str:
-        """Runs the process until it ends. Returns the last line of its standard error."""
+        """Runs the watching process until it ends.
+
+        Returns why it ended: the last line of its standard error, or what went wrong here.
+        """
         loop = asyncio.get_running_loop()
         try:
             self._process = process = subprocess.Popen(

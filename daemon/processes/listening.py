@@ -1,6 +1,6 @@
-"""Listening sockets: bound by the supervisor, or passed by the service manager (``socket_activation``), and handed to fronts.
+"""Listening sockets: bound by the supervisor, or passed by the service manager (``socket_activation``), and shared with fronts.
 
-They outlive every front, so connections made while a front is replaced wait in its backlog instead of being refused.
+The sockets outlive every front: connections that clients open while a front is replaced wait in the backlog and are not refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _BACKLOG = 1024
 
 
 class ListenError(Exception):
-    """A socket cannot be bound; the message names address, port and reason."""
+    """A listening socket cannot be bound or taken over; the message names its address and the reason."""
 
 
 class Listener:
-    """A listening socket, with the path in the file system that was made for it."""
+    """A listening socket; for a Unix socket that was bound here also its path, which ``close`` removes."""
 
     def __init__(self, sock: socket.socket, protocol: str, path: str = "") -> None:
         self.socket = sock
@@ -37,7 +37,7 @@ class Listener:
         self._inode = os.stat(path).st_ino if path else 0
 
     def close(self) -> None:
-        """Closes the socket and removes its name from the file system. Idempotent."""
+        """Closes the socket and removes the path of a Unix socket that was bound here. A second call does nothing."""
         self.socket.close()
         self.url = None
         path, self._path = self._path, ""
@@ -47,7 +47,10 @@ class Listener:
 
 
 def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listener:
-    """Binds a listening socket: TCP, or for an address unix:PATH a Unix socket with that mode. Raises ListenError."""
+    """Binds a listening socket: TCP, or for an address ``unix:PATH`` a Unix socket with the file mode ``mode`` (octal).
+
+    Raises ListenError: the socket cannot be bound.
+    """
     if address.startswith("unix:"):
         path = os.path.abspath(address.removeprefix("unix:").removeprefix("//") or ".")
         return Listener(_listen_unix(path, int(mode, 8)), protocol, path)
@@ -57,7 +60,10 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """Binds a socket for each address; the port counts for TCP only. Raises ListenError: no socket is left then."""
+    """Binds a listening socket for each address; ``port`` and ``mode`` count for TCP and Unix sockets, respectively.
+
+    Raises ListenError: an address cannot be bound; the sockets that were bound before are closed.
+    """
     made: list[Listener] = []
     try:
         for address in addresses:
@@ -88,7 +94,10 @@ def _listen_unix(path: str, mode: int) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Removes the socket of a process that is gone; never anything else. Raises ListenError: a process listens there."""
+    """Removes a Unix socket's path if the process that bound it is gone.
+
+    Raises ListenError: a process listens there, or it is a file.
+    """
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ListenError(f"cannot listen on unix:{path}: there is a file of that name")
@@ -124,10 +133,12 @@ def _listen_tcp(address: str, port: int) -> socket.socket:
 
 
 def _never_pace(sock: socket.socket) -> None:
-    """Keeps connections of this host's own programs from waiting for a pacing timer: nothing between them can be congested.
+    """Makes TCP connections over the loopback interface use Reno, so that they never wait for a pacing timer.
 
-    If the host's congestion control is one that paces (bbr), each 64 KiB of a large answer would wait for a timer. Reno paces
-    nothing, is in every kernel, and any process may choose it. Connections inherit it; once they are made it is too late.
+    If the host's congestion control is one that paces (bbr), each 64 KiB of a large answer would wait for a timer, though nothing
+    within a host can be congested. Reno paces nothing, is in every kernel, and any process may choose it. Connections inherit it
+    from
+    the listening socket; setting it once they exist is too late.
     """
     host = sock.getsockname()[0]
     if ipaddress.ip_address(host).is_loopback:
@@ -136,7 +147,7 @@ def _never_pace(sock: socket.socket) -> None:
 
 
 def url(sock: socket.socket, protocol: str = "http") -> str:
-    """Returns the URL of a bound socket: ``http://127.0.0.1:8000``, ``unix:/path``, ``unix:@name`` for an abstract one."""
+    """Returns the URL of a bound socket: ``http://127.0.0.1:8000``, ``unix:/path``, ``unix:@name`` for an abstract address."""
     if sock.family == socket.AF_UNIX:
         name = sock.getsockname()
         return f"unix:{name}" if isinstance(name, str) else f"unix:@{name[1:].decode(errors='replace')}"
@@ -145,5 +156,5 @@ def url(sock: socket.socket, protocol: str = "http") -> str:
 
 
 def shown(address: str, port: int) -> str:
-    """Formats HOST:PORT, with brackets around an IPv6 address."""
+    """Formats HOST:PORT, with brackets around an IPv6 address and * for an empty one."""
     return f"[{address}]:{port}" if ":" in address else f"{address or '*'}:{port}"

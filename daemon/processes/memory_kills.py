@@ -1,7 +1,8 @@
 """Tells whether the kernel has killed a process of this daemon's control group for want of memory.
 
-The group's counter says so: ``oom_kill`` of ``memory.events`` (cgroup v2), or of ``memory.oom_control`` (v1). It counts kills
-over the group's own limit and, in v2, over the host's memory as well. Source: the kernel's admin-guide/cgroup-v2.rst.
+The control group has a counter of such kills: ``oom_kill`` of ``memory.events`` (cgroup v2), or of ``memory.oom_control`` (v1).
+It
+counts kills for the group's own limit and, in v2, for the host's memory as well. Source: the kernel's admin-guide/cgroup-v2.rst.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class MemoryKills:
-    """Watches the counter of one control group. ``file`` None: there is none to be read."""
+    """Reads one control group's counter of processes killed for want of memory.
+
+    ``file``: the counter's file; None: there is none.
+    """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -20,11 +24,11 @@ class MemoryKills:
 
     @classmethod
     def own(cls) -> MemoryKills:
-        """Watches the group that this process is in."""
+        """Creates the counter of the control group that this process is in."""
         return cls(_own_file(_read(Path("/proc/self/cgroup")), _CGROUPS))
 
     def grew(self) -> bool:
-        """Returns whether a process of the group was killed for want of memory since the last call."""
+        """Returns whether a process of the control group was killed for want of memory since the last call."""
         before, self._last = self._last, self._count()
         return self._last > before
 
@@ -40,7 +44,10 @@ class MemoryKills:
 
 
 def _own_file(groups: str, root: Path) -> Path | None:
-    """Returns the counter's file of the group that ``/proc/PID/cgroup`` names; ``root``: where control groups are mounted."""
+    """Returns the file with the counter of the control group that ``groups`` (/proc/PID/cgroup) names; None if there is none.
+
+    ``root``: where control groups are mounted.
+    """
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

@@ -1,7 +1,7 @@
-"""The service manager's notify socket (sd_notify(3)): readiness, status line, watchdog. Does nothing without a socket.
+"""The service manager's notify socket (sd_notify(3)): readiness, status line, watchdog. Does nothing without such a socket.
 
-One datagram for each message, to the path or abstract address in ``NOTIFY_SOCKET``. A manager that does not read is never waited
-for.
+Each message is one datagram, to the path or abstract address in ``NOTIFY_SOCKET``. If the service manager does not read, the
+message is dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 
 class Notifier:
-    """Owns the notify socket. Every method is harmless where no service manager listens."""
+    """Owns the socket that notifies the service manager. Its methods do nothing where there is no service manager."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._socket: socket.socket | None = None
@@ -35,19 +35,22 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_line(status)}")
 
     def reloading(self) -> None:
-        """Announces a reload; ``ready`` follows when it is done. The time is what Type=notify-reload asks for."""
+        """Tells the service manager that a reload begins; ``ready`` says that it has ended.
+
+        The time is required by Type=notify-reload.
+        """
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def alive(self) -> None:
-        """Feeds the watchdog."""
+        """Tells the service manager's watchdog that the daemon is alive."""
         self._send("WATCHDOG=1")
 
     def extend_timeout(self, seconds: float) -> None:
-        """Extends the time for start-up or shutdown, e.g. while models are compiled."""
+        """Asks the service manager for ``seconds`` more for the start or the shutdown, e.g. while models are compiled."""
         self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def close(self) -> None:
-        """Closes the socket. Idempotent."""
+        """Closes the notify socket. A second call does nothing."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

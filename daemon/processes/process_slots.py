@@ -1,4 +1,4 @@
-"""Slots for processes, which are always to be filled: whoever dies in one is replaced, after a delay that grows.
+"""Slots for child processes that must always run: a process that dies in a slot is replaced, after a delay that grows.
 
 A slot has a name ("http-0", "worker-1"); the processes in it come and go.
 """
@@ -33,7 +33,7 @@ _MAX_START_DEATHS = 5
 
 
 class ProcessSlots:
-    """Keeps the history of each slot, and starts replacements of dead processes."""
+    """Keeps the history of each slot for a child process, and starts replacements of dead processes."""
 
     def __init__(self, options: Expert, supervisor: Supervisor) -> None:
         self._options = options
@@ -48,12 +48,12 @@ class ProcessSlots:
         self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
-        """Counts the deaths in the present series."""
+        """Returns how many processes of a slot have died in a row without having lived for long in between."""
         history = self._histories.get(name)
         return 0 if history is None else history.deaths
 
     def restarts(self, name: str) -> int:
-        """Counts how often a dead process was replaced there, ever."""
+        """Returns how often a dead process in the slot of this name has been replaced."""
         return self._restarts[name]
 
     def deaths_by_cause(self) -> dict[tuple[str, str], int]:
@@ -61,13 +61,16 @@ class ProcessSlots:
         return dict(self._deaths)
 
     def look(self, dead: Child) -> None:
-        """Finds out why a process died, before anybody words its end, and counts it if that was an accident."""
+        """Finds out whether a process died for want of memory, and counts its death if it was needed.
+
+        Call it before its end is worded.
+        """
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._supervisor.needs(dead):
             self._deaths[dead.name, dead.cause] += 1
 
     def forget(self, name: str) -> None:
-        """Forgets a slot that does not exist any more."""
+        """Forgets the history of a slot that does not exist any more."""
         for key in [key for key in self._deaths if key[0] == name]:
             del self._deaths[key]
         self._histories.pop(name, None)
@@ -75,9 +78,9 @@ class ProcessSlots:
         self._filled.discard(name)
 
     def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
-        """Has ``start`` fill the slot of a dead process again, later, if it is needed then. ``start`` may raise OSError.
+        """Calls ``start`` after a delay to replace a dead process, if it is still needed then, and again if that raises OSError.
 
-        ``doing``: " while loading model 'm' version 1", for the log; "": nothing that is known here.
+        ``doing``: " while loading model 'm' version 1", for the log; "" if that is not known.
         """
         if not self._supervisor.needs(dead):
             return
@@ -118,13 +121,16 @@ class ProcessSlots:
 
 
 class Backoff:
-    """Says how long to wait before a dead process is replaced: short at first, doubling, never in step with others. Pure.
+    """Decides how long to wait before a dead process is replaced: short at first, doubling, with some chance in it. Does no I/O.
 
-    It is one slot's history: the slot stays, the processes in it change.
+    One object holds the history of one slot: the slot stays, the processes in it change.
     """
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
-        """Takes ``first`` and ``maximum`` in seconds; ``chance`` spreads the delays by up to a tenth."""
+        """Starts without deaths.
+
+        ``first`` and ``maximum``: delays in seconds; ``chance`` shortens each delay by up to a tenth.
+        """
         self._first = first
         self._maximum = maximum
         self._chance = chance
@@ -132,10 +138,11 @@ class Backoff:
         self.deaths = 0
 
     def died(self, lived_ns: int, served: bool) -> float:
-        """Notes a death; returns the seconds to wait before the replacement starts.
+        """Notes a death; returns how many seconds to wait before the replacement starts.
 
-        ``served``: the process had come up. Requests wait for its replacement, and a process did come up in its slot so far,
-        so they do not wait long; one that never comes up is not tried again and again.
+        ``lived_ns``: how long the process ran. ``served``: the process had been ready; clients' requests wait for its
+        replacement, so the
+        delay stays short.
         """
         if lived_ns >= HEALTHY_NS:
             self.deaths = 0

@@ -1,7 +1,7 @@
-"""The daemon's shutdown: what asks for it, and how children are stopped.
+"""The daemon's shutdown: what asks for it, and how child processes are stopped.
 
 first signal     children are told to stop, and have until a deadline to finish
-second signal    whatever still runs is killed at once
+second signal    children that still run are killed at once
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class DaemonPhase(enum.Enum):
-    """The phase of the daemon's life."""
+    """Phases of the daemon's life, from start to stop."""
 
     #: Some first loads are not settled.
     STARTING = "starting"
@@ -32,7 +32,7 @@ class DaemonPhase(enum.Enum):
 
 
 class Shutdown:
-    """Knows whether the daemon has to stop, and waits for its children's deaths, which are reported to it."""
+    """Knows whether the daemon has to stop, and waits until its child processes are dead; ``child_died`` reports each."""
 
     def __init__(self) -> None:
         #: Set when the daemon has to stop.
@@ -45,30 +45,30 @@ class Shutdown:
         self._death = asyncio.Event()
 
     def signalled(self) -> None:
-        """Handles SIGTERM or SIGINT."""
+        """Handles SIGTERM or SIGINT: the first asks the daemon to stop, the second to kill at once what still runs."""
         if self.requested.is_set():
             self._hurry.set()
         self.requested.set()
 
     def fail(self) -> None:
-        """Asks the daemon to stop and to exit with an error."""
+        """Asks the daemon to stop and to exit with status 1."""
         self.exit_status = 1
         self.requested.set()
 
     def child_died(self) -> None:
-        """Notes that a child has died and is in its owner's table no more."""
+        """Notes that a child process has died, and that its owner's table no longer lists it."""
         self._death.set()
 
     async def hurried(self, seconds: float) -> None:
-        """Returns after so many seconds, or at once on a second signal."""
+        """Returns after so many seconds, or at once when a second signal asks for a fast stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._hurry.wait()
 
     async def finish(self, children: Mapping[int, Child], deadline_ns: int) -> None:
-        """Stops the children; returns when all are gone, at the deadline (CLOCK_MONOTONIC), or at once on a second signal.
+        """Asks the child processes to stop; returns when all are gone, at the deadline, or at once on a second signal.
 
-        A child that died leaves ``children``.
+        ``deadline_ns``: on CLOCK_MONOTONIC. ``children``: their owner must remove each child that has died from this mapping.
         """
         for child in children.values():
             child.stop(deadline_ns - time.monotonic_ns())
@@ -87,7 +87,7 @@ class Shutdown:
         hurry.cancel()
 
     async def bury(self, children: Callable[[], Iterable[Child]]) -> None:
-        """Kills children until none of ``children()`` is alive: nothing outlives the daemon."""
+        """Kills child processes until none of those that ``children()`` returns is alive, so that none outlives the daemon."""
         while alive := [child for child in children() if child.alive]:
             self._death.clear()
             for child in alive:

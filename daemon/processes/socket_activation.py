@@ -1,9 +1,9 @@
-"""Takes over sockets that the service manager has bound and passes to the daemon (sd_listen_fds(3)).
+"""Takes over listening sockets that the service manager has bound and passes to the daemon (sd_listen_fds(3)).
 
     LISTEN_PID=<us>  LISTEN_FDS=3  LISTEN_FDNAMES=http:http:grpc      descriptors 3, 4 and 5
 
-A socket's name says its protocol: that is FileDescriptorName= in its unit. One without, which systemd then names after the unit,
-speaks HTTP. Their names in the file system are the service manager's, so they stay when the daemon ends.
+A socket's name is its protocol, set as FileDescriptorName= in its unit. A socket without a name, which systemd then names after
+the unit, is for HTTP. The paths of Unix sockets belong to the service manager, so they stay when the daemon ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, list[Listener]]:
-    """Returns the sockets that were passed, by protocol; empty without socket activation.
+    """Returns the listening sockets that the service manager passed, by protocol; empty without socket activation.
 
-    Raises: ListenError: one of them is of no use, or says a protocol that there is none of.
+    Raises ListenError: a descriptor is not a listening stream socket, its name is not a known protocol, or the variables are
+    wrong.
     """
     if environment.get("LISTEN_PID") != str(os.getpid()):
         return {}

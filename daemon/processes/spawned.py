@@ -1,10 +1,10 @@
-"""Starts child processes before a loop runs, or anything else is imported that the supervisor needs.
+"""Starts child processes before an event loop runs, and before the supervisor imports most of its own modules.
 
     spawn ─▶ its interpreter starts, it imports ─▶ ``tensord.daemon.processes.child.Child`` adopts it ─▶ Start
 
-Imports are what a start takes longest for, so workers are spawned before our own. They open no device until they get Start.
-Who is not adopted ends with this process, or when its channel is closed (``tensord.shm.child_process``).
-Spawn from the main thread only, because the kernel's parent-death signal is tied to the spawning thread.
+Imports take most of a process's start, so workers are started before the supervisor's own imports. They open no device until they
+get Start. A process that is not adopted ends with this process, or when its channel is closed (``tensord.shm.child_process``).
+Call these functions from the main thread only, because the kernel's parent-death signal is tied to the calling thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORKER = "tensord.workers"
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A process that was started and what is shared with it; its owner closes and waits."""
+    """A child process that was started, with its control channel; the holder must close the channel and wait for the process."""
 
     process: subprocess.Popen[bytes]
     #: Our end of its control channel.
@@ -44,7 +44,13 @@ class Spawned:
 def spawn(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
 ) -> Spawned:
-    """Starts ``python -m module``, with variables besides ours. Raises OSError: there is no room for it."""
+    """Starts ``python -m module`` as a child process. Raises OSError: no memory, process slot or file descriptor is free.
+
+    Args:
+      arguments: the command line after the module and its control channel.
+      environment: variables that are added to this process's own.
+      pass_fds: file descriptors that the process inherits under the same numbers.
+    """
     ours, theirs = pair()
     stack_fd = -1
     try:
@@ -67,7 +73,7 @@ def spawn(
 
 
 def spawn_worker(module: str, device: Device) -> Spawned:
-    """Starts a worker of that device. Raises OSError: there is no room for it."""
+    """Starts a worker process for this device. Raises OSError: no memory, process slot or file descriptor is free."""
     words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
     return spawn(module, words, {**device.environment, MARK: secrets.token_hex(8)})
 
@@ -75,14 +81,17 @@ def spawn_worker(module: str, device: Device) -> Spawned:
 def spawn_workers(
     options: Workers, environment: Mapping[str, str], module: str = WORKER
 ) -> list[tuple[Device, Spawned]]:
-    """Starts a worker for each device. Raises NoDevice as ``find_devices``; OSError: there is no room for it."""
+    """Starts a worker process for each device that ``find_devices`` returns.
+
+    Raises MissingDevice: a GPU or core that the options ask for cannot be used; OSError: there is no room for a process.
+    """
     # Children inherit the limit: what a shell allows at first is less than the connections and regions of a busy day.
     descriptors.raise_limit()
     return [(device, spawn_worker(module, device)) for device in find_devices(options, environment)]
 
 
 def end(workers: Collection[tuple[Device, Spawned]]) -> None:
-    """Ends workers that nobody has adopted; returns when they are gone."""
+    """Kills workers that no ``Child`` has adopted; returns when they are gone."""
     for _, worker in workers:
         worker.process.kill()
     for _, worker in workers:
@@ -92,7 +101,7 @@ def end(workers: Collection[tuple[Device, Spawned]]) -> None:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Returns our environment with ``extra`` and our version, less what systemd meant for us alone."""
+    """Returns a child process's environment: that of this process without systemd's variables, plus ``extra`` and our version."""
     ours = {
         key: value
         for key, value in os.environ.items()

@@ -11,20 +11,20 @@ _log = logging.getLogger(__name__)
 
 
 class Tasks:
-    """Owns the background tasks. ``failed`` is called when one raises: nothing else waits for them."""
+    """Owns the supervisor's background tasks. ``failed`` is called when a task raises an exception."""
 
     def __init__(self, failed: Callable[[], None]) -> None:
         self._failed = failed
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a coroutine as a task."""
+        """Starts a coroutine as a background task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
     async def cancel(self) -> None:
-        """Cancels all tasks; returns when they have ended."""
+        """Cancels all background tasks; returns when they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""Checks every child periodically: kills those that exceeded a time limit, and feeds the service manager's watchdog.
+"""Checks every child process regularly: kills those that exceeded a time limit, and feeds the service manager's watchdog.
 
-Time in which the supervisor itself did not run is not counted: when a container or a machine was paused, everybody was.
+Time in which the supervisor itself did not run is not counted: when a container or a machine was paused, its children were too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_PAUSES = 256
 
 @dataclass(frozen=True, slots=True)
 class ChildSnapshot:
-    """The state of a child at one moment; times are CLOCK_MONOTONIC ns."""
+    """State of a child process at one moment; times are CLOCK_MONOTONIC ns."""
 
     ready: bool
     started_ns: int
@@ -45,7 +45,7 @@ class ChildSnapshot:
 
 
 def snapshot(child: Child) -> ChildSnapshot:
-    """Takes a snapshot of a child's state."""
+    """Returns the present state of a child process."""
     if isinstance(child, FrontProcess):
         return ChildSnapshot(child.ready, child.started_ns, owes_since_ns=child.owes_since_ns)
     if not isinstance(child, WorkerProcess) or child.page is None:
@@ -58,19 +58,19 @@ def snapshot(child: Child) -> ChildSnapshot:
 
 
 class Pauses:
-    """Times at which the supervisor itself did not run, as its checks came late. Times are CLOCK_MONOTONIC ns."""
+    """Periods in which the supervisor itself did not run, known from checks that came late. Times are CLOCK_MONOTONIC ns."""
 
     def __init__(self) -> None:
         #: From when a check was due until it was made.
         self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
 
     def looked(self, due_ns: int, now_ns: int) -> None:
-        """Notes a check at ``now_ns`` that was due at ``due_ns``."""
+        """Notes that a check which was due at ``due_ns`` was made at ``now_ns``."""
         if now_ns - due_ns > _LATE_NS:
             self._late.append((due_ns, now_ns))
 
     def within(self, since_ns: int, now_ns: int) -> int:
-        """Returns how much of that time the supervisor did not run."""
+        """Returns for how many ns between ``since_ns`` and ``now_ns`` the supervisor did not run."""
         return sum(max(0, min(end, now_ns) - max(begin, since_ns)) for begin, end in self._late)
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class Pauses:
 
 
 def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
-    """Returns why a child should be killed; "" when it should not."""
+    """Returns why a child process should be killed, because it exceeded a time limit; "" if it should not."""
 
     def past(since_ns: int, limit: float) -> bool:
         return limit > 0 and now_ns - since_ns - pauses.within(since_ns, now_ns) > limit * 1e9
@@ -101,7 +101,7 @@ def overdue(child: ChildSnapshot, options: Options, now_ns: int, pauses: Pauses)
 
 
 class Watchdog:
-    """Checks all children. One per daemon; ``options()`` returns those in force."""
+    """Checks all child processes for exceeded time limits. One per daemon; ``options()`` returns the options in force."""
 
     def __init__(self, workers: WorkerPool, fronts: Fronts, notifier: Notifier, options: Callable[[], Options]) -> None:
         self._workers = workers
@@ -111,7 +111,10 @@ class Watchdog:
         self._pauses = Pauses()
 
     async def run(self) -> None:
-        """Checks until it is cancelled. The service manager's watchdog is fed while no child is overdue."""
+        """Checks all child processes again and again until cancelled.
+
+        Feeds the service manager's watchdog while none is overdue.
+        """
         fed, due_ns = 0.0, time.monotonic_ns()
         while True:
             now_ns = time.monotonic_ns()

@@ -1,8 +1,8 @@
-"""The worker processes: one slot for each device and for each isolated model, and what their records mean.
+"""The worker processes: one slot for each device and for each isolated model, and the handling of the records that workers send.
 
 start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unloaded, replies ─▶ died: its slot is filled again
 
-The slot of an isolated model is there as long as the model needs it ("worker-0#m", on "cpu:0#m"): ``isolate``.
+The slot of an isolated model exists as long as the model needs it ("worker-0#m", on "cpu:0#m"): ``isolate``.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _LOOK_SECONDS = 0.05
 
 
 class WorkerPool:
-    """Owns the worker processes. The supervisor is called for each that joins, answers, asks, is dismissed or dies."""
+    """Owns the worker processes. Calls the supervisor when a worker joins, answers, asks, is dismissed or dies."""
 
     def __init__(self, program: str, supervisor: Supervisor) -> None:
-        """Takes the program as ``python -m`` does."""
+        """Creates it without workers. ``program``: the module that workers run, as for ``python -m``."""
         self.by_incarnation: dict[int, WorkerProcess] = {}
         #: The name of every slot that models share, whether it is filled now or not -> its device.
         self._shared_slots: dict[str, Device] = {}
@@ -61,36 +61,37 @@ class WorkerPool:
         self._jax_lacks = MissingParts(OF_JAX)
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
-        """Adopts the first workers, one for each device. Raises OSError: there is no room for a process."""
+        """Takes over the first workers, one for each device. Raises OSError: there is no room for a process."""
         self._shared_slots = {f"worker-{index}": device for index, (device, _) in enumerate(spawned)}
         for name, (device, process) in zip(self._shared_slots, spawned, strict=True):
             self._adopt(name, device, process)
 
     @property
     def slots(self) -> dict[str, str]:
-        """Returns the name of every slot, whether it is filled now or not, with its device."""
+        """Returns the device of every worker slot by the slot's name, whether a worker runs in it now or not."""
         return {name: device.name for name, device in (self._shared_slots | self._isolated).items()}
 
     @property
     def devices(self) -> list[str]:
-        """Returns the devices of the slots that models share."""
+        """Returns the devices of the worker slots that models share, thus without those of isolated models."""
         return [device.name for device in self._shared_slots.values()]
 
     @property
     def usable(self) -> list[str]:
-        """Returns the devices that can get workers: those that the last worker started for them could use."""
+        """Returns the devices of all slots except broken ones, where several workers in a row died before they used theirs."""
         return [device for device in self.slots.values() if self._without_use[device] < _DEATHS_WITHOUT_USE]
 
     def is_vacant(self, name: str) -> bool:
-        """Returns whether there is such a slot, and no worker in it that stays."""
+        """Returns whether the slot of this name exists and has no worker, or only one that is stopping."""
         there = any(worker.name == name and not worker.stopping for worker in self)
         return name in self.slots and not there
 
     def isolate(self, wanted: Mapping[str, float]) -> None:
-        """Makes a worker for each of these devices of isolated models, and dismisses those of other such devices.
+        """Starts a worker for each wanted device of an isolated model that has none, and stops workers of unwanted such devices.
 
         Args:
-          wanted: the devices (``tensord.shm.device_names.alone``), with the part of a GPU's memory that XLA takes there.
+          wanted: the devices (``tensord.shm.device_names.alone``), each with the part of a GPU's memory (0 to 1) that XLA takes
+            there.
         """
         known = {device.name: name for name, device in self._isolated.items()}
         for name in [name for device, name in known.items() if device not in wanted]:
@@ -103,7 +104,7 @@ class WorkerPool:
             self._fill(name)
 
     def _fill(self, name: str) -> None:
-        """Fills a vacant slot of an isolated model, later if there is no room."""
+        """Starts a worker in a vacant slot of an isolated model; tries again later if there is no room for a process."""
         if not self.is_vacant(name):
             return
         try:
@@ -114,7 +115,7 @@ class WorkerPool:
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._fill, name)
 
     def _dismiss(self, name: str) -> None:
-        """Stops a worker that its model needs no more. What was accepted there is finished first."""
+        """Removes the slot of an isolated model, and stops its worker once the requests that it accepted are finished."""
         device = self._isolated.pop(name)
         self._without_use.pop(device.name, None)
         for worker in [worker for worker in self if worker.name == name and not worker.stopping]:
@@ -122,9 +123,10 @@ class WorkerPool:
             self._end(worker)
 
     async def restart(self, name: str) -> None:
-        """Replaces a worker: what was accepted there is finished first, and requests for its models wait for the new one.
+        """Replaces a worker: requests that it accepted are finished first; later requests for its models wait for the new one.
 
-        Returns when the new one is up. Raises: InvalidArgument: no worker of that name is up.  Unavailable: the new one died.
+        Returns when the new worker is ready and has loaded its models. Raises InvalidArgument: no worker of this name is ready;
+        Unavailable: the new worker died.
         """
         old = next((worker for worker in self.ready() if worker.name == name and not worker.stopping), None)
         if old is None:
@@ -143,7 +145,7 @@ class WorkerPool:
         raise Unavailable(f"the new {name} died")
 
     def _end(self, worker: WorkerProcess) -> None:
-        """Stops a worker whose requests are to be finished; kills it where it does not end in time."""
+        """Stops a worker once its accepted requests are finished, and kills it if it has not ended in time."""
         grace = self._supervisor.options.supervisor.exit_timeout
         worker.stop(int(grace * 1e9))
         if worker.ready:
@@ -153,7 +155,7 @@ class WorkerPool:
         self._supervisor.worker_dismissed(worker)
 
     def start(self, name: str, device: Device) -> None:
-        """Fills a slot. Raises OSError: there is no room for a process."""
+        """Starts a worker on ``device`` in the slot of this name. Raises OSError: there is no room for a process."""
         self._adopt(name, device, spawn_worker(self._program, device))
 
     def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
@@ -173,7 +175,7 @@ class WorkerPool:
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:
-        """Returns the options of one worker, with its share of what is for all of them."""
+        """Returns the options of one worker: the size of the response cache is divided among the workers."""
         options = self._supervisor.options
         cache = msgspec.structs.replace(
             options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self._shared_slots))
@@ -181,7 +183,7 @@ class WorkerPool:
         return msgspec.structs.replace(options, response_cache=cache)
 
     def ready(self) -> list[WorkerProcess]:
-        """Returns the workers that answer calls now."""
+        """Returns the workers that are ready to answer calls now."""
         return [worker for worker in self if worker.ready and worker.alive]
 
     def _received(self, worker: WorkerProcess, record: Any, fds: list[int]) -> None:
@@ -227,23 +229,28 @@ class WorkerPool:
 class Leftovers:
     """Kills the processes that a dead worker's models have left running.
 
-    Processes are found by the worker's mark (``tensord.shm.marked_processes``). One that was given another environment, by
-    code that is not Python's, is not found; under a service manager or in a container that ends it as well. One per daemon;
-    the search runs off the event loop.
+    Processes are found by the worker's mark in their environment (``tensord.shm.marked_processes``). A process that was given
+    another
+    environment, by code that is not Python's, is not found; a service manager or a container ends it too. One per daemon; the
+    search
+    runs off the event loop.
     """
 
     def __init__(self) -> None:
         self._looks: set[asyncio.Task[None]] = set()
 
     def end(self, worker: str, mark: str) -> None:
-        """Begins to kill the processes that a dead worker's models left behind."""
+        """Begins to kill the processes that a dead worker's models left running.
+
+        ``mark``: the worker's mark; "": it started none.
+        """
         if mark:
             task = asyncio.get_running_loop().create_task(self._end(worker, mark))
             self._looks.add(task)
             task.add_done_callback(self._looks.discard)
 
     async def ended(self) -> None:
-        """Returns when all processes that were to be ended are gone."""
+        """Returns when all processes that ``end`` was called for are gone."""
         await asyncio.gather(*self._looks)
 
     async def _end(self, worker: str, mark: str) -> None:
