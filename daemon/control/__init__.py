@@ -1,1 +1,1 @@
-"""This room has the channels between the supervisor and its children, and the paths of its unix sockets."""
+"""Package for the channels between the supervisor and its child processes, and for the paths of its Unix sockets."""

@@ -1,4 +1,4 @@
-"""Calls of a front to the supervisor, which concern the whole daemon and not one request."""
+"""Calls of a front process to the supervisor, about the whole daemon and not about one inference request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIMIT = 1024
 
 
 class ControlCalls:
-    """Sends calls over the control connection, and matches the answers by number."""
+    """Sends a front's calls to the supervisor over the control channel, and matches the replies to them by number."""
 
     def __init__(self, connection: ControlChannel) -> None:
         self._connection = connection
@@ -22,13 +22,14 @@ class ControlCalls:
         self._last = 0
 
     async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
-        """Calls an operation and returns the result, JSON or empty.
+        """Calls an operation of the supervisor and returns its result, which is JSON or empty.
 
         Args:
-          peer: for whom, where that matters.
-          end: a descriptor that goes along and stays the caller's: it becomes readable when a region is to go, or is the
-            memory of parameters; -1: none.
-        Raises: the ServingError the supervisor answered with, or Unavailable: too many questions.
+          peer: the client on whose behalf the front calls, where that matters.
+          end: a file descriptor that is sent along, and that the caller must close: it becomes readable when a region is to be
+            unregistered, or it is the memory of pushed parameters; -1: none.
+
+        Raises Unavailable: too many calls are waiting for replies; or the ServingError with which the supervisor replied.
         """
         if len(self._waiting) >= _LIMIT:
             raise Unavailable(f"{len(self._waiting)} control requests are waiting, at most {_LIMIT} are allowed")
@@ -46,7 +47,7 @@ class ControlCalls:
         return reply.result
 
     def answered(self, reply: Reply) -> None:
-        """Handles a reply; it is dropped if nobody waits for it any more."""
+        """Gives the supervisor's reply to the call that waits for it; drops the reply if that call was cancelled."""
         waiter = self._waiting.get(reply.call_id)
         if waiter is not None and not waiter.done():
             waiter.set_result(reply)

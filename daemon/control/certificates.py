@@ -15,13 +15,13 @@ _log = logging.getLogger(__name__)
 
 
 class TlsError(Exception):
-    """Tells the operator which file is wrong."""
+    """A PEM file for TLS cannot be used; the message tells the operator which option names it."""
 
 
 def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
-    """Makes TLS from PEM files: the protocol by ALPN, and clients' certificates where they are asked for.
+    """Makes a TLS context from PEM files, which also asks for clients' certificates with ``mutual_tls``; None: TLS is off.
 
-    None: plain text. Raises TlsError.
+    The context offers the section's protocol by ALPN. Raises TlsError: a file cannot be used.
     """
     if not options.use_tls and not options.mutual_tls:
         return None
@@ -43,17 +43,20 @@ def tls_context(options: Http | Grpc) -> ssl.SSLContext | None:
 
 
 class Certificates:
-    """Holds the TLS context of one front."""
+    """Holds the TLS context of one front process."""
 
     def __init__(self, options: Http | Grpc) -> None:
-        """Reads the files. Raises TlsError."""
+        """Reads the PEM files that the options name. Raises TlsError: a file cannot be used."""
         self._options = options
         self._seen = self._stamps()
         #: The TLS context of new connections; None: they are plain text.
         self.context = tls_context(options)
 
     def look(self) -> None:
-        """Reads the files again where any has changed; what cannot be used is logged, and the former context stays."""
+        """Reads the PEM files again if any of them has changed.
+
+        If they cannot be used, that is logged and the former context stays.
+        """
         if self.context is None or (stamps := self._stamps()) == self._seen:
             return
         self._seen = stamps
@@ -73,7 +76,7 @@ class Certificates:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Returns what tells a file from what it was; a link is followed. None: there is none."""
+    """Returns numbers that change when a file is replaced or written (of a link: its target); None: there is no such file."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,6 +1,6 @@
-"""A channel on an asyncio loop: records in by callback, records out with one flush per iteration of the loop.
+"""A control channel on an asyncio loop: calls back for each received record, and sends records once per iteration of the loop.
 
-Used by the supervisor for each child and by each front for its supervisor. Its one rule: nothing here waits.
+Used by the supervisor for each child process and by each front for the supervisor. No function here ever waits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BATCH = 64
 
 
 class ControlChannel:
-    """Owns the channel. ``on_close`` is called once, when the peer is gone or sent garbage; not after ``close``."""
+    """Owns a control channel. ``on_close`` is called once, when the peer is gone or sent invalid data; not after ``close``."""
 
     def __init__(
         self, channel: Channel, on_record: Callable[[Any, list[int]], None], on_close: Callable[[], None]
     ) -> None:
-        """Takes ``on_record(record, fds)``, which owns the descriptors; only a record that travels alone has any."""
+        """Stores the callbacks. ``on_record(record, fds)`` must close the file descriptors; only a record sent alone has any."""
         self._channel = channel
         self._on_record = on_record
         self._on_close = on_close
@@ -37,14 +37,14 @@ class ControlChannel:
         self._closed = False
 
     def start(self) -> None:
-        """Reads from now on, on the running loop."""
+        """Begins to receive records, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel.fileno(), self._readable)
 
     def send(self, record: Record, *fds: int) -> None:
-        """Queues a record. Descriptors are duplicated. Ignored once closed.
+        """Queues a record for the peer, with duplicates of the file descriptors; does nothing once the channel is closed.
 
-        Everything sent in one iteration of the loop leaves together.
+        All records queued in one iteration of the loop are sent together.
         """
         if self._closed:
             return
@@ -54,7 +54,7 @@ class ControlChannel:
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Closes the channel; unsent records are dropped. Idempotent."""
+        """Closes the channel; records that were not sent yet are dropped. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -66,11 +66,11 @@ class ControlChannel:
 
     @property
     def waiting(self) -> int:
-        """Counts records and datagrams that the socket did not take yet."""
+        """Returns how many records and datagrams are queued because the socket did not accept them yet."""
         return 0 if self._closed else self._channel.waiting
 
     def finish(self) -> None:
-        """Handles what the peer, which is gone, has sent last, and closes."""
+        """Handles the last records of a peer that is gone, and closes the channel."""
         if not self._closed:
             self._readable()
         self.close()
@@ -110,9 +110,9 @@ class ControlChannel:
             self._lost()
 
     def _received(self) -> tuple[list[Any], list[int]] | None:
-        """Receives as ``Channel.receive``; a reply that came without its descriptors is its caller's problem.
+        """Receives records as ``Channel.receive`` does; replies whose file descriptors were lost are returned without them.
 
-        Raises: InvalidArgument: something else came without them. A peer that is not understood is of no use.
+        Raises InvalidArgument: the file descriptors of other records were lost, because too many files are open.
         """
         try:
             return self._channel.receive()

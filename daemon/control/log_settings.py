@@ -1,6 +1,6 @@
 """The log settings in force, which clients can change. The supervisor owns them and publishes them to every process.
 
-A client switches levels and the text format. It never names a file: where the log goes is the operator's alone.
+Clients can change levels and the text format, but no file name: only the operator decides where the log is written.
 Source: Triton docs/protocol/extension_logging.md; keys and texts as recorded against a real Triton.
 """
 
@@ -22,27 +22,27 @@ FILE_REFUSED = "log file location can not be updated through network protocol"
 
 
 class LogSettings:
-    """Holds the log settings. ``publish`` is called with every value that comes into force."""
+    """Holds the log settings in force. ``publish`` is called with the new settings whenever they change."""
 
     def __init__(self, options: Log, publish: Callable[[Log], None]) -> None:
         self._current = options
         self._publish = publish
 
     def change(self, wanted: ChangeLog) -> bytes:
-        """Applies the given settings, all of them checked by the front. Returns the settings then in force, as JSON."""
+        """Applies a client's changes, which the front has checked. Returns all settings then in force, as JSON."""
         given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
         self.replace(msgspec.structs.replace(self._current, **given))
         return msgspec.json.encode(described(self._current))
 
     def replace(self, options: Log) -> None:
-        """Puts a whole value into force, as after a reload."""
+        """Replaces all settings, as a reload of the configuration does."""
         if options != self._current:
             self._current = options
             self._publish(options)
 
 
 def described(log: Log) -> dict[str, Any]:
-    """Returns the settings by the protocol's names, in its order."""
+    """Returns the log settings under the names and in the order of Triton's protocol."""
     return {
         "log_file": log.file,
         "log_info": log.info,

@@ -1,9 +1,9 @@
-"""The fields of a push of parameters, as clients write them in JSON: over HTTP, on the clients' socket, and tensorctl.
+"""Fields of a push of parameters, as clients write them in JSON: over HTTP, on the clients' socket, and with tensorctl.
 
 {"file": "params-17.safetensors", "number": 17}
 {"region": "params", "offset": 0, "byte_size": 4096}
 {"leaves": {"dense.kernel": {"region": "r", "offset": 0, "byte_size": 64, "datatype": "FP32", "shape": [4, 4]}}, "partial": true}
-{"number": 17}                                                    the parameters come as bytes, or as memory, beside it
+{"number": 17}                          the parameters follow as bytes, or their memory is sent as a file descriptor
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_LEAVES = 10_000
 
 
 class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
-    """Says where one array lies in a region."""
+    """Tells where one array of the parameters lies in a shared-memory region."""
 
     region: str
     byte_size: _Number
@@ -41,7 +41,7 @@ class LeafFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Says where the parameters are, in one way at most, and how they are taken."""
+    """Tells where pushed parameters are (in a file, a region, or leaf by leaf in regions), and how they are to be applied."""
 
     #: 0: one more than the last.
     number: _Number = 0
@@ -56,9 +56,11 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     move_sequences: bool = False
 
     def source(self, memory_byte_size: int) -> ParameterSource:
-        """Returns where the parameters are. ``memory_byte_size``: bytes that came along; below 0: none.
+        """Returns where the parameters of the push are.
 
-        Raises: InvalidArgument: nowhere, or in several places.
+        ``memory_byte_size``: how many bytes were sent with the push itself; below 0: none were.
+
+        Raises InvalidArgument: the push names no place, several places, or too many leaves.
         """
         named = [name for name in ("file", "region", "leaves") if getattr(self, name)]
         if len(named) + (memory_byte_size >= 0) != 1:
@@ -84,7 +86,10 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def operation(self, model: str, version: int, name: str, memory_byte_size: int = -1) -> PushParameters:
-        """Makes the operation of a push into a set, ``name`` ("": main). Raises InvalidArgument, as ``source``."""
+        """Makes the operation that pushes parameters into a model's set ``name`` ("": main).
+
+        Raises InvalidArgument as ``source`` does.
+        """
         return PushParameters(
             model,
             version,
@@ -99,7 +104,7 @@ class PushFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read(text: bytes) -> PushFields:
-    """Reads the fields of a push; an empty text has none. Raises InvalidArgument: it is no such JSON."""
+    """Parses the fields of a push from JSON; an empty text gives the defaults. Raises InvalidArgument: the JSON is malformed."""
     try:
         return msgspec.json.decode(text, type=PushFields) if text else PushFields()
     except msgspec.MsgspecError as error:

@@ -1,4 +1,4 @@
-"""Counts what a front refuses for want of room, time or a worker, and logs that, and clients' mistakes, once a minute."""
+"""Counts requests that a front refuses for want of room, time or a worker; logs these, and clients' mistakes, once a minute."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _NEVER_NS = 1 << 63
 
 
 def uncounted(refusal: Refusal) -> None:
-    """Does nothing, in place of counting, in a front without shared counters."""
+    """Ignores a refusal, in a front without shared counters."""
 
 
 class Refusals:
-    """The refusals of one front; belongs to its loop."""
+    """Counts and logs the requests that one front refuses; belongs to the front's loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: OnRefusal = uncounted) -> None:
         self._loop = loop
@@ -44,18 +44,18 @@ class Refusals:
         self._timer_ns = 0
 
     def note(self, model: str, refusal: Refusal) -> None:
-        """Notes one refused request. ``model``: "" where it is not known yet."""
+        """Counts and logs one refused request. ``model``: "" where it is not known yet."""
         self._count(refusal)
         self._log.note(model, refusal.value, time.monotonic_ns())
         self._settle_later()
 
     def mistaken(self, model: str, code: str, message: str) -> None:
-        """Notes one request that was answered with the code and the text of a client's mistake."""
+        """Logs one request that was answered with this error code and message because of a mistake of the client."""
         self._mistakes.note(model, code, time.monotonic_ns(), message)
         self._settle_later()
 
     def of_room(self, model: str, on_room: Callable[[T | ServingError], None]) -> Callable[[T | ServingError], None]:
-        """Wraps the callback of a wait for room, so that an error is noted."""
+        """Wraps ``on_room``, the callback of a wait for request memory, so that an error is counted as a refusal."""
 
         def given_room(given: T | ServingError) -> None:
             if isinstance(given, ServingError):
@@ -65,7 +65,7 @@ class Refusals:
         return given_room
 
     def close(self) -> None:
-        """Writes the last lines to the log."""
+        """Writes the last lines about refusals to the log."""
         if self._timer is not None:
             self._timer.cancel()
         for log in (self._log, self._mistakes):

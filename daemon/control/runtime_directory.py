@@ -3,9 +3,8 @@
     as a service      $RUNTIME_DIRECTORY, which systemd makes: /run/tensord
     otherwise         $XDG_RUNTIME_DIR/tensord, else /tmp/tensord-UID: the user's own, nobody else may look into it
 
-tensorctl looks into the user's own first, then into the service's. A further daemon of the same user has the number of its
-process in the name of its control socket. A folder of ours that somebody else could have made, or can write into, is not used by
-either.
+tensorctl looks into the user's folder first, then into the service's. A second daemon of the same user has its process id in the
+name of its control socket. Neither the daemon nor tensorctl uses a user's folder that another user could have made or can write.
 """
 
 from __future__ import annotations
@@ -23,13 +22,16 @@ CONTROL_SOCKET = "control.sock"
 
 
 def of_service(environment: Mapping[str, str]) -> Path | None:
-    """Returns the folder that systemd made for this process; None: it is no service."""
+    """Returns the folder that systemd made for this process's sockets; None: this process is not a service of systemd."""
     first = environment.get("RUNTIME_DIRECTORY", "").split(":")[0]
     return Path(first) if first else None
 
 
 def own(environment: Mapping[str, str]) -> Path:
-    """Returns the user's folder, creating it if needed. Raises OSError: it cannot be made, or it is not the user's alone."""
+    """Returns the user's folder for sockets, and creates it if needed.
+
+    Raises OSError: the folder cannot be created, or other users may enter it.
+    """
     *first, last = _owns(environment)
     for path in first:
         with contextlib.suppress(OSError):
@@ -44,26 +46,29 @@ def _made(path: Path) -> Path:
 
 
 def searched(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders in which tensorctl looks, in order: that of this service, those of the user, that of the service."""
+    """Returns the folders in which tensorctl looks for a daemon's socket, in order.
+
+    They are $RUNTIME_DIRECTORY (if set), the user's folders, and the service's folder /run/tensord.
+    """
     service = of_service(environment)
     return [*([service] if service else ()), *(path for path in _owns(environment) if not _bad(path)), SERVICE]
 
 
 def further(name: str, pid: int) -> str:
-    """Names the socket of a further daemon of a user: ``control-4711.sock``."""
+    """Returns the name of the socket of a user's second or later daemon, such as ``control-4711.sock``. ``pid``: the daemon's."""
     stem, dot, suffix = name.rpartition(".")
     return f"{stem}-{pid}{dot}{suffix}"
 
 
 def sockets(folder: Path, name: str) -> list[Path]:
-    """Returns the socket of that name in a folder, and those of further daemons that are there."""
+    """Returns the path with this name in a folder, followed by the sockets of further daemons that exist there."""
     return [folder / name, *sorted(folder.glob(further(name, 0).replace("0", "[0-9]*")))]
 
 
 def _owns(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the user's possible folders.
+    """Returns the folders that may be the user's.
 
-    A shell may lack the variable that the daemon was started with, so both are searched.
+    A shell may lack the XDG_RUNTIME_DIR with which the daemon was started, so there can be two.
     """
     temporary = TEMPORARY / f"tensord-{os.geteuid()}"
     runtime = environment.get("XDG_RUNTIME_DIR", "")

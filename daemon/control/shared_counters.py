@@ -1,14 +1,15 @@
-"""Shared counters of the fronts of a protocol: one page that all of them and the supervisor map.
+"""Shared counters of the fronts of a protocol: one page of memory that all of these fronts and the supervisor map.
 
-A client's connection is accepted by whichever front is quickest, so they have to know of each other to share them out evenly
-and to keep one limit together, without asking anybody. Nameless and sealed against resizing. Layout, u64 each:
+A client's connection is accepted by whichever front is quickest, so fronts read each other's counts to share connections evenly
+and to keep one limit together, without messages. The memory has no name and is sealed against resizing. Layout, u64 each:
 
     row k at word 32 * k:   serves (0 or 1), connections, prepared requests: numbered now, numbered ever, evicted ever,
                             refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``),
                             answers by code (``CODES`` of its protocol); in the last word, dropped traces
                             a row is four cache lines; only its front writes it
 
-The supervisor clears what a front that is dead had, before its replacement starts; what only grows goes on being counted.
+When a front is dead, the supervisor sets the present counts of its row to 0 before a replacement starts; counts that only grow
+continue.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedCounters:
-    """The page of shared counters. It owns its descriptor."""
+    """The page of counters that the fronts of one protocol share. It owns the page's file descriptor."""
 
     def __init__(self, fd: int) -> None:
-        """Maps a page that ``create`` made, and takes its descriptor over. Raises OSError, ValueError: it is something else."""
+        """Maps a page that ``create`` made, and owns its file descriptor from then on.
+
+        Raises OSError or ValueError: the file descriptor is not such a page.
+        """
         self.fd = fd
         self._mapping = mmap.mmap(fd, _BYTE_SIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._words = memoryview(self._mapping).cast("Q")
@@ -57,7 +61,7 @@ class SharedCounters:
 
     @classmethod
     def create(cls) -> SharedCounters:
-        """Creates a page. Raises OSError: there is no memory or no descriptor for it."""
+        """Creates a page with all counters at 0. Raises OSError: no memory or no file descriptor is free."""
         fd = os.memfd_create("tensord-counters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, _BYTE_SIZE)
@@ -68,25 +72,25 @@ class SharedCounters:
             raise
 
     def front(self, row: int) -> FrontCounters:
-        """Returns the row of one front, to write it."""
+        """Returns the counters of the front in this row, for that front to write."""
         return FrontCounters(self._words, self._serves, self._connections, row)
 
     def connections(self, row: int) -> int:
-        """Returns the connections of one front."""
+        """Returns how many connections the front in this row has."""
         return self._words[row * _WORDS + 1]
 
     def prepared_requests(self, row: int) -> tuple[int, int, int]:
-        """Counts a row's prepared requests: those that have a number now, those that were given one, and those evicted, ever."""
+        """Returns three counts of a row's prepared requests: those with a number now, ever given one, and ever evicted."""
         at = row * _WORDS + _PREPARED
         return self._words[at], self._words[at + 1], self._words[at + 2]
 
     def refused(self, row: int) -> dict[Refusal, int]:
-        """Returns the requests that the fronts of that row have refused, by reason."""
+        """Returns how many requests the fronts in this row have ever refused, by reason."""
         at = row * _WORDS + _REFUSED
         return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
 
     def answers(self, row: int, protocol: str) -> dict[str, int]:
-        """Returns the answers that the fronts of that row have given, by code."""
+        """Returns how many answers the fronts in this row have ever given, by status code."""
         at = row * _WORDS + _CODES
         return {code: self._words[at + i] for i, code in enumerate(CODES[protocol])}
 
@@ -95,12 +99,12 @@ class SharedCounters:
         return self._words[row * _WORDS + _TRACES]
 
     def clear(self, row: int) -> None:
-        """Clears the row of a front that is gone, except what only grows."""
+        """Sets a dead front's present counts to 0 (connections and the like); counts that only grow stay."""
         at = row * _WORDS
         self._words[at] = self._words[at + 1] = self._words[at + _PREPARED] = 0
 
     def close(self) -> None:
-        """Unmaps the page; call it once, and use no row afterwards."""
+        """Unmaps the page and closes its file descriptor; call it once, and use no row afterwards."""
         for view in (self._serves, self._connections, self._words):
             view.release()
         self._mapping.close()
@@ -108,7 +112,7 @@ class SharedCounters:
 
 
 class FrontCounters:
-    """The row of one front, for the front itself: it writes its own counts and reads the others'."""
+    """Counters of one front, for the front itself: it writes its own row and reads the connections of other fronts."""
 
     def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:
         self._words = words
@@ -118,17 +122,17 @@ class FrontCounters:
         self._at = row * _WORDS
 
     def serve(self, serving: bool) -> None:
-        """Says whether this front accepts connections: others leave some to it only then."""
+        """Sets whether this front accepts connections. Only then do other fronts leave some connections to it."""
         self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:
-        """Sets the number of this front's connections."""
+        """Sets the number of this front's client connections."""
         self._connections[self._row] = connections
 
     def note_number(self, numbered: int, evicted: int) -> None:
         """Counts a prepared request that was given a number.
 
-        So many others were ``evicted`` for it; ``numbered`` have a number now.
+        ``numbered``: how many have a number now; ``evicted``: how many lost theirs to make room for this one.
         """
         at = self._at + _PREPARED
         self._words[at] = numbered
@@ -145,19 +149,19 @@ class FrontCounters:
 
     @property
     def codes(self) -> tuple[memoryview, int]:
-        """The words of all rows, and where this front's counts of answers begin."""
+        """Returns the words of all rows, and the index at which this front's counts of answers by code begin."""
         return self._words, self._at + _CODES
 
     def own(self) -> int:
-        """Returns the connections of this front."""
+        """Returns the number of this front's client connections."""
         return self._connections[self._row]
 
     def total(self) -> int:
-        """Returns the connections of all fronts."""
+        """Returns the number of client connections of all fronts of the protocol."""
         return sum(self._connections.tolist())
 
     def least(self) -> int | None:
-        """Returns the fewest connections of another front that accepts some; None: there is no other."""
+        """Returns the fewest connections that any other front which accepts connections has; None: there is no such front."""
         serves = self._serves.tolist()
         serves[self._row] = 0
         return min(compress(self._connections.tolist(), serves)) if any(serves) else None

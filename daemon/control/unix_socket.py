@@ -1,4 +1,4 @@
-"""Binds the supervisor's own unix sockets in the file system."""
+"""Binds the supervisor's own Unix sockets in the file system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensord.daemon.control import runtime_directory
 
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
-    """Returns the configured path, else that name in systemd's runtime directory, else None."""
+    """Returns the configured path of a socket, else ``name`` in systemd's runtime directory; None: there is neither."""
     if configured:
         return Path(configured)
     folder = runtime_directory.of_service(environment)
@@ -20,7 +20,10 @@ def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | N
 
 
 def bind(path: Path, kind: int, mode: int) -> socket.socket:
-    """Binds a socket (not listening yet) whose file has that mode from its first moment on. Raises OSError."""
+    """Binds a Unix socket, which does not listen yet, to a path whose file has this mode from the start.
+
+    ``kind``: the socket type, such as SOCK_STREAM. Raises OSError: the path cannot be bound.
+    """
     sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     try:
         remove_stale(path, kind)
@@ -36,9 +39,9 @@ def bind(path: Path, kind: int, mode: int) -> socket.socket:
 
 
 def remove_stale(path: Path, kind: int) -> None:
-    """Removes a socket that nobody listens on, which a killed predecessor left; anything else stays, and bind reports it.
+    """Removes the path of a socket on which no process listens, as a killed daemon leaves it; does nothing to any other file.
 
-    Raises OSError.
+    Raises OSError: the path or the socket cannot be accessed.
     """
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):

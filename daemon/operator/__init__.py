@@ -1,1 +1,1 @@
-"""This room answers what operators and clients ask of the whole daemon."""
+"""Package that answers what operators and clients ask of the whole daemon."""

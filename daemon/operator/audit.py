@@ -1,6 +1,7 @@
-"""Says in the log who changed what: models, regions, settings. One line for each operation that is carried out, or refused.
+"""Logs who changed what: models, regions, settings. One line for each such operation that was carried out or refused.
 
-User and process are the kernel's word for clients on unix sockets; of others there is the address. Belongs to the loop.
+User and process are what the kernel says about clients on Unix sockets; of other clients the address is logged. Belongs to the
+supervisor's loop.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _MAX_TEXT = 200
 
 
 class Audit:
-    """Writes the lines of one daemon, up to a rate."""
+    """Writes the audit lines of one daemon to the log, at a limited rate."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
         self._window_ns = self._lines = self._left_out = 0
 
     def note(self, operation: Operation, peer: Peer | None, error: ServingError | None = None) -> None:
-        """Writes the line about an operation, if it changes anything.
+        """Logs an operation that was carried out or refused, if it can change anything.
 
         Args:
-          peer: who asked; None: a model.
-          error: why it was not carried out.
+          peer: the client that asked; None: a model asked.
+          error: why the operation was refused; None: it was carried out.
         """
         what = _described(operation)
         if not what:
@@ -63,7 +64,7 @@ class Audit:
 
 
 def _described(operation: Operation) -> str:
-    """Words what an operation changes; "": nothing."""
+    """Words what an operation changes; "": it changes nothing."""
     match operation:
         case LoadModel(name, config, files):
             given = ", with a configuration" if config else ""

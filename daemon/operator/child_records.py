@@ -1,4 +1,4 @@
-"""Asks fronts and workers for what they can list, each for a moment only."""
+"""Asks fronts and workers for lists, such as their connections, and waits only for a short time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _MAX_ERRORS = 100
 
 
 async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
-    """Returns what a child lists; nothing where it does not answer in time, as a worker whose loop executes a long batch."""
+    """Returns the list that a child process answers to this operation; empty if it does not answer in time.
+
+    A worker whose loop runs a long batch does not answer in time.
+    """
     try:
         async with asyncio.timeout(_SECONDS):
             result, fds = await child.call(operation)
@@ -32,7 +35,7 @@ async def records(child: Child, operation: Operation) -> list[dict[str, Any]]:
 
 
 async def recent_errors(fronts: Iterable[FrontProcess]) -> list[dict[str, Any]]:
-    """Lists the last errors that fronts have answered, the latest first."""
+    """Returns the latest errors that the fronts have sent to clients, the newest first."""
     asked = list(fronts)
     told = await asyncio.gather(*(records(front, RecentErrors()) for front in asked))
     rows = [{**row, "front": front.name} for front, found in zip(asked, told, strict=True) for row in found]

@@ -1,4 +1,4 @@
-"""The configuration in force, and the part of a new one that can be put into force while the daemon runs."""
+"""The configuration in force, and those keys of a new configuration that can be changed while the daemon runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RELOADABLE = ("repository.paths", "repository.load", "repository.required", "lo
 
 
 class Configuration:
-    """Holds the options in force. ``reread`` reads all layers again and raises ConfigurationError."""
+    """Holds the options in force. ``reread`` reads all configuration sources again and raises ConfigurationError."""
 
     def __init__(self, configured: Configured, reread: Callable[[], Configured]) -> None:
         self.options = configured.options
@@ -37,7 +37,10 @@ class Configuration:
         self.reloaded_at = time.time()
 
     async def read(self) -> Configured:
-        """Reads the files, the environment and the flags again. Raises ConfigurationError, OSError: they cannot be used."""
+        """Reads the configuration's files, environment and flags again, and checks them.
+
+        Raises ConfigurationError: a value or a TLS file cannot be used; OSError: a file cannot be read or written.
+        """
         new = await asyncio.to_thread(self._reread)
         log.check_writable(new.options.log)
         for served in (new.options.http, new.options.grpc):
@@ -48,7 +51,12 @@ class Configuration:
         return new
 
     def take(self, new: Configured) -> int:
-        """Puts the repository's options into force. Returns how many keys changed; those that need a restart are logged."""
+        """Puts the repository's options of a new configuration into force.
+
+        Returns how many keys of it differ from those in force.
+
+        Changed keys that need a restart are logged.
+        """
         changed = layers.changed_keys(self.options, new.options)
         fixed = [key for key in changed if not _is_reloadable(key)]
         if fixed:
@@ -68,15 +76,15 @@ class Configuration:
         return len(changed)
 
     def refused(self) -> None:
-        """Notes that a reload was refused."""
+        """Notes that a reload of the configuration was refused."""
         self.reloaded = False
 
     def take_log(self, new: Log) -> None:
-        """Puts the log's options into force."""
+        """Puts new log options into force."""
         self.options = msgspec.structs.replace(self.options, log=new)
 
     async def described(self) -> dict[str, Any]:
-        """Describes every key: its value in force, its source, and what the files say now where that is something else.
+        """Describes every key: its value in force, its source, and what the files say now if that differs.
 
         Returns ``keys``, a list of {key, value, source, next?, waits?}, where ``waits`` is "reload" or "restart", and ``error``,
         a sentence about files that a reload would refuse, or "".

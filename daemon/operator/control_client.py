@@ -1,7 +1,8 @@
-"""Asks a daemon over its control socket, as tensorctl does: one question and its answer on a connection.
+"""Asks a daemon over its control socket, as tensorctl does: one question and its answer per connection.
 
-Without a path the socket is looked for where daemons have theirs by default (``tensord.daemon.control.runtime_directory``). Where
-several daemons of one user answer none is chosen.
+Without a path the socket is looked for where daemons have it by default (``tensord.daemon.control.runtime_directory``). If
+several
+daemons of one user answer, none of them is chosen.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from tensord.daemon.control.runtime_directory import CONTROL_SOCKET
 
 
 class Unreachable(Exception):
-    """No daemon answers, or several do and none is named; the message says where."""
+    """No daemon answers, or several do and no path chooses one of them; the message names the sockets."""
 
 
 class Refused(Exception):
-    """The daemon answered with a sentence about why not."""
+    """The daemon answered a question with an error, which is this exception's message."""
 
 
 def ask(path: Path | None, environment: Mapping[str, str], question: Mapping[str, Any]) -> Any:
-    """Returns a daemon's answer. ``path``: of its control socket; None: it is looked for. Raises Unreachable, Refused."""
+    """Sends a question to a daemon and returns the answer's result.
+
+    ``path``: the daemon's control socket; None: the socket is looked for.
+
+    Raises Unreachable: not exactly one daemon answers; Refused: the daemon answered with an error.
+    """
     sock = _connected(path) if path is not None else _found(environment)
     try:
         with sock:
@@ -53,7 +59,10 @@ def _connected(path: Path) -> socket.socket:
 
 
 def _found(environment: Mapping[str, str]) -> socket.socket:
-    """Connects to the one daemon in the first folder where any answers."""
+    """Connects to the only daemon that answers in the first folder where any does.
+
+    Raises Unreachable: none answers, or several do.
+    """
     reasons: list[str] = []
     for folder in runtime_directory.searched(environment):
         answering: dict[Path, socket.socket] = {}

@@ -1,8 +1,10 @@
-"""The operator's unix socket: tensorctl asks, the supervisor answers. One JSON object a line each way.
+"""The operator's Unix socket: tensorctl asks, the supervisor answers.
+
+Each question and each answer is one line with a JSON object.
 
     {"command": "load", "name": "digits"}   ─▶   {"result": ...}  or  {"error": "..."}
 
-Whoever may connect may do everything, so the socket is the owner's alone (mode 0600); nobody reaches it over the network.
+A client that can connect may do everything, so only the daemon's user may open the socket (mode 0600); it is not on the network.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ _MAX_LINE = 1 << 20
 
 
 class ControlSocket:
-    """Owns the listening socket and its name. Without a configured path it stands where tensorctl looks by itself."""
+    """Listens on the control socket and answers tensorctl.
+
+    Without a configured path the socket is where tensorctl looks by default.
+    """
 
     def __init__(
         self,
@@ -45,7 +50,7 @@ class ControlSocket:
         self._clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Binds the socket and begins to serve. Raises InvalidArgument: the configured path cannot be used."""
+        """Binds the control socket and begins to serve. Raises InvalidArgument: the configured path cannot be used."""
         sock = self._bound() if self.path is not None else self._bound_by_default()
         if sock is not None:
             self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)
@@ -58,9 +63,9 @@ class ControlSocket:
             raise InvalidArgument(f"supervisor.control_socket: '{self.path}': {error.strerror or error}") from None
 
     def _bound_by_default(self) -> socket.socket | None:
-        """Binds the socket at its default path; returns None if that fails, as the daemon serves without it as well.
+        """Binds the control socket at its default path; returns None if that fails, as the daemon can serve without this socket.
 
-        Where another daemon of the user has it, the name has this process's number.
+        If another daemon of the user has the default path, this process's id becomes part of the name.
         """
         try:
             folder = runtime_directory.own(self._environment)
@@ -84,7 +89,7 @@ class ControlSocket:
         return sock
 
     def close(self) -> None:
-        """Closes the socket and removes its name. Idempotent."""
+        """Closes the control socket and removes its path. A second call does nothing."""
         if self._server is not None and self.path is not None:
             self._server.close()
             self._server = None
@@ -121,6 +126,6 @@ class ControlSocket:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Removes what further daemons have left that were killed."""
+    """Removes control sockets from the folder that killed daemons of this user have left there."""
     for path in runtime_directory.sockets(folder, CONTROL_SOCKET):
         unix_socket.remove_stale(path, socket.SOCK_STREAM)

@@ -1,9 +1,10 @@
-"""Drains the daemon: it is not ready, goes on serving for a while, takes nothing new, and is done once nothing is in flight.
+"""Drains the daemon: first it is not ready but still serves, then it refuses new requests, until no request is in flight.
 
     begin ─▶ not ready, requests are taken ─ supervisor.drain_time ─▶ new requests get 503 ─▶ nothing is in flight: drained
     end   ─▶ everything as before
 
-The processes stay, and whoever dies is replaced. Models are loaded and settings changed as ever: only inference is refused.
+The processes stay, and a process that dies is replaced. Models can be loaded and settings changed as always: only inference
+requests are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LANES_POLL_SECONDS = 0.05
 
 
 class DrainPhase(enum.Enum):
-    """The phase of a drain."""
+    """Phases of draining the daemon."""
 
     #: Nothing is drained.
     NONE = "none"
@@ -40,7 +41,7 @@ class DrainPhase(enum.Enum):
 
 
 class Drain:
-    """Drains the daemon and ends that again. Belongs to the supervisor's loop."""
+    """Drains the daemon, and ends a drain. Belongs to the supervisor's loop."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -49,11 +50,11 @@ class Drain:
 
     @property
     def refuses(self) -> bool:
-        """Returns whether new requests are refused."""
+        """Returns whether new inference requests are refused."""
         return self.phase in (DrainPhase.REFUSING, DrainPhase.DRAINED)
 
     def begin(self) -> None:
-        """Begins to drain, if that has not begun."""
+        """Begins to drain the daemon; does nothing if that has begun already."""
         if self.phase is not DrainPhase.NONE:
             return
         seconds = self._supervisor.options.supervisor.drain_time
@@ -62,14 +63,15 @@ class Drain:
         self._draining = asyncio.get_running_loop().create_task(self._drain(seconds))
 
     def announce(self) -> None:
-        """Says everywhere that the daemon is not ready; requests are taken as before."""
+        """Makes the daemon not ready, for all who ask; requests are still accepted."""
         self.phase = DrainPhase.ANNOUNCED
         self._supervisor.drain_models(True)
 
     async def finished(self) -> None:
-        """Returns when nothing is in flight.
+        """Returns when no request is in flight.
 
-        Raises Unavailable: something still is after ``supervisor.exit_timeout``, or the drain was ended.
+        Raises Unavailable: requests are still in flight after ``supervisor.exit_timeout``, the drain was ended, or none has
+        begun.
         """
         draining = self._draining
         if draining is None:
@@ -79,7 +81,7 @@ class Drain:
             raise Unavailable(sentence)
 
     def end(self) -> None:
-        """Takes requests again, and is ready as far as the models are."""
+        """Ends the drain: requests are accepted again, and the daemon is ready if its models are."""
         if self.phase is DrainPhase.NONE:
             return
         _log.info("draining: ended, requests are taken")
@@ -91,7 +93,7 @@ class Drain:
         self._supervisor.drain_models(False)
 
     async def _drain(self, seconds: float) -> str:
-        """Returns "", or a sentence about what is still in flight after ``supervisor.exit_timeout``."""
+        """Carries the drain out. Returns "", or a sentence about requests still in flight after ``supervisor.exit_timeout``."""
         await self._supervisor.fronts.settled()
         await asyncio.sleep(seconds)
         self.phase = DrainPhase.REFUSING
@@ -116,7 +118,7 @@ class Drain:
         return ""
 
     async def _waits(self, child: Child) -> None:
-        """Returns when nothing is in flight there, or the process has ended: nothing is in flight then either."""
+        """Returns when no request is in flight in this child process, or when the process has ended."""
         try:
             if isinstance(child, FrontProcess):
                 descriptors.close((await child.call(AwaitIdle()))[1])

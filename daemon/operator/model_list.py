@@ -15,7 +15,7 @@ _MAX_NAMED = 8
 
 
 class ServedModels:
-    """The models that are served and that are not, as last logged: after the start each change is one short line."""
+    """Words which models are served for the log: after the start, one short line for each change."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -24,9 +24,9 @@ class ServedModels:
         self._logged: dict[str, bool] = {}
 
     def change(self) -> str:
-        """Returns a line about changes since the last one; "": there are none.
+        """Returns a line about what has changed since the last call; "" if nothing has.
 
-        A model that loads for the first time is no change before it is served, or cannot be.
+        A model that is being loaded for the first time is mentioned only once it is served or has failed.
         """
         standings, ready = self._models.standings(), self._models.readiness.ready
         now = {
@@ -49,7 +49,10 @@ class ServedModels:
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:
-    """Describes the models in one line, which begins with whether the daemon is ready, as ``/v2/health/ready`` answers."""
+    """Describes the models in one line, which begins with "ready" or "not ready", as ``/v2/health/ready`` answers.
+
+    ``devices``: the devices of the workers.
+    """
     # A version whose worker has died is READY as well, until another worker has it.
     books = models.lifecycle.models
     found = {
@@ -70,7 +73,7 @@ def _listed(names: list[str]) -> str:
 
 
 def of_models(models: Models) -> dict[str, Any]:
-    """Describes whether the daemon is ready, and why models are not completely served, with their served versions."""
+    """Returns whether the daemon is ready, how many models are served, and each model not fully served, with the reason."""
     readiness = models.readiness
     return {
         "ready": readiness.ready,
@@ -84,12 +87,13 @@ def of_models(models: Models) -> dict[str, Any]:
 
 
 def of_model(models: Models, name: str, index: Iterable[Mapping[str, Any]], workers: Mapping[int, str]) -> bytes:
-    """Describes the versions of one model, as JSON: what the detailed index has, and where it is, its metadata and configuration.
+    """Returns one model's versions as JSON: the detailed index, its workers, its folder, its metadata and its configuration.
 
     Args:
       index: the detailed repository index.
-      workers: incarnations with the names of their workers.
-    Raises: InvalidArgument: there is no such model.
+      workers: the name of each worker by its incarnation.
+
+    Raises InvalidArgument: there is no such model.
     """
     entries = [entry for entry in index if entry["name"] == name]
     if not entries:

@@ -1,4 +1,4 @@
-"""Carries out control operations, whoever asks: a front for its client, or tensorctl for its operator."""
+"""Carries out control operations for a front's client, for tensorctl's operator or for a model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _NOT_READY = "the model's is_ready() does not say that it is"
 
 
 class Operations:
-    """Answers each ``tensord.shm.operations.Operation`` by asking its owner: models, regions, settings, workers."""
+    """Carries out control operations (``tensord.shm.operations``) by calling the part of the daemon that each one concerns."""
 
     def __init__(
         self,
@@ -79,7 +79,10 @@ class Operations:
         self._audit = Audit()
 
     async def reply(self, call: ControlCall, end: int = -1, by_model: bool = False) -> Reply:
-        """Makes a record of the answer; every failure becomes a code and a sentence. ``end``, ``by_model``: as in ``answer``."""
+        """Carries out a call and returns its reply record; every failure becomes an error code and a sentence.
+
+        ``end`` and ``by_model`` are as for ``answer``.
+        """
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
         try:
@@ -91,19 +94,23 @@ class Operations:
             return Reply(call_id, Internal.code, FAILED)
 
     async def reply_to_model(self, call: ControlCall) -> Reply:
-        """Replies to a worker whose model asks."""
+        """Replies to a call of a model in a worker; models may only load and unload models and ask whether one is ready."""
         if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
             return await self.reply(call, by_model=True)
         return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
 
     async def answer(self, operation: Operation, peer: Peer, end: int = -1, by_model: bool = False) -> bytes:
-        """Returns an operation's result, JSON or empty, once every front acts upon it: the next request may come to any of them.
+        """Carries out an operation and returns its result, JSON or empty, once every front uses the new state.
+
+        It waits for all fronts because the client's next request may come to any of them.
 
         Args:
-          peer: who asks.
-          end: as ``RegionRegistry.register`` takes it, or the memory of ``Parameters.push``; owned by the caller; -1: none.
-          by_model: whether a model asks, and ``peer`` says nothing.
-        Raises: ServingError.
+          peer: the client that asks.
+          end: a file descriptor that came with the operation and that the caller closes: as for ``RegionRegistry.register``, or
+            the memory of ``Parameters.push``; -1: none.
+          by_model: a model asks, so that ``peer`` has no meaning.
+
+        Raises ServingError: the operation was refused or failed.
         """
         try:
             result = await self._carry_out(operation, peer, end)
@@ -188,9 +195,9 @@ async def _ask(worker: WorkerProcess, operation: Operation) -> bytes:
 
 
 class ReadinessQuery:
-    """Asks the workers whether their models are ready, by ``is_ready()`` of a Triton Python model.
+    """Asks models whether they are ready, by ``is_ready()`` of a Triton Python model in its workers.
 
-    Every worker that serves such a model is asked, and all of them have to say so. Belongs to the supervisor's loop.
+    Every worker that serves such a model is asked, and all of them must say that it is. Belongs to the supervisor's loop.
     """
 
     def __init__(self, lifecycle: Lifecycle, workers: WorkerPool) -> None:
@@ -198,7 +205,7 @@ class ReadinessQuery:
         self._workers = workers
 
     async def is_ready(self, name: str, number: int = 0) -> bool:
-        """Returns whether a version (0: the newest) serves and its model says that it is ready."""
+        """Returns whether a version (0: the newest) serves and its model says in all its workers that it is ready."""
         versions = self._lifecycle.models[name].versions if self._lifecycle.is_ready(name, number) else {}
         ready = [n for n, version in versions.items() if version.state is IndexState.READY]
         if not ready:
@@ -212,7 +219,10 @@ class ReadinessQuery:
         return bool(answers) and all(answers)
 
     async def listed(self, index: list[dict[str, str | int]], ready: bool) -> list[dict[str, str | int]]:
-        """Completes the repository index with the models' own readiness checks. ``ready``: lists ready versions only."""
+        """Returns the repository index with models that say they are not ready marked as UNAVAILABLE.
+
+        ``ready``: only ready versions.
+        """
         served = [entry for entry in index if entry.get("state") == IndexState.READY.value]
         answers = await asyncio.gather(*(self.is_ready(str(e["name"]), int(e["version"])) for e in served))
         for entry, answer in zip(served, answers, strict=True):

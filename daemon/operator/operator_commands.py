@@ -1,4 +1,4 @@
-"""Carries out what tensorctl asks: operations as clients have them, and what concerns the daemon itself."""
+"""Carries out tensorctl's commands: operations that clients have too, and commands about the daemon itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OPERATOR = Peer("operator")
 
 
 class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A question of tensorctl."""
+    """A command of tensorctl with its arguments."""
 
     command: str
     name: str = ""
@@ -62,7 +62,7 @@ class OperatorQuestion(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _LogSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """The settings of the log that change; None: this one does not."""
+    """Log settings that tensorctl changes; None: the setting stays."""
 
     info: bool | None = None
     warning: bool | None = None
@@ -72,14 +72,17 @@ class _LogSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OperatorCommands:
-    """Answers tensorctl. Belongs to the supervisor's loop."""
+    """Carries out tensorctl's commands. Belongs to the supervisor's loop."""
 
     def __init__(self, supervisor: Supervisor, operations: Operations) -> None:
         self._supervisor = supervisor
         self._operations = operations
 
     async def answer(self, question: OperatorQuestion) -> bytes:
-        """Returns the result as JSON. Raises ServingError: a sentence about why not."""
+        """Carries out a command of tensorctl and returns its result as JSON.
+
+        Raises ServingError: the command was refused or failed.
+        """
         match question.command:
             case "status":
                 return msgspec.json.encode(self._supervisor.describe())
@@ -112,7 +115,12 @@ class OperatorCommands:
         return await self._operations.answer(_operation(question), _OPERATOR) or b"null"
 
     async def _profile(self, name: str, seconds: float, folder: str) -> bytes:
-        """Has a worker take a profile. Returns its folder. Raises InvalidArgument: no such worker, or it cannot."""
+        """Has a worker record a profile for ``seconds``. Returns its folder as JSON.
+
+        Raises InvalidArgument: there is no such worker.
+
+        ``folder``: where the profile is written; "": in a new folder below the daemon's state directory.
+        """
         worker = next((each for each in self._supervisor.workers.ready() if each.name == name), None)
         if worker is None:
             raise InvalidArgument(f"no worker '{name}' is up")
@@ -122,21 +130,24 @@ class OperatorCommands:
         return msgspec.json.encode({"folder": folder})
 
     async def _connections(self) -> bytes:
-        """Lists clients: those of each front, and those on the clients' socket."""
+        """Returns all clients' connections as JSON: those of each front, and those on the clients' socket."""
         rows: list[dict[str, Any]] = []
         for front in list(self._supervisor.fronts):
             rows += [{"front": front.name, **row} for row in await records(front, ConnectionRecords())]
         return msgspec.json.encode([*rows, *self._supervisor.client_records()])
 
     async def _sequences(self) -> bytes:
-        """Lists sequences, by their workers."""
+        """Returns all sequences as JSON, each with the name of its worker."""
         rows: list[dict[str, Any]] = []
         for worker in self._supervisor.workers.ready():
             rows += [{"worker": worker.name, **row} for row in await records(worker, SequenceRecords())]
         return msgspec.json.encode(rows)
 
     async def _reload(self, wait: bool) -> bytes:
-        """Reloads the configuration. Raises InvalidArgument: it is refused.  Unavailable: a load that it began has failed."""
+        """Reloads the configuration. ``wait``: returns only when the loads that it began have ended.
+
+        Raises InvalidArgument: the configuration is refused; Unavailable: a load has failed (only with ``wait``).
+        """
         outcomes = await self._supervisor.reload()
         if wait:
             failures = [error for error in await asyncio.gather(*outcomes) if error]

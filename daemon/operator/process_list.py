@@ -15,7 +15,7 @@ from tensord.shm.status_page import model_key
 
 
 def of_fronts(fronts: Fronts, slots: ProcessSlots, now_ns: int) -> list[dict[str, Any]]:
-    """Returns an entry for each front, with the connections it has."""
+    """Returns a description of each front process, with its number of client connections."""
     return [_entry(front, slots, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
 
 
@@ -26,11 +26,12 @@ def of_workers(
     lanes: Mapping[str, int],
     now_ns: int,
 ) -> list[dict[str, Any]]:
-    """Returns an entry for each worker, with its device and its status page.
+    """Returns a description of each worker process, with its device, its state and what it runs now.
 
     Args:
-      models: names and versions that it may have.
-      lanes: name of a worker -> the lanes that clients have to it.
+      models: the names and versions that workers may serve.
+      lanes: how many lanes clients have to each worker, by its name.
+      now_ns: CLOCK_MONOTONIC.
     """
     names = {model_key(name, version): (name, version) for name, versions in models.items() for version in versions}
     return [
@@ -50,7 +51,7 @@ def of_workers(
 
 
 def _state(worker: WorkerProcess) -> str:
-    """Words the state of its loop and of its loader: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
+    """Words what a worker's loop and its loader are doing: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
     state = worker.page.state[0].name.lower() if worker.page else "starting"
     loading = worker.describe_load()
     return loading if loading and state == "idle" else f"{state}, {loading}" if loading else state
@@ -61,7 +62,7 @@ def _outputs(worker: WorkerProcess) -> str:
 
 
 def _own(worker: WorkerProcess) -> dict[str, Any]:
-    """Describes the isolated model that a worker serves, if any, with the part of a GPU's memory that XLA takes there."""
+    """Returns the isolated model that a worker serves and the part of its GPU's memory; empty if models share the worker."""
     part = {"memory_fraction": worker.memory_fraction} if worker.memory_fraction else {}
     return {"isolated": worker.model, **part} if worker.model else {}
 
@@ -79,7 +80,7 @@ def _since(model: str, version: int, since_ns: int, now_ns: int) -> dict[str, An
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """Reads from the kernel the cores that the process may use, its threads, and its memory without that of any GPU."""
+    """Reads from the kernel which cores a process may use, its number of threads, and its memory in MiB without GPU memory."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)
