@@ -1,1 +1,1 @@
-"""What the daemon says to its clients on their unix socket: who they are, their lanes to the workers, memory handed over."""
+"""Package for the clients' Unix socket: who the clients are, their lanes to the workers, and memory that they hand over."""

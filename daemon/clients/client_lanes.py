@@ -1,11 +1,11 @@
-"""Clients' lanes: who has which, how many a user may have, and how each of them begins and ends.
+"""Clients' lanes: which client has which, how many a user may have, and how each begins and ends.
 
-    open ─▶ socket pair ─▶ one end to the worker (LaneOpened), the other to the client; nothing of it stays here
+    open ─▶ socket pair ─▶ one end to the worker (LaneOpened), the other to the client; neither stays in this process
     the connection ends, or the client says that the lane has ended ─▶ LaneClosed to the worker ─▶ LaneClosed from the worker
     the worker ends the lane by itself, or dies ───────────────────────────────────────────────────▶   "
 
-A lane is between one connection and one worker, whatever models are asked on it. It counts for its user until the worker has said
-that nothing is left of it, so what waits for a worker that is busy is bounded as well.
+A lane is a direct socket between one client connection and one worker, for any models. It counts for its user until the worker
+has said that it released everything of the lane, so lanes that a busy worker has yet to close are limited as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_NEW_LANES = 253
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """A client's connection, which owns its lanes."""
+    """A client's connection to the clients' socket, and the lanes that end with it."""
 
     peer: Peer
     #: Incarnation of a worker -> the number of the lane to it.
@@ -54,7 +54,7 @@ class ClientConnection:
 
 @dataclass(slots=True)
 class _Lane:
-    """A lane of which something is left, at least in its worker."""
+    """A lane that its worker has not completely closed yet."""
 
     worker: WorkerProcess
     owner: str
@@ -63,7 +63,7 @@ class _Lane:
 
 
 class ClientLanes:
-    """Admits clients, opens their lanes and ends them. Belongs to the supervisor's loop."""
+    """Admits clients, opens their lanes to workers and ends them. Belongs to the supervisor's loop."""
 
     def __init__(self, options: Options, supervisor: Supervisor) -> None:
         clients = options.clients
@@ -93,7 +93,10 @@ class ClientLanes:
     # -------------------------------------------------------------------------------------------------------- clients
 
     def admit(self, peer: Peer) -> ClientConnection:
-        """Takes a client's connection. Raises Unavailable: there are as many as may be, of all users or of this one."""
+        """Registers a client's new connection.
+
+        Raises Unavailable: there are too many connections, of all users or of this user.
+        """
         options = self._options
         if len(self._connections) >= options.max_count:
             raise Unavailable(
@@ -110,7 +113,7 @@ class ClientLanes:
         return connection
 
     def leave(self, connection: ClientConnection) -> None:
-        """Ends a connection's lanes with it."""
+        """Ends the lanes of a client's connection, which has ended."""
         self._connections.discard(connection)
         for number in list(connection.lanes.values()):
             self._end(number)
@@ -119,16 +122,19 @@ class ClientLanes:
 
     @property
     def offered(self) -> bool:
-        """Returns whether clients get lanes: not where the operator says no, or lets only some infer."""
+        """Returns whether clients get lanes: not if the options turn lanes off or restrict inference to clients with a key."""
         return self._options.lanes and not self._restricted
 
     async def find(self, connection: ClientConnection, wanted: OpenLanes) -> ModelState:
-        """Returns the state of the version that the client wants, with a worker that has it.
+        """Returns the state of the version that the client wants, as soon as a worker serves it.
 
-        Lanes that the client has lost are over then. It waits for that: where their worker has died, the client may know first,
-        and would be given another lane to it.
-        Raises: Unsupported: clients get no lanes here.  NotFound: no such version serves.  Unavailable: it is being loaded, or
-          its worker is being replaced, for longer than the client waits; or a worker is busy and has not let go of a lane.
+        First waits until lanes that the client reports as ended are closed here too: if their worker has died, the client may
+        know first,
+        and would be given another lane to that worker.
+
+        Raises Unsupported: clients get no lanes here; NotFound: no such version serves; Unavailable: the server is draining, or a
+        worker
+        for the version does not come within the client's wait, or a worker is too busy to close an ended lane.
         """
         if not self._options.lanes:
             raise Unsupported("clients get no lanes on this server (clients.lanes = false): ask over HTTP")
@@ -160,7 +166,7 @@ class ClientLanes:
         return state
 
     async def _change(self, seconds: float) -> None:
-        """Waits for the next change of a model, a worker or a lane, for so long."""
+        """Waits until a model, a worker or a lane changes, or ``seconds`` have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -168,10 +174,13 @@ class ClientLanes:
     def open(
         self, connection: ClientConnection, wanted: OpenLanes, state: ModelState
     ) -> tuple[OpenAnswer, list[socket.socket]]:
-        """Opens lanes to the workers that have a version. Returns the answer and the new lanes' sockets, the caller's then.
+        """Opens lanes to the workers that serve a version.
 
-        Raises: Unavailable: the user has as many lanes as may be, or no descriptor is left.  Unsupported: the description is
-          too large. No lane was opened then.
+        Returns the answer, and the client's ends of new lanes, which the caller must close.
+
+        Raises Unavailable: the user has too many lanes, or no file descriptor is free; Unsupported: the model's description is
+        too large.
+        After an error no lane was opened.
         """
         if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
             raise Unsupported(
@@ -187,7 +196,10 @@ class ClientLanes:
         return self._answer(state, wanted.version, entries), sockets
 
     def _opened(self, connection: ClientConnection, workers: list[WorkerProcess], model: str) -> list[socket.socket]:
-        """Opens a lane to each of these workers, or none. Returns the client's ends. Raises Unavailable."""
+        """Opens a lane to each of these workers and returns the client's ends; after an error none is open.
+
+        Raises Unavailable: the user would have too many lanes, or no file descriptor is free.
+        """
         owner, options = connection.peer.owner, self._options
         if workers and self._owned[owner] + len(workers) > options.max_owner_lanes:
             raise Unavailable(
@@ -220,7 +232,7 @@ class ClientLanes:
         return made
 
     def withdraw(self, connection: ClientConnection, answer: OpenAnswer) -> None:
-        """Ends the new lanes of an answer that could not be sent."""
+        """Ends the lanes that an answer has opened, because that answer could not be sent to the client."""
         for entry in answer.lanes:
             if entry.new and entry.lane in connection.lanes.values():
                 self._end(entry.lane)
@@ -243,20 +255,20 @@ class ClientLanes:
         )
 
     def _homes(self, state: ModelState) -> list[WorkerProcess]:
-        """Returns the workers that have a version and stay."""
+        """Returns the workers that serve a version and are not stopping, at most as many as one message has descriptors for."""
         found = (self._supervisor.workers.by_incarnation.get(incarnation) for incarnation in state.workers)
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping][
             :_MAX_NEW_LANES
         ]
 
     def _expected(self, state: ModelState) -> int:
-        """Counts the workers that are to have a version, whether they are there now or not."""
+        """Returns how many workers are to serve a version, whether they run now or not."""
         workers = self._supervisor.workers
         wanted = {*(state.devices or workers.devices)} & {*workers.usable}
         return sum(device in wanted for device in workers.slots.values())
 
     def _end(self, number: int) -> None:
-        """Takes a lane from its client, and has its worker end it."""
+        """Takes a lane away from its client, and tells the lane's worker to close it."""
         lane = self._lanes[number]
         self._take(lane)
         lane.worker.send(LaneClosed(number))
@@ -270,14 +282,14 @@ class ClientLanes:
     # --------------------------------------------------------------------------------------------------------- changes
 
     def lane_ended(self, worker: WorkerProcess, number: int) -> None:
-        """Handles a worker's word that nothing is left of a lane."""
+        """Handles a worker's report that it has completely closed a lane."""
         lane = self._lanes.get(number)
         if lane is not None and lane.worker is worker:
             self._forget(number)
             self._wake()
 
     def worker_left(self, worker: WorkerProcess) -> None:
-        """Forgets the lanes of a worker that is dead."""
+        """Forgets the lanes of a worker that has died."""
         for number in [number for number, lane in self._lanes.items() if lane.worker is worker]:
             self._forget(number)
         self._wake()
@@ -290,7 +302,7 @@ class ClientLanes:
             del self._owned[lane.owner]
 
     def model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
-        """Notes the state of a model version."""
+        """Notes a new state of a model version."""
         if isinstance(record, Readiness):
             return
         if isinstance(record, ModelState):
@@ -306,11 +318,11 @@ class ClientLanes:
     # ----------------------------------------------------------------------------------------------------- statistics
 
     def open_by_worker(self) -> Counter[str]:
-        """Counts the lanes that clients have, by the worker's name."""
+        """Returns how many lanes clients have to each worker, by the worker's name."""
         return Counter(lane.worker.name for lane in self._lanes.values() if lane.connection is not None)
 
     def statistics(self) -> dict[str, Any]:
-        """Counts connections and lanes, in all and by user."""
+        """Returns the numbers of client connections and lanes, in total and by user."""
         connections = Counter(connection.peer.owner for connection in self._connections)
         lanes = Counter(lane.owner for lane in self._lanes.values() if lane.connection is not None)
         owners: Iterable[str] = sorted(connections | lanes)
@@ -322,7 +334,7 @@ class ClientLanes:
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """Describes each client that is connected, for operators."""
+        """Describes each connected client, for operators."""
         return [
             {
                 "front": "clients",
@@ -335,7 +347,7 @@ class ClientLanes:
 
     @property
     def connections(self) -> int:
-        """Counts the clients that are connected."""
+        """Returns the number of connected clients."""
         return len(self._connections)
 
     def __repr__(self) -> str:
@@ -343,6 +355,6 @@ class ClientLanes:
 
 
 class _Batching(msgspec.Struct):
-    """The part of a ModelConfig that tells the size of a batch."""
+    """The field of a ModelConfig that limits the size of a batch."""
 
     max_batch_size: int = 0

@@ -1,17 +1,18 @@
-"""The messages on the clients' socket, as JSON objects: one question a message, answered by one message, in order.
+"""Messages on the clients' socket, as JSON objects: each question is one message, answered by one message, in order.
 
     {"hello": {}}                                        ─▶  HelloAnswer
     {"open": {"model": "m", "version": 0}}               ─▶  OpenAnswer + a descriptor for each new lane, in their order
-    {"register": {"name": "x", "byte_size": 4096}}       ─▶  {}       with the memfd beside the question
-    {"unregister": {"name": "x"}}                        ─▶  {}       "" is all of the client's own
-    {"push": {"model": "m", "number": 17}}               ─▶  what holds now: model, version, set, number, byte_size;
-                                                             a memfd in safetensors' layout beside the question
+    {"register": {"name": "x", "byte_size": 4096}}       ─▶  {}       with the memfd sent along with the question
+    {"unregister": {"name": "x"}}                        ─▶  {}       "" is all regions of the client's user
+    {"push": {"model": "m", "number": 17}}               ─▶  what is in force then: model, version, set, number, byte_size;
+                                                             with a memfd in safetensors' layout sent along with the question
     {"parameters": {"model": "m"}}                       ─▶  {"parameters": [...]}
     {"drop": {"model": "m", "set": "customer-7"}}        ─▶  {}
     {"revert": {"model": "m"}}                           ─▶  as for push
                                           any of them    ─▶  {"error": "the sentence", "code": "NOT_FOUND"}
 
-Whoever holds a memfd may use the memory, so its owner is not asked. docs/clients-socket.md has the client's side.
+A client that holds a memfd may use its memory, so the memory's owner is not checked. docs/clients-socket.md has the client's
+side.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks who serves here."""
+    """Asks which server this is."""
 
 
 class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for a model's description, and for a lane to each worker that has it, where the client has none."""
+    """Asks for a model's description, and for a lane to each worker that serves it and to which the client has no lane yet."""
 
     model: str
     #: 0: the newest that serves.
@@ -49,7 +50,7 @@ class OpenLanes(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Register(msgspec.Struct, forbid_unknown_fields=True):
-    """Registers a memfd. Offset and size are bytes; the offset is a multiple of the page size."""
+    """Registers a memfd as a region. Offset and size are in bytes; the offset must be a multiple of the page size."""
 
     name: str
     byte_size: int
@@ -57,7 +58,7 @@ class Register(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Unregister(msgspec.Struct, forbid_unknown_fields=True):
-    """Unregisters a region; "" is all that are the client's."""
+    """Unregisters a region of the client's user; "" unregisters all of them."""
 
     name: str
 
@@ -79,7 +80,7 @@ class ParameterSetName(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ParameterSetNames(msgspec.Struct, forbid_unknown_fields=True):
-    """Names a model's parameter sets; version 0 and set "": all."""
+    """Names a model's parameter sets; version 0: all versions, set "": all sets."""
 
     model: str
     version: _Number = 0
@@ -87,7 +88,7 @@ class ParameterSetNames(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A question, which has exactly one of these."""
+    """A client's question, in which exactly one field must be given."""
 
     hello: Hello | None = None
     open: OpenLanes | None = None
@@ -100,7 +101,7 @@ class ClientQuestion(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HelloAnswer(msgspec.Struct):
-    """Says who serves here, and how."""
+    """Answers Hello: which server this is, and how clients can reach it."""
 
     server: str
     version: str
@@ -113,7 +114,7 @@ class HelloAnswer(msgspec.Struct):
 
 
 class LaneEntry(msgspec.Struct):
-    """A lane of the client to a worker that has the model."""
+    """A lane of the client to a worker that serves the model."""
 
     lane: int
     #: The worker's device, "cpu:0", "cuda:1".
@@ -123,7 +124,7 @@ class LaneEntry(msgspec.Struct):
 
 
 class OpenAnswer(msgspec.Struct):
-    """Describes a model version, and the lanes on which requests for it are taken."""
+    """Answers OpenLanes: describes a model version, and the lanes on which requests for it are accepted."""
 
     model: str
     version: int
@@ -142,12 +143,12 @@ class OpenAnswer(msgspec.Struct):
 
 
 class ClientError(msgspec.Struct):
-    """Refuses a question: the sentence, and ``ServingError.code``."""
+    """Answers a question with an error: its sentence, and ``ServingError.code``."""
 
     error: str
     code: str
 
     @classmethod
     def of(cls, error: ServingError) -> ClientError:
-        """Makes the answer from an error."""
+        """Makes the answer to a question that failed with this error."""
         return cls(error.message, error.code)

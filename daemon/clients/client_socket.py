@@ -1,9 +1,10 @@
-"""The clients' unix socket: a SEQPACKET connection for each client, on which it asks for lanes and hands memory over.
+"""The clients' Unix socket: one SEQPACKET connection per client, on which it asks for lanes and hands over memory.
 
     accept ─▶ admitted ─▶ question ─▶ answer ─▶ question ...  ─▶ end of file: its lanes end
 
-The messages are in ``tensord.daemon.clients.client_messages``. Who may connect is a matter of the socket's mode and folder;
-who it is, the kernel says. Each connection is a task, which answers one question after the other.
+The messages are in ``tensord.daemon.clients.client_messages``. The mode and folder of the socket decide who may connect; the
+kernel
+says which user a client is. Each connection has a task, which answers one question after the other.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ _BESIDE_LIST = 1 << 10
 
 
 class ClientSocket:
-    """Owns the listening socket and its name, and a task for each client."""
+    """Listens on the clients' Unix socket, and runs a task for each client."""
 
     def __init__(
         self,
@@ -105,9 +106,12 @@ class ClientSocket:
     # ------------------------------------------------------------------------------------------------------- the socket
 
     def listen(self) -> None:
-        """Binds the socket. Clients wait in its backlog until ``serve``. Raises InvalidArgument: the path cannot be used.
+        """Binds the clients' socket; clients wait in its backlog until ``serve``.
 
-        Without a configured path, and where this is no service, it stands beside the control socket if it can.
+        Raises InvalidArgument: the configured path cannot be used.
+
+        Without a configured path, and outside of systemd, it is bound next to the control socket; if that fails, a warning is
+        logged.
         """
         mode = int(self._options.clients.socket_mode, 8)
         if self.path is not None:
@@ -129,24 +133,24 @@ class ClientSocket:
         self._listener = listener
 
     def _default_folder(self) -> Path:
-        """Returns the folder of the control socket. Raises OSError: it is not to be used."""
+        """Returns the folder of the control socket. Raises OSError: that folder cannot be used."""
         configured = self._options.supervisor.control_socket
         return Path(configured).parent if configured else runtime_directory.own(self._environment)
 
     @property
     def http_path(self) -> Path | None:
-        """Returns the path of the HTTP socket that clients look for beside this one; None: there is to be none."""
+        """Returns the path of the HTTP socket that clients look for next to this one; None: there is none."""
         if self._listener is None or self.path is None or not self._options.clients.http:
             return None
         return self.path.with_name(HTTP_NAME).absolute()
 
     def serve(self) -> None:
-        """Accepts clients, on the running loop."""
+        """Begins to accept clients, on the running loop."""
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def stop_accepting(self) -> None:
-        """Closes the listening socket and removes its name; clients that are connected stay. Idempotent."""
+        """Closes the listening socket and removes its path; connected clients stay. A second call does nothing."""
         if self._listener is not None and self.path is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
@@ -155,13 +159,16 @@ class ClientSocket:
                 self.path.unlink()
 
     def close(self) -> None:
-        """Ends the connections as well. Memory that clients have handed over stays registered. Idempotent."""
+        """Closes the listening socket and ends the clients' connections; memory that clients registered stays.
+
+        A second call does nothing.
+        """
         self.stop_accepting()
         for task in self._clients:
             task.cancel()
 
     def describe(self) -> dict[str, Any]:
-        """Describes the socket and who is connected, for ``tensorctl status``."""
+        """Describes the clients' socket and its connected clients, for ``tensorctl status``."""
         return {"socket": str(self.path) if self._listener is not None else None} | self._lanes.statistics()
 
     def _accept(self) -> None:
@@ -192,7 +199,7 @@ class ClientSocket:
     # -------------------------------------------------------------------------------------------------------- a client
 
     async def _serve(self, client: socket.socket, connection: ClientConnection) -> None:
-        """Answers one question after the other, until the client is gone."""
+        """Answers a client's questions one after the other, until the client closes its connection."""
         try:
             with client, contextlib.closing(ConnectionEnd()) as end, contextlib.suppress(OSError):  # it went away
                 while (message := await _receive(client)) is not None:
@@ -208,7 +215,7 @@ class ClientSocket:
     async def _reply(
         self, client: socket.socket, connection: ClientConnection, answer: Any, sockets: list[socket.socket]
     ) -> None:
-        """Sends an answer with sockets, which are closed here. Raises OSError: the client is gone."""
+        """Sends an answer to a client, with sockets, which are closed here. Raises OSError: the client is gone."""
         with contextlib.ExitStack() as closing:
             for sock in sockets:
                 closing.enter_context(sock)
@@ -227,7 +234,10 @@ class ClientSocket:
     async def _answer(
         self, content: bytes, fds: list[int], connection: ClientConnection, client: socket.socket, end: ConnectionEnd
     ) -> tuple[Any, list[socket.socket]]:
-        """Returns the answer, and sockets that go with it."""
+        """Carries out a client's question. Returns the answer, and the sockets to send with it.
+
+        Raises OSError: the client is gone.
+        """
         try:
             question = msgspec.json.decode(content, type=ClientQuestion)
             asked = [part for part in msgspec.structs.astuple(question) if part is not None]
@@ -257,7 +267,10 @@ class ClientSocket:
         return {}, []
 
     async def _change_parameters(self, question: ClientQuestion, fds: list[int], peer: Peer) -> Any:
-        """Carries out what is asked of parameter sets. Raises ServingError."""
+        """Carries out a question about parameter sets: push, revert, drop or list. Returns the answer.
+
+        Raises ServingError: the question was refused.
+        """
         if self._restricted:
             raise Unsupported("parameters need a key on this server (http.restricted_api): ask over HTTP")
         if (push := question.push) is not None:
@@ -309,7 +322,7 @@ class ClientSocket:
         await self._registry.register(request, peer, end, sealed=fds[0])
 
     def _say(self, peer: Peer, what: str, error: ServingError) -> None:
-        """Logs what was refused to a user: one line for each in so many seconds."""
+        """Logs that something (``what``) was refused to a user, at most once in some seconds for each user."""
         now = asyncio.get_running_loop().time()
         if now - self._said.get(peer.owner, -_QUIET) >= _QUIET:
             if len(self._said) >= _MAX_QUIET:
@@ -319,7 +332,7 @@ class ClientSocket:
 
 
 def _refuse(client: socket.socket, error: ServingError) -> None:
-    """Says why a connection is not taken, and closes it."""
+    """Tells a client why its connection is refused, and closes the connection."""
     with client, contextlib.suppress(OSError):
         client.send(msgspec.json.encode(ClientError.of(error)))
         # What the client has sent is taken: else it would read of a reset connection first.
@@ -329,7 +342,10 @@ def _refuse(client: socket.socket, error: ServingError) -> None:
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receives a message and its descriptors, which the caller then owns; None: the client is gone."""
+    """Receives a message with its file descriptors, which the caller must close; None: the client closed its connection.
+
+    Raises ConnectionError: the message or its file descriptors were too many to receive.
+    """
     loop = asyncio.get_running_loop()
     await _ready(loop.add_reader, loop.remove_reader, client.fileno())
     content, fds, flags, _ = socket.recv_fds(client, MAX_QUESTION, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -343,7 +359,10 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
-    """Sends an answer with descriptors, once the client has room for it. Raises OSError: it is gone, or the host is short."""
+    """Sends an answer with file descriptors, as soon as the client's socket has room.
+
+    Raises OSError: the client is gone, or the host lacks memory or file descriptors.
+    """
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -357,7 +376,10 @@ async def _send(client: socket.socket, content: bytes, fds: list[int]) -> None:
 
 
 async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: int) -> None:
-    """Returns when a descriptor is ready, given the loop's functions that watch it for reading or for writing."""
+    """Waits until a file descriptor is ready.
+
+    ``add`` and ``remove``: the loop's functions that watch it for reading, or writing.
+    """
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def now() -> None:
@@ -372,7 +394,10 @@ async def _ready(add: Callable[..., None], remove: Callable[[int], bool], fd: in
 
 
 async def _unless_gone(client: socket.socket, finding: Coroutine[Any, Any, ModelState]) -> ModelState:
-    """Awaits what a client waits for. Raises ConnectionError: it went away first."""
+    """Awaits ``finding`` on behalf of a client, and returns its result.
+
+    Raises ConnectionError: the client closed its connection first.
+    """
     loop = asyncio.get_running_loop()
     task = loop.create_task(finding)
     gone = False
