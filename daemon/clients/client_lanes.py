@@ -129,12 +129,10 @@ class ClientLanes:
         """Returns the state of the version that the client wants, as soon as a worker serves it.
 
         First waits until lanes that the client reports as ended are closed here too: if their worker has died, the client may
-        know first,
-        and would be given another lane to that worker.
+        know first, and would be given another lane to that worker.
 
         Raises Unsupported: clients get no lanes here; NotFound: no such version serves; Unavailable: the server is draining, or a
-        worker
-        for the version does not come within the client's wait, or a worker is too busy to close an ended lane.
+        worker for the version does not come within the client's wait, or a worker is too busy to close an ended lane.
         """
         if not self._options.lanes:
             raise Unsupported("clients get no lanes on this server (clients.lanes = false): ask over HTTP")
@@ -179,8 +177,7 @@ class ClientLanes:
         Returns the answer, and the client's ends of new lanes, which the caller must close.
 
         Raises Unavailable: the user has too many lanes, or no file descriptor is free; Unsupported: the model's description is
-        too large.
-        After an error no lane was opened.
+        too large. After an error no lane was opened.
         """
         if len(state.metadata) > MAX_ANSWER - _BESIDE_METADATA:
             raise Unsupported(

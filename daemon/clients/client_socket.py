@@ -3,8 +3,7 @@
     accept ─▶ admitted ─▶ question ─▶ answer ─▶ question ...  ─▶ end of file: its lanes end
 
 The messages are in ``tensord.daemon.clients.client_messages``. The mode and folder of the socket decide who may connect; the
-kernel
-says which user a client is. Each connection has a task, which answers one question after the other.
+kernel says which user a client is. Each connection has a task, which answers one question after the other.
 """
 
 from __future__ import annotations
@@ -106,12 +105,12 @@ class ClientSocket:
     # ------------------------------------------------------------------------------------------------------- the socket
 
     def listen(self) -> None:
-        """Binds the clients' socket; clients wait in its backlog until ``serve``.
-
-        Raises InvalidArgument: the configured path cannot be used.
+        """Binds the clients' socket; clients wait in its backlog until ``serve`` is called.
 
         Without a configured path, and outside of systemd, it is bound next to the control socket; if that fails, a warning is
         logged.
+
+        Raises InvalidArgument: the configured path cannot be used.
         """
         mode = int(self._options.clients.socket_mode, 8)
         if self.path is not None:

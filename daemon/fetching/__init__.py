@@ -1,1 +1,1 @@
-"""``tensord fetch``: brings a model from elsewhere into a repository. A command of its own: the daemon fetches nothing."""
+"""Package of ``tensord fetch``, which copies a model from a URL into a repository. The daemon itself fetches nothing."""

@@ -1,4 +1,4 @@
-"""Unpacks an archive that holds a model: nothing in it leads out of the folder, and it has bounds."""
+"""Unpacks an archive that holds a model: no member is written outside of the folder, and their number and size are limited."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ _BROKEN = (
 
 
 def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
-    """Unpacks into ``folder``, which is not there yet. One folder that holds the whole model is taken for the model.
+    """Unpacks an archive into ``folder``, which must not exist yet.
+
+    If the archive contains the model in a folder, that folder's contents become ``folder``'s.
 
     Args:
-      name: the archive's own, for its kind and for messages.
-      max_byte_size: of all files together.
+      name: the archive's file name, which tells its kind and appears in messages.
+      max_byte_size: how many bytes all its files together may have.
 
-    Raises: InvalidArgument: it is no such archive, or it is too large.  OSError: it cannot be written.
+    Raises InvalidArgument: the archive is damaged, too large, or has members that are not allowed; OSError: a file cannot be
+    written.
     """
     if not hasattr(tarfile, "data_filter"):
         raise InvalidArgument("archives are unpacked safely by Python 3.11.4 and newer")
@@ -49,7 +52,7 @@ def unpack(archive: Path, name: str, folder: Path, max_byte_size: int) -> None:
 
 
 class _Bounds:
-    """Counts what is unpacked. Raises InvalidArgument at the first member beyond a bound."""
+    """Counts the members of an archive and their bytes. ``add`` raises InvalidArgument at the first member beyond a limit."""
 
     def __init__(self, name: str, max_byte_size: int) -> None:
         self._name, self._max_byte_size = name, max_byte_size
@@ -94,7 +97,7 @@ def _unpack_zip(archive: Path, folder: Path, bounds: _Bounds) -> None:
 
 
 def _lift(folder: Path) -> None:
-    """Puts the only folder of an archive, which holds the model, in the place of the one that it was unpacked into."""
+    """If ``folder`` contains only one folder, and that is the model, replaces ``folder`` with it."""
     names = [name for name in os.listdir(folder) if name not in repository.IGNORED]
     if len(names) == 1 and repository.no_model(folder) and (folder / names[0]).is_dir():
         aside = folder.with_name(f"{folder.name}.outer")

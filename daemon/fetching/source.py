@@ -1,10 +1,10 @@
-"""Reads a model from where a URL says, through fsspec: which files there are, and their bytes in blocks. Nothing is written here.
+"""Reads a model from a URL through fsspec: lists its files, and reads their bytes in blocks. Writes nothing.
 
     s3://bucket/models/digits          a folder, on any file system that lists: every file beneath it
     https://host/digits-7.tar.gz       an archive, on any file system
 
-The libraries behind fsspec raise whatever they like. Here it becomes a ServingError: one sentence without
-the secrets of a URL.
+The libraries behind fsspec raise all kinds of exceptions. Here they become a ServingError: one sentence without the secrets of a
+URL.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of the model where it comes from; or a folder, whose name ends with a slash: an empty one may be a version."""
+    """A file of the model at its source; or a folder, whose name ends with a slash, because an empty folder may be a version."""
 
     #: Its path as its file system names it; "" of an archive, whose URL may hold a signature.
     path: str
@@ -65,10 +65,10 @@ class File:
 
 
 class Source:
-    """A folder or an archive on any file system that fsspec knows."""
+    """A folder or an archive with a model, on any file system that fsspec knows."""
 
     def __init__(self, url: str) -> None:
-        """Finds the file system; nothing is asked yet. Raises: InvalidArgument: there is none for this URL."""
+        """Chooses the file system for the URL, and sends no request yet. Raises InvalidArgument: the URL cannot be used."""
         if fsspec is None:
             raise InvalidArgument("fetching needs fsspec: pip install 'tensord[fetch]'")
         #: The URL as it may be shown: without a user's name, password and query, where signatures stand.
@@ -87,7 +87,11 @@ class Source:
             raise InvalidArgument(f"{self.shown}: {error}") from None
 
     def files(self) -> tuple[File, ...]:
-        """Asks which files there are, in the order of their names. Raises: NotFound, InvalidArgument, Unavailable."""
+        """Lists the model's files at the source, sorted by name; of an archive, the archive itself.
+
+        Raises NotFound: there is nothing; InvalidArgument: this is no model, or may not be read; Unavailable: it could not be
+        read now.
+        """
         if self.is_archive:
             info = self._tried(lambda: self._files.info(self._path))
             return (_file("", self.shown.rpartition("/")[2], info),)
@@ -115,12 +119,12 @@ class Source:
         return tuple(sorted(files, key=lambda file: file.name))
 
     def blocks(self, wanted: Sequence[tuple[File, int]]) -> Iterator[tuple[File, int, bytes]]:
-        """Yields the files' bytes from where each is wanted on, in order: file, offset, bytes.
+        """Yields the bytes of files, each from a wanted offset on, in order, as (file, offset, bytes).
 
-        A few blocks are under way at a time. A file whose size nobody knows, or whose server gives no parts, comes from its
-        beginning, whatever was wanted.
+        A few blocks are read at a time. A file of unknown size, or on a server that sends no parts of files, is read from its
+        beginning, whatever offset was wanted.
 
-        Raises: ServingError: a block did not come, however often it was asked for.
+        Raises ServingError: a block could not be read, even after several attempts.
         """
         waiting: deque[tuple[File, int, Future[bytes | None]]] = deque()
         with contextlib.ExitStack() as stack:
@@ -140,7 +144,10 @@ class Source:
     def _arrived(
         self, file: File, begin: int, block: Future[bytes | None], whole: set[str]
     ) -> Iterator[tuple[File, int, bytes]]:
-        """Yields a block that was asked for; or all of its file, once, where its server gives no parts."""
+        """Yields a block whose reading was begun before; if the server sends no parts, yields the whole file once instead.
+
+        ``whole``: the names of the files that were yielded as a whole.
+        """
         content = block.result()
         if content is not None and file.name not in whole:
             yield file, begin, content
@@ -149,7 +156,7 @@ class Source:
             yield from self._stream(file)
 
     def _block(self, file: File, begin: int, byte_size: int) -> bytes | None:
-        """Reads a part of a file; None: its server gives no parts."""
+        """Reads a part of a file; None: the server sends no parts of files. Raises ServingError: the part could not be read."""
 
         def read() -> bytes | None:
             content = self._part(file, begin, begin + byte_size)
@@ -160,7 +167,10 @@ class Source:
         return self._tried(read)
 
     def _tried(self, ask: Callable[[], _T]) -> _T:
-        """Asks, a few times where another try may succeed. Raises ServingError."""
+        """Calls ``ask`` and returns its result; calls it again after a pause when it raises Unavailable, a few times.
+
+        Raises ServingError: the last call failed, or an earlier one in a way that will not change.
+        """
         for pause in PAUSES:
             try:
                 with self._errors():
@@ -204,7 +214,10 @@ class Source:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turns what the file system's library raises into a ServingError: Unavailable where another try may succeed."""
+        """Turns exceptions of the file system's library into ServingError, within a ``with`` block.
+
+        They become Unavailable where another attempt may succeed; NotFound or InvalidArgument where it would not.
+        """
         try:
             yield
         except ServingError:
@@ -225,7 +238,7 @@ class Source:
 
 
 def _http_options() -> dict[str, Any]:
-    """Returns options for HTTP: a whole file may take any time, and proxies are those of the environment."""
+    """Returns fsspec's options for HTTP: no limit on the time for a whole file, and the proxies of the environment."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
@@ -233,7 +246,7 @@ def _http_options() -> dict[str, Any]:
 
 
 def _parts(wanted: Sequence[tuple[File, int]]) -> Iterator[tuple[File, int, int]]:
-    """Yields file, offset and bytes of each block; -1 bytes: all of a file whose size nobody knows."""
+    """Yields file, offset and size of each block of the wanted files; size -1: the whole file, as its size is not known."""
     for file, begin in wanted:
         if file.byte_size < 0:
             yield file, 0, -1
@@ -251,7 +264,7 @@ def _file(path: str, name: str, info: Mapping[str, Any]) -> File:
 
 
 def is_inside(name: str) -> bool:
-    """Returns whether a name is a path beneath a folder, whatever system reads it."""
+    """Returns whether a name is a path that stays inside a folder, on any operating system."""
     return (
         bool(name)
         and "\\" not in name
@@ -261,14 +274,14 @@ def is_inside(name: str) -> bool:
 
 
 def _status(error: BaseException) -> int:
-    """Returns the status of HTTP that an exception tells of; 0: of none."""
+    """Returns the HTTP status that an exception carries; 0: it carries none."""
     of_answer = getattr(getattr(error, "response", None), "status_code", 0)
     status = getattr(error, "status", 0) or of_answer
     return status if isinstance(status, int) else 0
 
 
 def _worded(error: BaseException) -> str:
-    """Words an exception in one line, without URLs, whose queries may be secrets."""
+    """Returns an exception's message in one line, without the query strings of URLs, which may be secrets."""
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not str(error):
         return "no answer came in time"
     status, message = getattr(error, "status", None), getattr(error, "message", None)

@@ -1,14 +1,14 @@
-"""The stage: a model on its way into a repository, in a folder beside it that whoever scans the repository passes over.
+"""The stage: a model that is being fetched into a repository, in a folder next to it that scans of the repository ignore.
 
     REPOSITORY/.NAME.fetch/
-        lock          held by whoever fetches
+        lock          locked by the process that fetches
         plan.json     where it comes from, with the size and identity of each file; without it nothing here counts
         archive       as far as it has come
         NAME/         the model, as far as it has come
-    REPOSITORY/NAME/  what daemons serve: exchanged with the staged one by one rename, when that is whole and checked
+    REPOSITORY/NAME/  what daemons serve: exchanged with the staged model by one rename, when that is complete and checked
 
-A fetch that is killed leaves the stage. The next one goes on with each file that has not changed where it comes from. Files are
-written in order, so what is there of a file is its beginning.
+A fetch that is killed leaves the stage. The next fetch continues each file that has not changed at its source. Files are written
+in order, so the bytes that exist of a file are its beginning.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Describes the files of a model that are to be fetched from a URL."""
+    """Lists the files of a model that are to be fetched from a URL."""
 
     url: str
     #: Whether the only file is an archive of the model.
@@ -51,17 +51,18 @@ class Plan(msgspec.Struct, frozen=True):
     files: tuple[File, ...]
 
     def same(self, other: Plan | None) -> bool:
-        """Returns whether the other one is known to have the same content."""
+        """Returns whether another plan is known to have the same content; False if a file's identity is not known."""
         return self == other and all(file.identity for file in self.files)
 
 
 class Stage:
-    """The stage of one model. Use it as a context manager: it is locked until then."""
+    """The stage of one model that is being fetched. It is locked from its creation; use it as a context manager to unlock it."""
 
     def __init__(self, folder: Path) -> None:
-        """Takes the folder of the model in its repository, which need not be there.
+        """Creates and locks the stage. ``folder``: the model's folder in its repository, which need not exist.
 
-        Raises: InvalidArgument: it cannot be a model's, or another fetch of it is under way.  OSError.
+        Raises InvalidArgument: the folder's name cannot be a model's, or another process is fetching the model; OSError: the
+        stage cannot be created.
         """
         self.folder = folder.absolute()
         if not NAME.fullmatch(self.folder.name):
@@ -91,14 +92,14 @@ class Stage:
         os.close(self._lock)
 
     def holds(self, plan: Plan) -> bool:
-        """Returns whether the model that is served was fetched by this plan, so that there is nothing to do."""
+        """Returns whether the served model was fetched by an equal plan, so that nothing needs to be fetched."""
         return plan.same(_read(self.folder / RECORD))
 
     def fill(self, source: Source, plan: Plan, max_byte_size: int) -> Iterator[int]:
-        """Fetches what is missing; yields the bytes that are there so far, of all that the plan says.
+        """Fetches the bytes that are missing in the stage; yields how many bytes of the plan's are there so far.
 
-        Raises: InvalidArgument: it does not fit.  Unavailable: it did not come, or has changed meanwhile.
-          OSError: it cannot be written.
+        Raises InvalidArgument: the model is too large; Unavailable: a file could not be read, or has changed meanwhile; OSError:
+        a file cannot be written.
         """
         before = _read(self._path / "plan.json")
         kept = set() if before is None or before.url != plan.url else {file for file in before.files if file.identity}
@@ -138,9 +139,12 @@ class Stage:
             raise Unavailable(f"{source.shown}: it has changed while it was fetched; fetch it again")
 
     def complete(self, source: Source, plan: Plan, sha256: str, max_byte_size: int) -> None:
-        """Makes the model of what has come: checks checksums, and unpacks an archive.
+        """Makes the staged model from the fetched files: checks checksums, and unpacks an archive.
 
-        Raises: InvalidArgument: a checksum is wrong, or it is no archive. What has come is thrown away then.  OSError.
+        ``sha256``: the expected checksum of the archive, or of the folder's list of checksums; "": none is expected.
+
+        Raises InvalidArgument: a checksum is wrong, or the archive is damaged; the fetched files are removed then. OSError: a
+        file cannot be written.
         """
         try:
             if source.is_archive:
@@ -156,10 +160,10 @@ class Stage:
         _write(self.model / RECORD, plan)
 
     def swap(self) -> None:
-        """Puts the staged model in the place of what is served, by one rename, and removes that and the stage.
+        """Replaces the served model with the staged one by one rename, and removes the former model and the stage.
 
-        A file system that cannot exchange two folders gets two renames: for an instant nothing has the name, which a daemon that
-        polls leaves alone. Raises OSError: it cannot be renamed; what was served still is.
+        On a file system that cannot exchange two folders it takes two renames: for an instant no folder has the name, which a
+        daemon that polls ignores. Raises OSError: a rename failed; the former model is still served.
         """
         # What will lie here is no beginning of anything.
         (self._path / "plan.json").unlink(missing_ok=True)
@@ -182,7 +186,7 @@ class Stage:
         self.clear()
 
     def clear(self) -> None:
-        """Removes the stage. The lock goes last, with its folder."""
+        """Removes the stage, with the lock in it."""
         shutil.rmtree(self._path, ignore_errors=True)
 
     def _check_room(self, begun: Sequence[tuple[File, int]], max_byte_size: int) -> None:
@@ -194,7 +198,7 @@ class Stage:
             raise InvalidArgument(f"{missing} bytes are to come; '{self.folder.parent}' has room for {free}")
 
     def _discard(self, kept: set[str]) -> None:
-        """Removes what has come, but for the files with these names."""
+        """Removes the fetched files from the stage, except those with the names in ``kept``."""
         for entry in os.listdir(self._path):
             if entry != "lock" and not (kept and entry in (_ARCHIVE, self.model.name)):
                 self._remove(self._path / entry)
@@ -216,7 +220,7 @@ class Stage:
 
 
 def _begun(place: Path, byte_size: int) -> int:
-    """Returns how many bytes of a file are there; one that is longer than it should be is begun anew."""
+    """Returns how many bytes of a file exist already; 0 if the file is longer than it should be, so that it is begun anew."""
     try:
         there = os.lstat(place).st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -225,7 +229,7 @@ def _begun(place: Path, byte_size: int) -> int:
 
 
 def _opened(place: Path, byte_size: int) -> IO[bytes]:
-    """Opens a file to write on where its beginning ends."""
+    """Opens a file for writing, at the end of the bytes that exist already."""
     begun = _begun(place, byte_size)
     place.parent.mkdir(parents=True, exist_ok=True)
     opened = open(place, "r+b" if begun else "wb")  # noqa: SIM115
@@ -239,7 +243,10 @@ def _sync(opened: IO[bytes]) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchanges two folders by one rename. False: the file system, or the C library, cannot. Raises OSError."""
+    """Exchanges two folders by one rename. Returns False if the file system or the C library cannot.
+
+    Raises OSError: the rename failed.
+    """
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -260,16 +267,18 @@ def _read(path: Path) -> Plan | None:
 
 
 def _write(path: Path, plan: Plan) -> None:
-    """Writes a plan that is there whole or not at all."""
+    """Writes a plan to a file so that the file is never incomplete."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_bytes(msgspec.json.encode(plan))
     beside.rename(path)
 
 
 def _check_sums(model: Path, sha256: str) -> None:
-    """Compares the files of a model with those that its list of checksums names, if it has one: neither more nor fewer.
+    """Checks a model's files against its list of checksums, if it has one: the files must be exactly those listed.
 
-    ``sha256`` is that of the list itself.
+    ``sha256``: the expected checksum of the list itself; "": not checked.
+
+    Raises InvalidArgument: a checksum is wrong, or the list or a file is missing, unexpected or malformed.
     """
     listed = model / SUMS
     if not listed.is_file():

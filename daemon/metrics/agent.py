@@ -29,7 +29,7 @@ _MAX_TEXT = 100
 
 
 def line(draining: bool, unreadiness: str, busy: float) -> bytes:
-    """Words the state of the daemon as one line for HAProxy's agent-check.
+    """Returns the state of the daemon as one line for HAProxy's agent-check.
 
     Args:
       draining: the daemon is being drained, or stops.
@@ -74,7 +74,7 @@ class Agent:
         _log.info("answering agent checks on %s:%d", self._options.address, self._options.agent_port)
 
     def line(self) -> bytes:
-        """Words the present state of the daemon as one line for HAProxy's agent-check."""
+        """Returns the present state of the daemon as one line for HAProxy's agent-check."""
         return line(*self._state(), self._busy.value)
 
     async def _look_on(self) -> None:

@@ -33,9 +33,11 @@ _TIMEOUT = 20.0
 
 
 class Endpoint:
-    """Serves metrics on a listening socket.
+    """Serves metrics and a page for browsers on a listening socket.
 
-    ``snapshot(exemplars)`` gathers what they show, ``describe()`` what the page shows.
+    Args:
+      snapshot: called with whether traced requests are wanted as examples; gathers what the metrics show.
+      describe: gathers what the page shows.
     """
 
     def __init__(

@@ -120,9 +120,9 @@ HEADERS = (
 def render(status: Mapping[str, Any]) -> bytes:
     """Returns the page as HTML.
 
-    ``status`` is what ``tensorctl status`` shows, with ``standings``: each model, with the reason if it is not served; and
-    ``errors``:
-    the latest errors that clients got, the newest first.
+    Args:
+      status: what ``tensorctl status`` shows, with ``standings``: each model, with the reason if it is not served; and
+        ``errors``: the errors that clients got last, the newest first.
     """
     name, ready = str(status["server_name"]), bool(status["ready"])
     models, urls = status["models"], [*status["http"], *status["grpc"]]

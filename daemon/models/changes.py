@@ -1,8 +1,8 @@
 """Loads and unloads models, as clients, the daemon's start and a reload of its options ask for.
 
 ``tensord.daemon.models.lifecycle`` decides; this module carries out the instructions that it returns, and reads files off the
-event loop. Files that a client sent with a load replace those of the repository until the model's next load or unload; how long
-a configuration that a client sent stays in force is said in ``tensord.daemon.models.given``.
+event loop. Files that a client sent with a load replace those of the repository until the model's next load or unload; how long a
+configuration that a client sent stays in force is said in ``tensord.daemon.models.given``.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ class Models:
         self._note_refused(name, reason)
 
     def _still_served(self, name: str) -> str:
-        """Words which versions of a model are still served after a failed load, as the end of a sentence; "" if none is."""
+        """Returns the end of a log line that says which versions of a model still serve after a failed load; "" if none does."""
         model = self.lifecycle.models.get(name)
         served = (
             [str(number) for number, version in model.versions.items() if version.ready] if model is not None else []
@@ -396,14 +396,14 @@ class Models:
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
     def worker_joined(self, incarnation: int, device: str) -> None:
-        """Sends a worker process that has started the loads of all models that belong on its device.
+        """Sends the loads of all models that belong on a device to the worker process that has started there.
 
         ``incarnation``: the number that only this worker process has.
         """
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
-        """Handles the death of a worker process: publishes to the fronts that it serves nothing, and plans loads elsewhere.
+        """Handles the death of a worker process: tells the front processes that it serves nothing, and ends or repeats its loads.
 
         Args:
           incarnation: the number that only this worker process had.

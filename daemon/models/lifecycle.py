@@ -7,13 +7,11 @@ Every event returns instructions, in order:
 
 A version keeps serving until its replacement is ready on all workers, so no request meets a model that is not loaded. Loads and
 unloads of one model happen one after the other; different models do not wait for each other. A worker that joins gets every
-wanted version. A version whose last worker died stays READY without workers, and its requests wait for the next worker.
-A load is given up when an unload, or a load of other files, is queued behind it: workers get CancelLoad, and callers that wait
-for
-the first load get the outcome of the later operation.
-A version whose loading killed workers is given up until its next try, which is made on one worker, with nothing else loading
-there,
-after waits that double each time. Something else may have killed those workers (the kernel, for want of memory), so tries go on.
+wanted version. A version whose last worker died stays READY without workers, and its requests wait for the next worker. A load is
+given up when an unload, or a load of other files, is queued behind it: workers get CancelLoad, and callers that wait for the
+first load get the outcome of the later operation. A version whose loading killed workers is given up until its next try, which is
+made on one worker, with nothing else loading there, after waits that double each time. Something else may have killed those
+workers (the kernel, for want of memory), so tries go on.
 """
 
 from __future__ import annotations
@@ -35,7 +33,10 @@ MAX_RETRY = 300.0
 
 
 class Lifecycle:
-    """State machine of all models. ``known``: the names that the repository has now; loaded models need not be among them."""
+    """State machine of all models: each event is a method that returns the instructions to carry out.
+
+    ``known``: the names that the repository has now; loaded models need not be among them.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, ModelEntry] = {}

@@ -61,12 +61,12 @@ def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
 
 
 def refused_states(refused: Mapping[str, str]) -> list[ModelState]:
-    """Makes the records that tell fronts which models could not be tried; ``refused``: the reasons by name."""
+    """Makes the records that tell front processes which models could not be tried. ``refused``: the reasons by model name."""
     return [refused_state(name, reason) for name, reason in refused.items()]
 
 
 def refused_state(name: str, reason: str) -> ModelState:
-    """Makes the record that tells fronts why a model could not be tried. Its version is 0, which no version has."""
+    """Makes the record that tells front processes why a model could not be tried. Its version is 0, which no version has."""
     return ModelState(name, 0, IndexState.UNAVAILABLE.value, reason)
 
 

@@ -110,7 +110,10 @@ def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str
 
 
 def _first(gpu: int, each: int) -> str:
-    """Returns the device name of the worker that has this GPU, which is its first GPU's. ``each``: how many GPUs a worker has."""
+    """Returns the device name of the worker that has this GPU, which is that of its first GPU.
+
+    ``each``: how many GPUs a worker has.
+    """
     return device_name(gpu - gpu % each)
 
 

@@ -35,7 +35,7 @@ class Changes:
     """Decides which models have changed from one poll of the repositories to the next. Does no I/O."""
 
     def __init__(self, found: Mapping[str, FoundModel]) -> None:
-        """Starts from ``found``, the models that are being loaded already."""
+        """Starts from ``found``, the models that are already being loaded, so that only later changes count."""
         self._acted = {name: State.of(model) for name, model in found.items()}
         self._seen: dict[str, State] = dict(self._acted)
 
@@ -57,7 +57,7 @@ class Polling:
     """Task that polls the repositories again and again in control mode "poll"."""
 
     def __init__(self, models: Models, options: Callable[[], Repository], found: Mapping[str, FoundModel]) -> None:
-        """Starts from ``found``, the models that the daemon's start has begun to load."""
+        """Starts from ``found``, the models that the daemon's start has begun to load, so that only later changes count."""
         self._models = models
         self._options = options
         self._changes = Changes(found)

@@ -64,7 +64,7 @@ class Audit:
 
 
 def _described(operation: Operation) -> str:
-    """Words what an operation changes; "": it changes nothing."""
+    """Returns a phrase that says what an operation changes; "": it changes nothing."""
     match operation:
         case LoadModel(name, config, files):
             given = ", with a configuration" if config else ""

@@ -1,8 +1,7 @@
 """Asks a daemon over its control socket, as tensorctl does: one question and its answer per connection.
 
 Without a path the socket is looked for where daemons have it by default (``tensord.daemon.control.runtime_directory``). If
-several
-daemons of one user answer, none of them is chosen.
+several daemons of one user answer, none of them is chosen.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _MAX_NAMED = 8
 
 
 class ServedModels:
-    """Words which models are served for the log: after the start, one short line for each change."""
+    """Describes for the log which models are served: after the start, one short line for each change."""
 
     def __init__(self, models: Models) -> None:
         self._models = models

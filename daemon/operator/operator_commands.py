@@ -119,7 +119,7 @@ class OperatorCommands:
 
         Raises InvalidArgument: there is no such worker.
 
-        ``folder``: where the profile is written; "": in a new folder below the daemon's state directory.
+        ``folder``: where the profile is written; "": in a new folder below $STATE_DIRECTORY or the temporary directory.
         """
         worker = next((each for each in self._supervisor.workers.ready() if each.name == name), None)
         if worker is None:

@@ -51,7 +51,7 @@ def of_workers(
 
 
 def _state(worker: WorkerProcess) -> str:
-    """Words what a worker's loop and its loader are doing: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
+    """Describes what a worker's loop and loader are doing: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
     state = worker.page.state[0].name.lower() if worker.page else "starting"
     loading = worker.describe_load()
     return loading if loading and state == "idle" else f"{state}, {loading}" if loading else state

@@ -1,1 +1,1 @@
-"""This room brings new parameters into running models: which sets there are, how they are pushed, and what is kept of them."""
+"""Package that brings new parameters into running models: which sets there are, how they are pushed, and what is kept of them."""

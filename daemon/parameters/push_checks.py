@@ -1,4 +1,4 @@
-"""Checks a push before anything is done for it: names, numbers, sizes, who pushes; and looks at files and memory."""
+"""Checks a push of parameters before anything is done for it: names, numbers, sizes, the client's user, files and memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _MAX_FILES = 100_000
 
 
 def check(wanted: PushParameters, memory: int, most: int) -> None:
-    """Checks a push.
+    """Checks the names, number, checksum, source and memory of a push of parameters.
 
     Args:
-      memory: the descriptor that came along; -1: none.
-      most: bytes that a push may have.
-    Raises: InvalidArgument.
+      memory: the file descriptor that was sent along; -1: none.
+      most: how many bytes a push may have.
+
+    Raises InvalidArgument: one of them is wrong.
     """
     if not _NAME.fullmatch(wanted.set):
         raise InvalidArgument(
@@ -57,7 +58,10 @@ def check(wanted: PushParameters, memory: int, most: int) -> None:
 
 
 def check_memory(memory: int, most: int) -> None:
-    """Checks memory that came along. Raises InvalidArgument: it is no memfd of ordinary pages, or has too many bytes."""
+    """Checks memory that was sent along with a push; ``most``: how many bytes it may have.
+
+    Raises InvalidArgument: it is not a memfd of ordinary pages, or is too large or too small.
+    """
     try:
         fcntl.fcntl(memory, fcntl.F_GET_SEALS)
         pages = os.fstatvfs(memory).f_bsize
@@ -71,7 +75,10 @@ def check_memory(memory: int, most: int) -> None:
 
 
 def check_size(byte_size: int, most: int) -> None:
-    """Checks the size of what is pushed. Raises InvalidArgument: too large, or too small to be anything."""
+    """Checks the size of pushed parameters.
+
+    Raises InvalidArgument: more than ``most`` bytes, or too few for a safetensors file.
+    """
     if byte_size > most:
         raise InvalidArgument(
             f"{byte_size} bytes of parameters are pushed, at most {most} are allowed (workers.max_parameter_byte_size)"
@@ -83,12 +90,15 @@ def check_size(byte_size: int, most: int) -> None:
 
 
 def is_sealed(memory: int) -> bool:
-    """Returns whether nobody can change that memory any more."""
+    """Returns whether a memfd is sealed so that no process can change it any more."""
     return fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALED == _SEALED
 
 
 def check_owner(owners: Sequence[str], peer: Peer) -> None:
-    """Checks that a client may change parameters, where it comes over a unix socket. Raises Unsupported: it may not."""
+    """Checks that a client on a Unix socket may change parameters; other clients always pass.
+
+    ``owners``: the users who may, besides root and the daemon's own; empty: all. Raises Unsupported: the client's user may not.
+    """
     if peer.kind != "unix" or not owners or peer.uid in (0, os.geteuid()):
         return
     if peer.uid not in {accounts.user_id(owner) for owner in owners}:
@@ -96,9 +106,9 @@ def check_owner(owners: Sequence[str], peer: Peer) -> None:
 
 
 def fingerprint(folders: Sequence[Path], name: str) -> str:
-    """Returns a digest of sizes and times of a file or folder, in the first of these folders that has it; "": none has.
+    """Returns a digest of the sizes and times of a file, or of all files in a folder; "": it exists in none of ``folders``.
 
-    Raises: Unavailable: the folder has too many files.
+    The first of ``folders`` that contains ``name`` counts. Raises Unavailable: the folder ``name`` has too many files.
     """
     for folder in folders:
         path = folder / name

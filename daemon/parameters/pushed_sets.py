@@ -1,10 +1,10 @@
-"""Parameter sets that were pushed: their numbers, whose they are, and what is kept of them for workers that are replaced.
+"""Parameter sets that were pushed: their numbers, who pushed them, and what is kept of them for workers that are replaced.
 
     content    one number of a set: sealed memory, or the file it came from, or nothing ("not kept")
     set        its newest content, the one before it, and the highest number that it ever had
 
-All memory together is bounded. Where there is no more room, contents before the newest go first, those that were pushed longest
-ago before others. Does no I/O but closing descriptors; ``tensord.daemon.parameters.pushes`` decides when a content is in force.
+The memory of all contents together is limited. When it is full, contents before the newest are dropped first, the oldest of them
+before others. Does no I/O but closing file descriptors; ``tensord.daemon.parameters.pushes`` decides when a content is in force.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VersionKey = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """One number of a parameter set."""
+    """The parameters that one push brought into a set, under one number."""
 
     number: int
     #: Bytes in safetensors' layout; 0 for what the repository holds.
@@ -41,11 +41,14 @@ class Content:
 
     @property
     def is_kept(self) -> bool:
-        """Returns whether a worker that is replaced can get it."""
+        """Returns whether these parameters can still be given to a worker that replaces another."""
         return not self.number or self.memory >= 0 or self.file is not None
 
     def close(self) -> None:
-        """Gives the memory back. Idempotent. Who closes a large one last frees its pages, which takes a while."""
+        """Closes the memory of these parameters. A second call does nothing.
+
+        Large memory is closed in a thread, because freeing its pages takes a while.
+        """
         memory, self.memory = self.memory, -1
         if memory >= 0 and self.byte_size >= _LARGE:
             asyncio.get_running_loop().run_in_executor(None, os.close, memory)
@@ -53,7 +56,7 @@ class Content:
             os.close(memory)
 
     def describe(self) -> dict[str, Any]:
-        """Describes it for ``GET /v2/models/M/parameters``."""
+        """Describes these parameters for ``GET /v2/models/M/parameters``."""
         if self.pushed_by is None:
             return {"number": self.number, "kept": "repository"}
         return {
@@ -66,7 +69,7 @@ class Content:
 
 
 def words_of(peer: Peer) -> str:
-    """Words who pushed: a user and a process on unix sockets, an address elsewhere."""
+    """Returns text that says which client pushed: its user and process if it came over a Unix socket, else its address."""
     if peer.kind == "unix":
         return f"uid {peer.uid}, process {peer.pid}" if peer.pid else f"uid {peer.uid}"
     return peer.address or peer.kind
@@ -74,7 +77,7 @@ def words_of(peer: Peer) -> str:
 
 @dataclass(slots=True, eq=False)
 class PushedSet:
-    """A set of one model version, by its name."""
+    """One parameter set of a model version: the parameters in force, those before them, and its highest number."""
 
     newest: Content
     #: What it held before; None: nothing that could be put into use again.
@@ -85,32 +88,35 @@ class PushedSet:
 
 @dataclass(slots=True)
 class PushedSets:
-    """The sets of all models. ``limit``: bytes of memory that all contents may take together."""
+    """The parameter sets of all models. ``limit``: bytes of memory that all of them may take together."""
 
     limit: int
     byte_size: int = 0
     _sets: dict[VersionKey, dict[str, PushedSet]] = field(default_factory=dict)
 
     def of(self, key: VersionKey) -> Mapping[str, PushedSet]:
-        """Returns the sets that were pushed into a version, by name."""
+        """Returns the parameter sets that were pushed into a model version, by name."""
         return self._sets.get(key, {})
 
     def find(self, key: VersionKey, name: str) -> PushedSet | None:
-        """Returns a set; ``main`` of a version into which nothing was pushed is None as well."""
+        """Returns a parameter set of a model version; None: nothing was pushed into it."""
         return self.of(key).get(name)
 
     def __iter__(self) -> Iterator[tuple[VersionKey, str, PushedSet]]:
         return ((key, name, found) for key, sets in self._sets.items() for name, found in sets.items())
 
     def by_version(self) -> dict[VersionKey, tuple[int, int]]:
-        """Counts the sets that were pushed into each version, with the number of its ``main``."""
+        """Returns, for each model version, how many parameter sets were pushed into it, and the number of its set ``main``."""
         return {
             key: (len(sets), sets[MAIN_SET].newest.number if MAIN_SET in sets else 0)
             for key, sets in self._sets.items()
         }
 
     def put(self, key: VersionKey, name: str, content: Content) -> None:
-        """Puts a content into force, and owns its memory; what does not fit is not kept."""
+        """Puts new parameters of a set into force, and owns their memory from then on.
+
+        The parameters that were in force stay as the set's former ones. Memory that exceeds the limit is not kept.
+        """
         sets = self._sets.setdefault(key, {})
         there = sets.get(name)
         if there is None:
@@ -124,7 +130,7 @@ class PushedSets:
         self._take(content)
 
     def revert(self, key: VersionKey, name: str) -> None:
-        """Puts the content before the newest into force again; the newest is dropped."""
+        """Puts the set's former parameters into force again, and drops the newest ones."""
         there = self._sets[key][name]
         assert there.former is not None
         self._drop(there.newest)
@@ -143,13 +149,13 @@ class PushedSets:
             self._drop(content)
 
     def _drop(self, content: Content) -> None:
-        """Gives a content's memory back; it may still be told where it came from."""
+        """Closes the memory of a set's parameters; where they came from stays known."""
         if content.memory >= 0:
             self.byte_size -= content.byte_size
             content.close()
 
     def drop(self, key: VersionKey, name: str) -> bool:
-        """Forgets a set. Returns whether there was one."""
+        """Removes a parameter set. Returns whether there was one."""
         sets = self._sets.get(key, {})
         found = sets.pop(name, None)
         if found is None:
@@ -162,14 +168,14 @@ class PushedSets:
         return True
 
     def forget(self, key: VersionKey) -> list[str]:
-        """Forgets all sets of a version. Returns their names."""
+        """Removes all parameter sets of a model version. Returns their names."""
         names = list(self.of(key))
         for name in names:
             self.drop(key, name)
         return names
 
     def close(self) -> None:
-        """Forgets everything. Idempotent."""
+        """Removes all parameter sets of all models. A second call does nothing."""
         for key in list(self._sets):
             self.forget(key)
 

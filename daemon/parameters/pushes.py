@@ -1,12 +1,13 @@
-"""Pushes new parameters to every worker of a model version, or to none; and gives them to workers that are replaced.
+"""Pushes new parameters to every worker of a model version, or to none; and gives them to workers that replace others.
 
     push ─▶ numbered ─▶ its model's turn ─▶ Make (what is not sealed memory yet) ─▶ Stage on every worker
          ─▶ in force here ─▶ Commit on every worker ─▶ answered           an error before that: Abort, and nothing has changed
-    a worker is replaced ─▶ Load(held) ─▶ Loaded ─▶ Stage, Commit of all that is in force ─▶ ServeLoaded ─▶ fronts hear of it
+    a worker is replaced ─▶ Load(held) ─▶ Loaded ─▶ Stage, Commit of all that is in force ─▶ ServeLoaded ─▶ published to fronts
 
-One push of a model at a time; who restores a worker takes a turn as well. What is in force is decided here, in one step and
-before any worker is told to commit: a worker that dies from then on is replaced by one that has it. Of two pushes of one set the
-higher number wins, also while the other one is on its way. A version that is loaded from its files again has what they hold.
+Changes of one model's parameters are made one after the other; giving them to a new worker is such a change. The parameters come
+into force in one step in this process, before any worker is told to commit: a worker that dies after that is replaced by one that
+gets them. Of two pushes into one set the higher number wins, even while the other push is still going on. A version that is
+loaded from its files again has the parameters of these files.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ _NAMED = 3
 
 
 class _NoWorker(Exception):
-    """No worker that has the version is left."""
+    """Says that no worker that serves the version is left."""
 
 
 class Parameters:
-    """Carries out what is asked of parameter sets. Belongs to the supervisor's loop."""
+    """Carries out operations on parameter sets: push, revert, drop and list. Belongs to the supervisor's loop."""
 
     def __init__(self, options: Options, supervisor: Supervisor, models: Models) -> None:
         self._supervisor = supervisor
@@ -101,13 +102,16 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------ clients' operations
 
     async def push(self, wanted: PushParameters, peer: Peer, memory: int) -> bytes:
-        """Brings a new number of a set to every worker, or to none.
+        """Brings new parameters of a set to every worker of a version, or to none.
 
         Args:
-          peer: who pushes.
-          memory: what a MemorySource is of, and stays the caller's; -1: none.
+          peer: the client that pushes.
+          memory: the file descriptor of a MemorySource's memory, which the caller must close; -1: none.
+
         Returns: JSON {"model", "version", "set", "number", "byte_size"}.
-        Raises: ServingError: why nothing has changed. Replaced: the number is not newer than another one.
+
+        Raises Replaced: the number is not higher than another push's; another ServingError: the push was refused. Nothing has
+        changed then.
         """
         push_checks.check_owner(self._owners, peer)
         push_checks.check(wanted, memory, self._options.max_parameter_byte_size)
@@ -139,7 +143,12 @@ class Parameters:
         return _answer(key, wanted.set, content)
 
     async def revert(self, wanted: RevertParameters, peer: Peer) -> bytes:
-        """Puts the content into use again that a set had before. Returns and raises as ``push``."""
+        """Puts the former parameters of a set into force again, on every worker.
+
+        Returns: JSON {"model", "version", "set", "number", "byte_size"}.
+
+        Raises NotFound: the set has no former parameters; another ServingError: the change was refused. Nothing has changed then.
+        """
         push_checks.check_owner(self._owners, peer)
         key, name = (wanted.model, self._resolved(wanted.model, wanted.version)), wanted.set
         what = f"set '{name}' of model '{key[0]}' version {key[1]}"
@@ -165,7 +174,10 @@ class Parameters:
         return _answer(key, name, content)
 
     async def drop(self, wanted: DropParameters, peer: Peer) -> bytes:
-        """Drops a named set; no later request finds it. Raises: NotFound.  InvalidArgument: it is main."""
+        """Removes a named parameter set; no later request finds it.
+
+        Raises NotFound: there is none; InvalidArgument: the set is main.
+        """
         push_checks.check_owner(self._owners, peer)
         if wanted.set == MAIN_SET:
             raise InvalidArgument(f"set '{MAIN_SET}' cannot be dropped: requests that name no set are answered with it")
@@ -180,7 +192,10 @@ class Parameters:
         return b""
 
     def listed(self, wanted: ListParameters) -> bytes:
-        """Returns a JSON array of the sets that fit. Raises NotFound: the model, version or set that is named is not there."""
+        """Returns a JSON array of the sets that match.
+
+        Raises NotFound: the model, version or set that is named does not exist.
+        """
         found = [
             {"model": name, "version": number, "set": each, **_described(self.sets.find((name, number), each))}
             for name, model in sorted(self._models.lifecycle.models.items())
@@ -197,9 +212,9 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- a push
 
     def _resolved(self, model: str, number: int, lacking: bool = False) -> int:
-        """Returns the number of a version that serves; 0: the newest. Raises NotFound.
+        """Returns the number of a version that serves; with ``number`` 0 the newest. Raises NotFound: none serves.
 
-        ``lacking``: or of one that would serve if it did not lack what was pushed into it.
+        ``lacking``: also accepts a version that does not serve only because pushed parameters were not kept for a new worker.
         """
         served = self._models.lifecycle.ready_models().get(model, [])
         if lacking:
@@ -209,19 +224,23 @@ class Parameters:
         raise NotFound(f"{UNKNOWN_MODEL}'{model}'{f' version {number}' if number else ''} is not ready")
 
     def _serving(self, key: VersionKey) -> list[WorkerProcess]:
-        """Returns the workers that have a version and stay."""
+        """Returns the workers that serve a version and are not stopping."""
         version = self._models.lifecycle.version(*key)
         by_incarnation = self._supervisor.workers.by_incarnation
         found = (by_incarnation.get(incarnation) for incarnation in (() if version is None else version.ready))
         return [worker for worker in found if worker is not None and worker.alive and not worker.stopping]
 
     def _is_loaded_anew(self, key: VersionKey) -> bool:
-        """Returns whether workers that serve a version are about to replace it by what its files hold."""
+        """Returns whether a worker that serves this version is loading it from its files again."""
         version = self._models.lifecycle.version(*key)
         return version is not None and not version.loading.keys().isdisjoint(version.ready)
 
     def _claim(self, key: VersionKey, wanted: PushParameters) -> int:
-        """Returns the number of a push, which no later one may have. Raises Replaced, InvalidArgument, Unavailable."""
+        """Reserves the number of a push, so that no later push can have it, and returns it.
+
+        Raises Replaced: the number is not higher than another push's; InvalidArgument: there is no higher number; Unavailable:
+        the version has too many sets.
+        """
         found = self.sets.find(key, wanted.set)
         highest = max(0 if found is None else found.highest, self._claimed.get((key, wanted.set), 0))
         number = wanted.number or highest + 1
@@ -240,7 +259,10 @@ class Parameters:
         return number
 
     async def _pushed(self, key: VersionKey, wanted: PushParameters, number: int, peer: Peer, memory: int) -> Content:
-        """Makes, stages and commits what is pushed. Returns the content that is in force."""
+        """Brings pushed parameters to every worker, and puts them into force. Returns them as they are kept.
+
+        Raises ServingError: the push was refused, and nothing has changed.
+        """
         content = Content(number, pushed_at=time.time(), pushed_by=peer)
         if isinstance(wanted.source, FileSource) and not wanted.partial:
             # Before it is read: a file that changes meanwhile is another one.
@@ -273,7 +295,10 @@ class Parameters:
             raise
 
     async def _brought_back(self, key: VersionKey, wanted: PushParameters, content: Content, memory: int) -> Content:
-        """Loads a version again that lacked what was pushed into it, with what is pushed now. Raises ServingError."""
+        """Puts pushed parameters into force for a version that is not served for lack of them, and loads it again.
+
+        Raises ServingError: these parameters are not complete sealed memory, or the version could not be loaded.
+        """
         of = f"model '{key[0]}' version {key[1]}"
         if memory < 0 or wanted.partial or wanted.checksum or not push_checks.is_sealed(memory):
             raise Unavailable(
@@ -295,7 +320,7 @@ class Parameters:
             await self._news.wait()
 
     async def _made(self, key: VersionKey, wanted: PushParameters, memory: int) -> int:
-        """Returns sealed memory that holds what is pushed, the caller's then."""
+        """Returns sealed memory with the parameters of a push, which the caller must close; a worker makes it where necessary."""
         if memory >= 0 and not wanted.partial and not wanted.checksum and push_checks.is_sealed(memory):
             with descriptors.needed(f"parameters of model '{key[0]}'"):
                 return os.dup(memory)
@@ -303,7 +328,10 @@ class Parameters:
         return await self._make(next(iter(self._serving(key)), None), operation, memory)
 
     async def _make(self, worker: WorkerProcess | None, operation: MakeParameters, memory: int = -1) -> int:
-        """Has a worker make sealed memory, the caller's then."""
+        """Has a worker make sealed memory with parameters, which the caller must close.
+
+        Raises _NoWorker: there is no worker, or it died; ServingError: the worker refused.
+        """
         if worker is None:
             raise _NoWorker
         what = f"parameters of model '{operation.model}'"
@@ -322,9 +350,10 @@ class Parameters:
             descriptors.close(fds)
 
     async def _copied(self, key: VersionKey, name: str, content: Content, worker: WorkerProcess | None = None) -> int:
-        """Returns a content's memory, the caller's then, made again from its file where only that is there; -1: there is none.
+        """Returns a descriptor of the memory of a set's parameters, which the caller must close; -1: they were not kept.
 
-        ``worker``: where it is made; None: where the version serves.
+        If only their file is known, and unchanged, a worker makes the memory again. ``worker``: that worker; None: any that
+        serves the version.
         """
         if content.memory >= 0:
             return os.dup(content.memory)
@@ -349,12 +378,13 @@ class Parameters:
         put: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Stages a content on every worker, puts it into force (``put``), and has every worker commit it.
+        """Stages parameters on every worker, puts them into force (``put``), and has every worker commit them.
 
         Args:
-          memory: the content; -1: what workers kept of it.
-          check: raises where it is not wanted any more.
-        Raises: _NoWorker: all of them died before.  ServingError: one refuses it. Nothing has changed then.
+          memory: the parameters; -1: the workers use what they kept of them.
+          check: raises if these parameters are not wanted any more.
+
+        Raises _NoWorker: all workers died before; ServingError: a worker refused the parameters. Nothing has changed then.
         """
         staged: set[int] = set()
         try:
@@ -389,7 +419,7 @@ class Parameters:
         descriptors.close(fds)
 
     async def _obeyed(self, worker: WorkerProcess, operation: Operation) -> None:
-        """Has a worker do what has been decided; one that cannot is replaced."""
+        """Has a worker carry out a change that is in force already; a worker that cannot is killed, and so replaced."""
         try:
             await self._call(worker, operation)
         except ServingError as error:
@@ -400,7 +430,7 @@ class Parameters:
 
     @contextlib.asynccontextmanager
     async def _turn(self, model: str) -> AsyncIterator[None]:
-        """Waits for a model's turn."""
+        """Lets only one change of a model's parameters run at a time: waits, and then runs the ``async with`` block."""
         self._waiting[model] += 1
         try:
             async with self._turns.setdefault(model, asyncio.Lock()):
@@ -411,9 +441,10 @@ class Parameters:
                 del self._waiting[model], self._turns[model]
 
     async def _in_turn(self, key: VersionKey, change: Callable[[], Awaitable[Content]]) -> Content:
-        """Carries out a change of a version in its model's turn, again where all workers that were to have it have died.
+        """Carries out a change of a version's parameters while no other change of its model runs; again if all its workers died.
 
-        Raises: Unavailable: too many wait for their turn, or no worker comes for longer than a request waits for one.
+        Raises Unavailable: too many changes are waiting, or no worker serves the version for longer than a request would wait;
+        ServingError: the change was refused.
         """
         if self._waiting.total() >= _MAX_WAITING:
             raise Unavailable(
@@ -442,7 +473,10 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------- loads and workers
 
     def sent(self, worker: int, load: Load) -> Load:
-        """Returns a Load as that worker is to get it: held until it has what was pushed into the version."""
+        """Returns the Load record as it is to be sent to a worker.
+
+        If the worker must get pushed parameters before it serves, the record is marked ``held``.
+        """
         key = load.name, load.version
         if not (self.sets.of(key) or key in self._changing):
             return load
@@ -450,7 +484,7 @@ class Parameters:
         return msgspec.structs.replace(load, held=True)
 
     def forget(self, name: str, version: int) -> None:
-        """Forgets what was pushed into a version: it is loaded anew from its files, or unloaded."""
+        """Forgets the parameters that were pushed into a version, because it is loaded from its files again or unloaded."""
         self._changing.discard((name, version))
         self._lacking.pop((name, version), None)
         if names := self.sets.forget((name, version)):
@@ -464,11 +498,11 @@ class Parameters:
         self._tell()
 
     def worker_left(self, worker: int) -> None:
-        """Forgets a worker that is dead."""
+        """Forgets a worker that has died."""
         self._held = {(held, key) for held, key in self._held if held != worker}
 
     def loaded(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Handles a worker's answer to a Load: the models hear of it once it has what was pushed into the version."""
+        """Handles a worker's answer to a Load; reports it to the models once the worker also has the pushed parameters."""
         key = answer.name, answer.version
         if (waiting := self._restoring.get((worker.incarnation, key))) is not None:
             waiting.append(answer)
@@ -479,7 +513,7 @@ class Parameters:
             self._pass_on(worker, answer)
 
     async def _restore(self, worker: WorkerProcess, key: VersionKey) -> None:
-        """Gives a worker what was pushed into a version, and passes the answers to its loads on."""
+        """Gives a worker the parameters that were pushed into a version, and passes on the worker's answers to its loads."""
         waiting = self._restoring[worker.incarnation, key]
         try:
             while waiting:
@@ -496,7 +530,7 @@ class Parameters:
             del self._restoring[worker.incarnation, key]
 
     async def _restored(self, worker: WorkerProcess, key: VersionKey) -> str:
-        """Gives a worker all sets of a version. Returns why it cannot have them, or ""."""
+        """Gives a worker all pushed parameter sets of a version. Returns why the worker cannot have them, or ""."""
         push = self._next()
         free = asyncio.Semaphore(_AT_ONCE)
 
@@ -534,7 +568,7 @@ class Parameters:
         return failed
 
     def _pass_on(self, worker: WorkerProcess, answer: Loaded) -> None:
-        """Tells the models of an answer, and the worker that requests may find what it loaded."""
+        """Reports a worker's answer to a Load to the models, and allows the worker to serve what it loaded."""
         held = worker.incarnation, (answer.name, answer.version)
         if worker.alive:
             if held in self._held and not answer.reason:
@@ -550,7 +584,7 @@ class Parameters:
     # ------------------------------------------------------------------------------------------------------------- others
 
     def describe(self) -> dict[str, Any]:
-        """Describes what was pushed, for ``tensorctl status``."""
+        """Describes the pushed parameter sets, for ``tensorctl status``."""
         versions = [
             {"model": name, "version": version, "sets": count, "number": number}
             for (name, version), (count, number) in sorted(self.sets.by_version().items())
@@ -558,7 +592,7 @@ class Parameters:
         return {"byte_size": self.sets.byte_size, "max_byte_size": self.sets.limit, "versions": versions}
 
     def close(self) -> None:
-        """Gives back all memory. Idempotent."""
+        """Closes the memory of all pushed parameter sets. A second call does nothing."""
         if count := sum(1 for _ in self.sets):
             _log.warning(
                 "pushed parameter sets end with this daemon (%d): the next one serves the repositories'", count

@@ -117,7 +117,7 @@ class Child:
         self.adopt(spawn(self.module, arguments, environment, pass_fds), options)
 
     def adopt(self, spawned: Spawned, options: bytes) -> None:
-        """Takes over a process that was started by ``spawn`` of ``spawned``, and sends it a Start record.
+        """Takes over a process that ``tensord.daemon.processes.spawned`` has started, and sends it a Start record.
 
         ``options``: ``tensord.config.options.Options`` as msgpack. Raises OSError: no file descriptor is free; the process is
         killed then.
@@ -159,7 +159,7 @@ class Child:
     def kill(self, reason: str = "") -> None:
         """Kills the process with SIGKILL; ``on_exit`` is called afterwards.
 
-        With a reason the process first has a moment to write its stack.
+        ``reason``: is logged, and a process that is ready first has a moment to write its stack; "": it is killed at once.
         """
         if not self.alive or (reason and self._killing):
             return
@@ -259,7 +259,7 @@ class Child:
         return "exit" if (self.returncode or 0) >= 0 else _signal_name(-(self.returncode or 0))
 
     def describe_exit(self) -> str:
-        """Words how the process ended, as the end of a sentence that begins with its name."""
+        """Returns how the process ended, as the end of a sentence that begins with the process's name."""
         if self.returncode == installation.OTHER and not self.ready:
             ours = __version__
             return f"is of another version of tensord, installed since this daemon ({ours}) was started: {_RESTART}"
@@ -303,7 +303,7 @@ class FrontProcess(Child):
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def ask(self, edition: int) -> None:
-        """Asks the front to acknowledge the published state up to this edition, which must have been sent to it before."""
+        """Asks the front to acknowledge the published state up to this edition, all of which must have been sent before."""
         self.asked_ns = time.monotonic_ns()
         self.owes_since_ns = self.owes_since_ns or self.asked_ns
         self._asked = edition
@@ -376,7 +376,7 @@ class WorkerProcess(Child):
         super().send(record, *fds)
 
     def load_progressed(self, at: Loading) -> None:
-        """Notes how far the worker says it is with a load (a Loading record)."""
+        """Records how far the worker is with a load, as it reports in a Loading record."""
         if not at.total and (at.name, at.version) not in {begun[:2] for begun in self._begun}:
             self._begun.append((at.name, at.version, time.monotonic_ns()))
         self.loading = at
@@ -398,7 +398,9 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Words what the worker loads: ``loading digits, 2 s``, ``compiling digits 3/16, 1 from the cache, 4 s``; "": nothing."""
+        """Describes the worker's load: ``loading digits, 2 s``, ``compiling digits 3/16, 1 from the cache, 4 s``; "" if it has
+        none.
+        """
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
@@ -416,7 +418,7 @@ class WorkerProcess(Child):
 
 
 def describe_exit(returncode: int) -> str:
-    """Words an exit status as Popen gives it: ``was killed by SIGSEGV``, ``exited with status 1``."""
+    """Describes an exit status as Popen gives it: ``was killed by SIGSEGV``, ``exited with status 1``."""
     if returncode >= 0:
         return f"exited with status {returncode}"
     return f"was killed by {_signal_name(-returncode)}"
@@ -438,7 +440,7 @@ class MissingParts:
     """Logs which parts the child processes of one kind lack; once for all of them, as they have the same installation."""
 
     def __init__(self, what: str = IN_C) -> None:
-        """Creates it with nothing logged yet. ``what``: the beginning of the line in the log."""
+        """Stores ``what``, the beginning of the line in the log. Nothing counts as logged yet."""
         self._what = what
         self._said: tuple[str, ...] = ()
 

@@ -42,7 +42,7 @@ class Fronts:
     """Owns the listening sockets and the front processes, and publishes the daemon's state to them."""
 
     def __init__(self, programs: Mapping[str, str], devices: Sequence[str], supervisor: Supervisor) -> None:
-        """Creates it without sockets and processes.
+        """Stores which programs to run, and starts nothing yet.
 
         ``programs``: protocol -> Python module; ``devices``: those of the first workers.
         """

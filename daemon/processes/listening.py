@@ -60,7 +60,9 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
-    """Binds a listening socket for each address; ``port`` and ``mode`` count for TCP and Unix sockets, respectively.
+    """Binds a listening socket for each address.
+
+    ``port`` is used for TCP only, ``mode`` (octal) for the files of Unix sockets.
 
     Raises ListenError: an address cannot be bound; the sockets that were bound before are closed.
     """
@@ -137,8 +139,7 @@ def _never_pace(sock: socket.socket) -> None:
 
     If the host's congestion control is one that paces (bbr), each 64 KiB of a large answer would wait for a timer, though nothing
     within a host can be congested. Reno paces nothing, is in every kernel, and any process may choose it. Connections inherit it
-    from
-    the listening socket; setting it once they exist is too late.
+    from the listening socket; setting it once they exist is too late.
     """
     host = sock.getsockname()[0]
     if ipaddress.ip_address(host).is_loopback:

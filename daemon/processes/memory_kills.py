@@ -1,8 +1,8 @@
 """Tells whether the kernel has killed a process of this daemon's control group for want of memory.
 
 The control group has a counter of such kills: ``oom_kill`` of ``memory.events`` (cgroup v2), or of ``memory.oom_control`` (v1).
-It
-counts kills for the group's own limit and, in v2, for the host's memory as well. Source: the kernel's admin-guide/cgroup-v2.rst.
+It counts kills for the group's own limit and, in v2, for the host's memory as well. Source: the kernel's
+admin-guide/cgroup-v2.rst.
 """
 
 from __future__ import annotations

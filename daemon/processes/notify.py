@@ -35,9 +35,9 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_line(status)}")
 
     def reloading(self) -> None:
-        """Tells the service manager that a reload begins; ``ready`` says that it has ended.
+        """Tells the service manager that a reload begins; ``ready`` says that the reload has ended.
 
-        The time is required by Type=notify-reload.
+        The message contains the time, as Type=notify-reload requires.
         """
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 

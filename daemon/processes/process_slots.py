@@ -61,9 +61,9 @@ class ProcessSlots:
         return dict(self._deaths)
 
     def look(self, dead: Child) -> None:
-        """Finds out whether a process died for want of memory, and counts its death if it was needed.
+        """Finds out whether a process died for want of memory, and counts its death by cause if the process was still needed.
 
-        Call it before its end is worded.
+        Call this before the end of the process is described in the log.
         """
         dead.out_of_memory = self._memory.grew() and dead.killed_by_others
         if self._supervisor.needs(dead):
@@ -121,15 +121,15 @@ class ProcessSlots:
 
 
 class Backoff:
-    """Decides how long to wait before a dead process is replaced: short at first, doubling, with some chance in it. Does no I/O.
+    """Decides how long to wait before a dead process is replaced: short at first, then doubling, and never in step with others.
 
-    One object holds the history of one slot: the slot stays, the processes in it change.
+    One object holds the history of one slot: the slot stays, the processes in it change. Does no I/O.
     """
 
     def __init__(self, first: float, maximum: float, chance: random.Random) -> None:
         """Starts without deaths.
 
-        ``first`` and ``maximum``: delays in seconds; ``chance`` shortens each delay by up to a tenth.
+        ``first`` and ``maximum``: delays in seconds. ``chance``: random numbers, which shorten each delay by up to a tenth.
         """
         self._first = first
         self._maximum = maximum
@@ -141,8 +141,7 @@ class Backoff:
         """Notes a death; returns how many seconds to wait before the replacement starts.
 
         ``lived_ns``: how long the process ran. ``served``: the process had been ready; clients' requests wait for its
-        replacement, so the
-        delay stays short.
+        replacement, so the delay stays short.
         """
         if lived_ns >= HEALTHY_NS:
             self.deaths = 0

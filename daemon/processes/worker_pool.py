@@ -45,7 +45,7 @@ class WorkerPool:
     """Owns the worker processes. Calls the supervisor when a worker joins, answers, asks, is dismissed or dies."""
 
     def __init__(self, program: str, supervisor: Supervisor) -> None:
-        """Creates it without workers. ``program``: the module that workers run, as for ``python -m``."""
+        """Creates a pool without workers. ``program``: the module that workers run, as for ``python -m``."""
         self.by_incarnation: dict[int, WorkerProcess] = {}
         #: The name of every slot that models share, whether it is filled now or not -> its device.
         self._shared_slots: dict[str, Device] = {}
@@ -68,7 +68,7 @@ class WorkerPool:
 
     @property
     def slots(self) -> dict[str, str]:
-        """Returns the device of every worker slot by the slot's name, whether a worker runs in it now or not."""
+        """Returns the name of every worker slot with its device, whether a worker runs in the slot now or not."""
         return {name: device.name for name, device in (self._shared_slots | self._isolated).items()}
 
     @property
@@ -230,10 +230,8 @@ class Leftovers:
     """Kills the processes that a dead worker's models have left running.
 
     Processes are found by the worker's mark in their environment (``tensord.shm.marked_processes``). A process that was given
-    another
-    environment, by code that is not Python's, is not found; a service manager or a container ends it too. One per daemon; the
-    search
-    runs off the event loop.
+    another environment, by code that is not Python's, is not found; a service manager or a container ends it too. One per daemon;
+    the search runs off the event loop.
     """
 
     def __init__(self) -> None:

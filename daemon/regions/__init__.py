@@ -1,1 +1,1 @@
-"""This room keeps the names, owners and quotas of clients' memory, and knows when it is unregistered."""
+"""Package that keeps the names, owners and quotas of clients' shared memory, and knows when it is to be unregistered."""

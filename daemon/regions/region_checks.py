@@ -1,4 +1,4 @@
-"""Checks registrations: their own fields, the operator's rules, and what is registered already. Pure."""
+"""Checks the registration of a region: its own fields, the operator's rules, and the regions that exist. Does no I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HANDLE_SIZE = 64
 
 
 def check_enabled(options: RegionsOptions) -> None:
-    """Raises Unsupported if regions are not served at all."""
+    """Checks that the options allow shared-memory regions. Raises Unsupported: they do not."""
     if not options.enabled:
         raise Unsupported(
             "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
@@ -25,9 +25,9 @@ def check_enabled(options: RegionsOptions) -> None:
 
 
 def check_form(options: RegionsOptions, request: Registration) -> None:
-    """Checks that regions are served at all, and that one could have that name.
+    """Checks that regions are allowed, and that the request's name and CUDA handle are well formed.
 
-    Raises: Unsupported, InvalidArgument.
+    Raises Unsupported: regions are not allowed; InvalidArgument: the name or the handle is malformed.
     """
     check_enabled(options)
     if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
@@ -40,7 +40,7 @@ def check_form(options: RegionsOptions, request: Registration) -> None:
 
 
 def check_fields(options: RegionsOptions, request: Registration) -> None:
-    """Raises InvalidArgument if its size, offset or key is invalid, or not allowed."""
+    """Checks a registration's size, offset and key. Raises InvalidArgument: one is invalid or not allowed."""
     name = request.name
     offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
     if request.byte_size < 1 or offset < 0:
@@ -63,18 +63,21 @@ def check_fields(options: RegionsOptions, request: Registration) -> None:
 
 
 def check_quota(options: RegionsOptions, request: Registration, peer: Peer, there: Iterable[RegisteredRegion]) -> None:
-    """Raises InvalidArgument or Unavailable if it is too large, or too much together with what is registered."""
+    """Checks that a new region is within all limits, alone and together with the registered regions ``there``.
+
+    Raises InvalidArgument: the region itself is too large; Unavailable: it is too much together with registered ones.
+    """
     sizes = [(region.peer, region.request.byte_size) for region in there]
     check_bounds(options, request.name, request.byte_size, peer, sizes)
 
 
 def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed: int) -> bool:
-    """Returns whether a registration repeats one that is there: of the same owner and the same memory.
+    """Returns whether a registration repeats the existing ``region``: the same owner and the same memory.
 
-    A client that was restarted repeats its registration: its memory has the same key, and may be another object by now.
+    A client that was restarted repeats its registration: its memory has the same key, but may be another object by now.
 
     Args:
-      sealed: the memfd that came with it, which must be the one that is there; -1: none.
+      sealed: the memfd that was sent with the registration, which must be the existing one; -1: none.
     """
     there = region.request
     if peer.owner != region.peer.owner or request.byte_size != there.byte_size:
@@ -94,13 +97,14 @@ def repeats(region: RegisteredRegion, request: Registration, peer: Peer, sealed:
 def check_bounds(
     options: RegionsOptions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]
 ) -> None:
-    """Checks that one more region of that size is within every bound, all together and of its owner.
+    """Checks that one more region of this size is within every limit, for all regions together and for those of its owner.
 
-    An owner is who asked, not whose object it is (``Peer.owner``): a user on unix sockets, a host on TCP. Pure.
+    An owner is the client that asked, not the owner of the memory object (``Peer.owner``): a user on Unix sockets, a host on TCP.
 
     Args:
-      registered: who registered each region that is there, and its size.
-    Raises: InvalidArgument: too large by itself.  Unavailable: together with what is there; both numbers are named.
+      registered: the client and the size in bytes of each existing region.
+
+    Raises InvalidArgument: the region itself is too large; Unavailable: it is too much together with existing ones.
     """
     if byte_size > options.max_byte_size:
         raise InvalidArgument(

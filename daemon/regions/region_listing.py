@@ -1,7 +1,7 @@
 """Lists the registered regions for clients, operators and metrics. Only reads.
 
-A region that was unregistered while requests used it is listed until the last of them has ended: its memory is in use till then.
-Where its name has a new region already, clients are told of that one.
+A region that was unregistered while requests used it is listed until the last of these requests has ended, because its memory is
+in use till then. If its name has a new region already, clients see the new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _KINDS = {"system": "system", "cuda": "CUDA"}
 def status(
     regions: Mapping[str, RegisteredRegion], leaving: Iterable[RegisteredRegion], request: RegionStatus
 ) -> bytes:
-    """Returns a JSON array of the regions of a kind, or of the named one. Raises NotFound: there is none, or of another kind."""
+    """Returns a JSON array of the regions of the request's kind, or of only the named region.
+
+    Raises NotFound: no region has this name, or it is of the other kind.
+    """
     found = {region.request.name: region for region in leaving}
     found |= {name: region for name, region in regions.items() if region.state is not RegionState.REGISTERING}
     if request.name:
@@ -43,7 +46,7 @@ def status(
 
 
 def _described(request: Registration) -> dict[str, str | int]:
-    """Describes a region for the status. The handle is left out: whoever knows it can open the memory."""
+    """Describes a region for clients. A CUDA handle is left out, because it would let any client open the memory."""
     if isinstance(request, RegisterCudaRegion):
         return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
     return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}
@@ -55,7 +58,10 @@ async def records(
     workers: Sequence[WorkerProcess],
     name: str,
 ) -> bytes:
-    """Returns a JSON array with everything known of the named region, or of all (""). Raises NotFound."""
+    """Returns a JSON array with all that is known of the named region, or of all regions ("").
+
+    Raises NotFound: it does not exist.
+    """
     found = [region for region in (*regions.values(), *leaving) if name in ("", region.request.name)]
     if name and not found:
         raise NotFound(f"Unable to find shared memory region: '{name}'")
@@ -78,9 +84,9 @@ async def records(
 
 
 async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int]]:
-    """Asks a worker: name -> tensors of requests in its region now, and in those that had the name.
+    """Asks a worker how many tensors of requests are in regions. Empty if the worker is gone.
 
-    None if the worker is gone.
+    Returns, by name: tensors in the region that has the name now, and tensors in unregistered regions that had it.
     """
     try:
         answer, fds = await worker.call(RegionRecords(name))
@@ -91,7 +97,7 @@ async def _ask_use(worker: WorkerProcess, name: str) -> dict[str, tuple[int, int
 
 
 def by_owner(regions: Iterable[RegisteredRegion]) -> dict[str, dict[str, int]]:
-    """Returns each owner's number and bytes of regions."""
+    """Returns the number and the bytes of each owner's regions."""
     found: dict[str, dict[str, int]] = {}
     for region in regions:
         entry = found.setdefault(region.peer.owner, {"count": 0, "byte_size": 0})
@@ -101,7 +107,7 @@ def by_owner(regions: Iterable[RegisteredRegion]) -> dict[str, dict[str, int]]:
 
 
 def by_kind(regions: Iterable[RegisteredRegion]) -> dict[str, tuple[int, int]]:
-    """Returns the number and bytes of all regions of each kind, "system" or "cuda"."""
+    """Returns the number and the bytes of all regions of each kind, "system" or "cuda"."""
     sizes: dict[str, list[int]] = {kind: [] for kind in _KINDS}
     for region in regions:
         sizes[region.kind].append(region.request.byte_size)

@@ -1,4 +1,4 @@
-"""The record of a client's registered memory: what was asked, by whom, and its state."""
+"""The record of a region that a client has registered: the request, the client, and the state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
 class RegionState(enum.Enum):
-    """The state of a region."""
+    """States of a registered region."""
 
     #: Workers are registering it. It is not listed yet.
     REGISTERING = "registering"
@@ -35,7 +35,7 @@ class RegionState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class RegisteredRegion:
-    """A region that a client has registered."""
+    """A region of shared memory that a client has registered."""
 
     kind: str
     request: Registration
@@ -56,11 +56,11 @@ class RegisteredRegion:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_near(self, worker: WorkerProcess) -> bool:
-        """Returns whether it is on the worker's own device, or on no worker's."""
+        """Returns whether the region is on the worker's own GPU, or on no worker's GPU."""
         return self.device in ("", gpu_of(worker.device))
 
     def close(self) -> None:
-        """Closes the descriptors. Idempotent."""
+        """Closes the region's file descriptors. A second call does nothing."""
         if self.watch is not None:
             self.watch.close()
             self.watch = None
@@ -69,10 +69,10 @@ class RegisteredRegion:
             self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
-        """Describes it completely, for operators.
+        """Describes the region completely, for operators.
 
         Args:
-          workers: the names of those that have it.
+          workers: the names of the workers that have it.
           leases: how many tensors of requests are in it now.
         """
         request, peer = self.request, self.peer
@@ -96,12 +96,16 @@ class RegisteredRegion:
 
 
 def is_owner(peer: Peer, owner: Peer) -> bool:
-    """Returns whether the peer may unregister what ``owner`` registered: a user's own, anybody's on TCP, all for the operator."""
+    """Returns whether a client (``peer``) may unregister a region that ``owner`` registered.
+
+    On Unix sockets a user may unregister its own regions; on TCP every client may unregister any region that was registered over
+    TCP; the operator may unregister all.
+    """
     return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))
 
 
 class EndWatch:
-    """Calls back once when a descriptor becomes readable, also if it is so already. It duplicates the descriptor."""
+    """Calls ``ended`` once, as soon as a file descriptor is readable. Keeps a duplicate of the descriptor."""
 
     def __init__(self, end: int, ended: Callable[[], None]) -> None:
         self._fd = os.dup(end)
@@ -114,17 +118,17 @@ class EndWatch:
         self._ended()
 
     def pause(self) -> None:
-        """Suspends callbacks until ``resume``, which catches up on an end meanwhile."""
+        """Suspends the callback until ``resume``; an end that comes in between is reported after that."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 
     def resume(self) -> None:
-        """Ends ``pause``."""
+        """Lets the callback come again after ``pause``."""
         if self._fd >= 0:
             self._loop.add_reader(self._fd, self._readable)
 
     def close(self) -> None:
-        """Stops watching. Idempotent."""
+        """Stops watching the file descriptor. A second call does nothing."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

@@ -1,4 +1,4 @@
-"""The registry of client regions by name, on every worker. The supervisor holds the descriptor and maps nothing.
+"""The registry of clients' regions by name, on every worker. The supervisor keeps file descriptors and maps no region.
 
     system      first worker opens the object by its key ─▶ its descriptor comes back ─▶ the other workers get that descriptor
                 a worker is replaced: it gets every descriptor again; the client may have unlinked the object long ago
@@ -9,11 +9,10 @@
                      │      ▲
                      ╰▶ RENEWING   the same owner registers the same again: workers swap one for the other, or it stays as it is
 
-A region is registered on all workers that can use it or on none. One namespace for every kind of region, as in Triton.
-
-Whose a region is: what a user registered over a unix socket is that user's, and only the user and the operator can unregister it.
-What came over TCP is everybody's, as in Triton. Where ``regions.reclaim`` says so, a user's region goes with the process or the
-connection behind it.
+A region is registered on all workers that can use it or on none. All kinds of region share one namespace, as in Triton. A region
+that a user registered over a Unix socket belongs to that user: only the user and the operator can unregister it. A region that
+was registered over TCP belongs to everybody, as in Triton. With ``regions.reclaim`` a user's region is unregistered when the
+process or the connection that registered it ends.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ _log = logging.getLogger(__name__)
 
 
 class Chosen(msgspec.Struct):
-    """The first worker's answer about an object that it has opened."""
+    """The first worker's answer about a memory object that it has opened: how it may access the object."""
 
     access: str
 
 
 class RegionRegistry:
-    """Registers, renews and unregisters regions on every worker that can use them. Fronts learn of it before the client does."""
+    """Registers, renews and unregisters regions on every worker that can use them, and publishes their places to the fronts."""
 
     def __init__(self, options: RegionsOptions, workers: WorkerPool, fronts: Fronts, gpus_each: int = 1) -> None:
-        """Takes as ``gpus_each`` the number of GPUs of one worker."""
+        """Creates a registry without regions. ``gpus_each``: how many GPUs each worker has."""
         self._options = options
         self._workers = workers
         self._fronts = fronts
@@ -68,15 +67,18 @@ class RegionRegistry:
     # ------------------------------------------------------------------------------------------------------- register
 
     async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
-        """Registers a region on every worker that can use it.
+        """Registers a region on every worker that can use it; the same region of the same owner is renewed.
 
         Args:
-          peer: who asks.
-          end: becomes readable when the region is to go by itself (``tensord.daemon.front.peer.end_of``); -1: never.
-          sealed: a memfd whose seals were checked, to be used instead of the object of that key; -1: none.
-        The descriptors stay the caller's.
-        Raises: InvalidArgument, AlreadyExists, Unsupported, Unavailable, or what a worker answered; nothing stays registered, and
-          what was there before stays as it was.
+          peer: the client that asks.
+          end: a file descriptor that becomes readable when the region is to be unregistered
+            (``tensord.daemon.front.peer.end_of``); -1: none.
+          sealed: a memfd whose seals were checked, to be used instead of the object of the request's key; -1: none.
+
+        The caller must close both descriptors.
+
+        Raises AlreadyExists: the name has another region; InvalidArgument, Unsupported or Unavailable: the request is wrong, not
+        allowed or beyond a limit; or the ServingError of a worker. After an error the registered regions are as before.
         """
         region_checks.check_form(self._options, request)
         while (there := self._regions.get(request.name)) is not None:
@@ -107,9 +109,9 @@ class RegionRegistry:
         self._watch(region, end)
 
     def _region(self, request: Registration, peer: Peer, sealed: int) -> RegisteredRegion:
-        """Makes a region that no worker has yet. Raises InvalidArgument: no worker has its GPU.
+        """Makes a region that no worker has yet.
 
-        Unavailable: no descriptor is left.
+        Raises InvalidArgument: no worker has its GPU; Unavailable: no descriptor is free.
         """
         if isinstance(request, RegisterCudaRegion):
             return RegisteredRegion("cuda", request, peer, time.time(), self._device_of(request))
@@ -118,7 +120,10 @@ class RegionRegistry:
             return RegisteredRegion("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
     async def _renew(self, region: RegisteredRegion, renewal: RegisteredRegion, end: int) -> None:
-        """Replaces a region on every worker by what is behind its key or handle now. Raises as ``register``."""
+        """Replaces a region on every worker with the memory that its key or handle names now (``renewal``).
+
+        Raises as ``register`` does; the former region stays then.
+        """
         name = region.request.name
         region.state = RegionState.RENEWING
         region.changed.clear()
@@ -154,7 +159,7 @@ class RegionRegistry:
             region.watch = EndWatch(end, lambda: self._reclaim(region))
 
     def _reclaim(self, region: RegisteredRegion) -> None:
-        """Unregisters a region whose owner is gone, by ``regions.reclaim``."""
+        """Unregisters a region whose process or connection has ended, as ``regions.reclaim`` asks."""
         if region.state is RegionState.REGISTERED:
             what = "process" if self._options.reclaim == "owner" else "connection of process"
             _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
@@ -166,9 +171,9 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """Returns the first GPU of the workers that have that one; "": no worker has any.
+        """Returns the device name of the workers that have the request's GPU; "": no worker has any GPU.
 
-        Raises: InvalidArgument: none has that one.
+        Raises InvalidArgument: workers have GPUs, but not this one.
         """
         gpus = {gpu for device in self._workers.devices if (gpu := gpu_of(device))}
         if not gpus:
@@ -183,11 +188,15 @@ class RegionRegistry:
         return gpu
 
     def _placed(self, region: RegisteredRegion) -> bool:
-        """Returns whether requests that name it have to go to certain workers."""
+        """Returns whether requests that name the region must go to the workers on its GPU."""
         return bool(region.device) and len(self._workers.devices) > 1
 
     async def _spread(self, region: RegisteredRegion, renews: bool = False) -> None:
-        """Registers a region on every worker, also on those that join meanwhile."""
+        """Registers a region on every worker that can use it, also on workers that join meanwhile.
+
+        ``renews``: workers replace the former region of this name. Raises ServingError: a worker refused, or none that can use it
+        runs.
+        """
         while missing := [worker for worker in self._workers.ready() if worker.incarnation not in region.holders]:
             # All others get the descriptor of the first: one object, whatever becomes of the name.
             several = missing if region.fd >= 0 or region.kind == "cuda" else missing[:1]
@@ -228,11 +237,11 @@ class RegionRegistry:
 
     @staticmethod
     def _check_reserve(region: RegisteredRegion) -> None:
-        """Raises Unavailable if only descriptors are left that are kept for connections and replacements."""
+        """Checks that enough file descriptors stay free for connections and new processes. Raises Unavailable: too few would."""
         descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
 
     async def restore(self, worker: WorkerProcess) -> None:
-        """Gives a new worker every registered region, before it gets requests."""
+        """Registers every region on a new worker, before the worker gets requests."""
         regions = [region for region in self._regions.values() if region.state is RegionState.REGISTERED]
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
@@ -250,21 +259,20 @@ class RegionRegistry:
             await _tell(worker, UnregisterRegion(region.kind, name))
 
     def worker_left(self, incarnation: int) -> None:
-        """Forgets the mappings of a worker that died."""
+        """Notes that a worker has died, and so has no regions any more."""
         for region in self._regions.values():
             region.holders.discard(incarnation)
 
     # ----------------------------------------------------------------------------------------------------- unregister
 
     async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
-        """Unregisters a region; returns once no later request finds it.
+        """Unregisters a region; returns once no later request finds it. A name that is not registered is no error.
 
-        A name that is not registered as that kind ("": any) is no error.
+        Requests that use the region end well, and it is listed until the last of them has ended. The kind "" means any kind. The
+        name "" means all regions that the client may unregister: a user's own, for the operator all, and on TCP all that came
+        over TCP.
 
-        Requests that use it end well, and it is listed until the last of them has ended.
-
-        "" is all that are the peer's: a user's own, the operator's all, and for TCP all that came that way.
-        Raises: Unsupported: regions are not served.  InvalidArgument: the named one is another user's.
+        Raises Unsupported: regions are not allowed; InvalidArgument: the named region belongs to another user.
         """
         region_checks.check_enabled(self._options)
         if request.name:
@@ -289,7 +297,7 @@ class RegionRegistry:
         await self._unregister_one(kind, name)
 
     async def _forget(self, region: RegisteredRegion) -> None:
-        """Unregisters a region on every worker; its name is free when they have answered."""
+        """Unregisters a region on every worker; its name is free when the workers have answered."""
         name = region.request.name
         region.state = RegionState.UNREGISTERING
         region.close()
@@ -313,14 +321,14 @@ class RegionRegistry:
     # ---------------------------------------------------------------------------------------------------------- status
 
     def status(self, request: RegionStatus) -> bytes:
-        """Returns a JSON array of the regions of a kind, or of the named one.
+        """Returns a JSON array of the regions of the request's kind, or of only the named region.
 
-        Raises: NotFound: there is none, or of another kind.
+        Raises NotFound: no region has this name, or it is of the other kind.
         """
         return region_listing.status(self._regions, self._leaving, request)
 
     def places(self) -> list[RegionPlace]:
-        """Returns the records that a new front needs."""
+        """Returns the records that tell a new front process which regions are on which GPU."""
         return [
             RegionPlace(name, region.device)
             for name, region in self._regions.items()
@@ -328,19 +336,19 @@ class RegionRegistry:
         ]
 
     async def records(self, name: str) -> bytes:
-        """Returns a JSON array with everything known of the named region, or of all (""). Raises NotFound."""
+        """Returns a JSON array with all that is known of the named region, or of all (""). Raises NotFound: it does not exist."""
         return await region_listing.records(self._regions, self._leaving, list(self._workers.ready()), name)
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Returns each owner's number and bytes of regions."""
+        """Returns the number and the bytes of each owner's regions."""
         return region_listing.by_owner((*self._regions.values(), *self._leaving))
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Returns the number and bytes of all regions of each kind, "system" or "cuda"."""
+        """Returns the number and the bytes of all regions of each kind, "system" or "cuda"."""
         return region_listing.by_kind((*self._regions.values(), *self._leaving))
 
     def close(self) -> None:
-        """Closes the descriptors of all regions."""
+        """Closes the file descriptors of all regions and ends the registry's tasks."""
         for task in self._tasks:
             task.cancel()
         for region in self._regions.values():
@@ -357,7 +365,10 @@ class RegionRegistry:
 
 
 async def _tell(worker: WorkerProcess, request: UnregisterRegion | AwaitRegion) -> int:
-    """Asks a worker to end a region. Returns how many tensors of requests are in it; 0 if the worker is gone."""
+    """Asks a worker to unregister a region, or to answer when no request uses the region any more.
+
+    Returns how many tensors of requests are still in the region; 0 if the worker is gone or refused.
+    """
     try:
         answer, fds = await worker.call(request)
         descriptors.close(fds)
