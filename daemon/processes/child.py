@@ -398,9 +398,7 @@ class WorkerProcess(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """Describes the worker's load: ``loading digits, 2 s``, ``compiling digits 3/16, 1 from the cache, 4 s``; "" if it has
-        none.
-        """
+        """Describes the worker's load, such as ``compiling digits 3/16, 1 from the cache, 4 s``; "" if it loads nothing."""
         if not self.owed:
             return ""
         seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
