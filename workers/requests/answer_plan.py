@@ -1,17 +1,18 @@
 """Plans answers: how they are cut out of a run's outputs, and where each of their outputs goes.
 
-    prepared request, layout of a program's outputs ─▶ AnswerPlan, kept by the number of the request
+    prepared request, layout of a program's outputs ─▶ AnswerPlan, kept in the request's Preparation
     AnswerPlan ─▶ write: one answer ─▶ the C part: the same, outside of Python (workers/dispatch/fast_path.py)
-    its number ─▶ AnswerRows: one for each of many requests ─▶ answer_pieces: many for one request
+    number of the prepared answer ─▶ AnswerRows: one answer to each of many requests
+                                  ─▶ answer_pieces: many answers to one request
 
 Outputs that a program writes into a lease of the response arena are planned by ``workers/processor/single_run.py``.
 
-Records of one number are put together from what the encoder made of one, instead of a record and its call for each:
+Records with the same number of a prepared answer are copies of one encoded record, which costs less than encoding each of them:
 
     | array | tag | request id u64 | number | outputs | no lease, code, trace |      all of one size
 
-They differ in the id and in the bytes of their outputs. Where these are is seen in what the encoder makes of records that differ
-in nothing else.
+They differ in the id and in the bytes of their outputs. Where these are is found by comparing encoded records that differ in
+nothing else.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000
 
 
 class PlannedOutput(NamedTuple):
-    """An output's place in a run's contents, and where it goes. Row n begins at ``start + n * step``.
+    """Where an output's bytes are in a run's contents, and where they go. Row n begins at ``start + n * step``.
 
-    One in a lease begins at ``start`` of that, where its program writes all its rows.
+    An output in a lease begins at ``start`` of the lease; its program writes all its rows there.
     """
 
     #: Which of the run's contents.
@@ -53,7 +54,7 @@ class PlannedOutput(NamedTuple):
 
 
 class AnswerPlan(NamedTuple):
-    """An answer without its bytes, to requests of one preparation, out of outputs of one layout."""
+    """How to make the answers to requests of one preparation out of outputs of one layout: everything but the bytes."""
 
     #: As the record has it: its number, or all of it where it has none.
     said: int | PreparedAnswer
@@ -68,15 +69,17 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns the plan of answers with that number."""
+        """Returns this plan for answers that name their prepared answer by number."""
         return self._replace(said=numbered.number, numbered=numbered)
 
     def write(self, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:
-        """Answers a request. Returns None where a region is a GPU's now, and then has written nothing anywhere.
+        """Makes the answer to a request, and writes the outputs that go to regions. The other outputs are in the returned record.
 
         Args:
-          made: what the request's whole batch came to; the request's part begins at ``row``.
-        Raises: InvalidArgument: a region is not there any more.
+          made: the outputs of the request's batch.
+          row: the batch's row at which the request begins.
+        Returns: the record; None if a region of the request is GPU memory by now: nothing was written then.
+        Raises: InvalidArgument: a region does not exist any more.
         """
         rows, contents = request.rows, made.contents
         parts = [
@@ -100,9 +103,9 @@ class AnswerPlan(NamedTuple):
 
 
 def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -> AnswerPlan | None:
-    """Plans how requests like this one are answered: into the record, or into a region that they name.
+    """Plans how requests like this one are answered: each output goes into the record, or into a region that the request names.
 
-    None: an output is large, is wanted as classes or does not fit into its region; nothing of this is planned.
+    Returns: None if the outputs are too large for a record, or if one is wanted as classes or does not fit into its region.
     """
     rows, wishes = request.rows, request.outputs
     if rows * layout.row_byte_size > inline_byte_size:
@@ -126,22 +129,25 @@ def plan_answer(request: Request, layout: OutputLayout, inline_byte_size: int) -
 
 
 class AnswerRows:
-    """Encodes answers of one number for many requests, which ``name`` sets."""
+    """Encodes answers to many requests that share one prepared answer; ``name`` sets the requests."""
 
     def __init__(self, number: int, sizes: Sequence[int]) -> None:
-        """``sizes``: bytes of each output."""
+        """``number``: the number of the prepared answer. ``sizes``: the bytes of each output."""
         self._sample, self._id_at, content = _layout(number, sizes)
         #: Of one output: a slice costs less.
         self._content: Array | slice = slice(content[0], content[-1] + 1) if len(sizes) == 1 else content
         self._rows = self._sample[None]
 
     def name(self, request_ids: Sequence[int]) -> None:
-        """Sets the requests: each gets a row."""
+        """Sets the requests that the next records answer, in order."""
         self._rows = np.tile(self._sample, (len(request_ids), 1))
         self._rows[:, self._id_at : self._id_at + 8] = np.array(request_ids, ">u8").view(np.uint8).reshape(-1, 8)
 
     def records(self, contents: Array) -> list[bytes]:
-        """Returns a record for each request. ``contents``: their outputs side by side, UINT8[requests, size]."""
+        """Returns a record for each request.
+
+        ``contents``: the bytes of each request's outputs one after the other, UINT8[requests, size].
+        """
         rows, size = self._rows, len(self._sample)
         rows[:, self._content] = contents
         encoded = rows.tobytes()
@@ -152,10 +158,12 @@ class AnswerRows:
 
 
 def answer_pieces(number: int, sizes: Sequence[int]) -> tuple[bytes, int, list[bytes]]:
-    """Returns an answer without its outputs: the bytes before them, where the id is in these, and what follows each output.
+    """Returns the parts of an answer's record that stay the same, whatever its outputs contain.
 
     Args:
-      sizes: bytes of each output.
+      number: the number of the prepared answer.
+      sizes: the bytes of each output.
+    Returns: the bytes before the outputs, the offset of the request id in these, and the bytes that follow each output.
     """
     sample, id_at, content = _layout(number, sizes)
     encoded, cuts, at = sample.tobytes(), [0], 0
@@ -170,7 +178,7 @@ def answer_pieces(number: int, sizes: Sequence[int]) -> tuple[bytes, int, list[b
 
 
 def _layout(number: int, sizes: Sequence[int]) -> tuple[Array, int, Array]:
-    """Returns a record, where its id begins, and where the bytes of its outputs are."""
+    """Returns a sample record, the offset of the request id in it, and the offsets of all bytes of its outputs."""
     sample = _encoded(_ID, number, [bytes(size) for size in sizes])
     id_at = int(np.argmax(sample != _encoded(_OTHER_ID, number, [bytes(size) for size in sizes])))
     return sample, id_at, np.flatnonzero(sample != _encoded(_ID, number, [b"\xff" * size for size in sizes]))

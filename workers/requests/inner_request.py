@@ -1,6 +1,6 @@
-"""A request made inside the worker, by a step of an ensemble or by a model; queues treat it like any other.
+"""Requests made inside the worker, by a step of an ensemble or by a model; queues treat them like any other request.
 
-Its inputs are arrays, of this device or of the host, and not places; what becomes of it goes to a sink, and not to a lane.
+Their inputs are arrays, on this device or in host memory, instead of places; their responses go to a sink instead of a lane.
 Nothing is copied for either: the arrays of one model's answer are the inputs of the next request.
 """
 
@@ -25,7 +25,7 @@ _ALL: Mapping[str, RequestedOutput] = {}
 
 
 class InnerRequest(Request):
-    """A request with the ``request_id`` and ``submitter`` of the client's request that it is made for."""
+    """A request made inside the worker, with ``request_id`` and ``submitter`` of the client's request that it is made for."""
 
     __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
@@ -43,7 +43,12 @@ class InnerRequest(Request):
         sink: Sink,
         origin: Request | None = None,
     ) -> None:
-        """``outputs``: names of the wanted outputs; none: all."""
+        """
+        Args:
+          outputs: names of the wanted outputs; empty: all.
+          sink: takes the responses.
+          origin: the request for whose sake this one is made; None: there is none.
+        """
         wanted = {name: RequestedOutput(name) for name in outputs} if outputs else _ALL
         super().__init__(version, submitter, prepared, own, key, rows, arrays, wanted, [], now_ns)
         self.sink: Sink = sink
@@ -70,7 +75,13 @@ class InnerRequest(Request):
 
 
 def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
-    """Answers a request that has a sink. After the last answer nothing is handed over any more."""
+    """Passes a response to the sink of a request made inside the worker. Does nothing after the last response.
+
+    Args:
+      result: the response; None: only the mark that there is no further one.
+      moments: when the run began, had its inputs, had computed, in ns; None: the request did not run.
+      final: whether this is the last response.
+    """
     assert isinstance(request, InnerRequest)
     if request.is_open:
         request._answered = final
@@ -78,9 +89,12 @@ def hand_over(request: Request, result: Result | None, moments: Moments | None =
 
 
 def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
-    """Returns a model's outputs as read-only inputs of others, with strings as bytes; and how many bytes were copied.
+    """Makes a model's outputs into read-only inputs of other models, with strings as bytes.
 
-    What XLA made is used where it is. What a model's own code made it may keep, and write to again.
+    Arrays that XLA made are used where they are. Arrays that the model's own code made are copied, because that code may keep
+    them and write to them again.
+
+    Returns: the arrays, and how many bytes were copied.
     """
     copied = 0
     own: dict[str, Array] = Response({}, result.parameters) if isinstance(result, Response) else {}

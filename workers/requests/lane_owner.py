@@ -1,4 +1,4 @@
-"""The user of clients' lanes, as a worker sees it: what answers to all of that user's lanes may hold of the worker's memory.
+"""Bounds what answers to all lanes of one user's clients may hold of a worker's memory.
 
 answer ─▶ segment of a lane's response arena ─▶ held until the lane gives its leases back, or ends
       ├▶ blocked: the arena is full           ─▶ held until there is room                           of all lanes of the user
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LaneOwner(Budget):
-    """Counts what the lanes of one user hold in this worker. Owned by the worker's loop."""
+    """Counts the bytes that the lanes of one user hold in this worker. Owned by the worker's loop."""
 
     def __init__(self, name: str, max_byte_size: int) -> None:
         super().__init__(max_byte_size)
@@ -27,12 +27,12 @@ class LaneOwner(Budget):
         self.waiting_byte_size = 0
 
     def leave(self, submitter: SubmitterLink[Any]) -> bool:
-        """Notes that a lane has ended. Returns whether it was the last one."""
+        """Removes a lane that has ended. Returns whether it was the user's last one."""
         self.submitters.discard(submitter)
         return not self.submitters
 
     def check(self) -> None:
-        """Raises Unavailable: answers to this user hold as much as they may, so that nothing more is taken from it."""
+        """Raises Unavailable if answers to this user hold as many bytes as they may, so that no further request is accepted."""
         held = self.used + self.waiting_byte_size
         if held > self.max_byte_size:
             raise Unavailable(
@@ -41,7 +41,7 @@ class LaneOwner(Budget):
             )
 
     def reclaim(self) -> bool:
-        """Has a lane close a response segment that nothing lies in."""
+        """Closes one unused segment in a response arena of this user's lanes. Returns whether there was one."""
         for submitter in self.submitters:
             if submitter.lane.arena.trim():
                 # The client is told, so that it unmaps it.
@@ -50,7 +50,7 @@ class LaneOwner(Budget):
         return False
 
     def describe_full(self, byte_size: int) -> str:
-        """Words the error of an answer that waited in vain for room among those of this user."""
+        """Returns the error message for an answer that found no room in this user's response arenas in time."""
         return (
             f"no room for an answer of {byte_size} bytes in the response arenas of this user: {self.used} of "
             f"{self.max_byte_size} are in use (clients.max_owner_response_byte_size)"

@@ -1,4 +1,4 @@
-"""Finds the places of one answer's outputs, before anything is written.
+"""Finds the places of the outputs of one answer, before anything is written.
 
 requested region   the client's memory, after all of them are known to fit
 small              inside the record
@@ -22,7 +22,7 @@ _INLINE_TENSORS = 8
 
 
 class Places:
-    """The places of the outputs of one request; ``find`` makes them."""
+    """The places that the outputs of one request are written to; ``find`` makes them."""
 
     __slots__ = ("addresses", "in_regions", "lease", "offered", "offsets", "sizes", "written")
 
@@ -49,9 +49,12 @@ class Places:
 
     @classmethod
     def find(cls, request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
-        """Finds the places for outputs of those sizes. Returns None while the response arena is full.
+        """Finds places for outputs of these sizes in bytes. Returns None while the response arena is full.
 
-        Raises: Internal: an output does not fit where its client wants it.  InvalidArgument: larger than the whole arena.
+        Args:
+          inline_byte_size: the largest output that goes into the record.
+        Raises: Internal: an output does not fit into the region that the client wants it in.  InvalidArgument: the outputs are
+        larger than the whole arena.
         """
         in_regions = _fit(request, sizes)
         inline_left = inline_byte_size * _INLINE_TENSORS
@@ -69,16 +72,16 @@ class Places:
         return None if needed and lease is None else cls(sizes, in_regions, offsets, lease)
 
     def in_arena(self, name: str) -> Slice | None:
-        """Returns an output's place in the response arena, or None where it goes into the record or a region."""
+        """Returns an output's place in the response arena, or None if the output goes into the record or a region."""
         at = self.offsets.get(name)
         if at is None or self.lease is None:
             return None
         return Slice(self.lease.place.segment, self.lease.place.offset + at, self.sizes[name])
 
     def memory(self, name: str) -> memoryview | None:
-        """Returns the memory of an output, as many bytes as it has, or None where it is in the record, or not mapped.
+        """Returns the memory that an output is written to, or None if it goes into the record or into unmapped memory.
 
-        Raises InvalidArgument: not wholly inside its region.
+        Raises InvalidArgument: the place is not wholly inside its region.
         """
         at, size = self.offsets.get(name), self.sizes[name]
         if at is not None and self.lease is not None:
@@ -87,9 +90,9 @@ class Places:
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
     def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
-        """Returns the places to which a GPU can copy outputs by itself: memory, or region and offset.
+        """Returns the places to which a GPU can copy outputs by itself: host memory, or a CUDA region and an offset.
 
-        Raises: as ``memory``.
+        Raises InvalidArgument: a place is not wholly inside its region.
         """
         found: dict[str, memoryview | tuple[CudaRegion, int]] = {}
         for name, size in self.sizes.items():
@@ -103,12 +106,12 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Returns the key of the lease, which the reader gives back from now on."""
+        """Returns the key of the lease, which the submitter gives back from now on; None: there is no lease."""
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 
     def release(self) -> None:
-        """Releases the lease of places that stay unused. Idempotent."""
+        """Releases the lease, because no output was written to it. Idempotent."""
         if self.lease is not None:
             self.lease.release()
 
@@ -117,7 +120,10 @@ class Places:
 
 
 def _fit(request: Request, sizes: Mapping[str, int]) -> dict[str, tuple[RegionSlice, AnyRegion]]:
-    """Returns the places of outputs that go to regions, all checked before any is written."""
+    """Returns the places of the outputs that go to regions, after checking that all of them fit.
+
+    Raises: Internal: an output is larger than its place.  InvalidArgument: a place is not inside its region.
+    """
     places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
     for name, wanted in request.outputs.items():
         if wanted.region is None or name not in sizes:

@@ -1,12 +1,13 @@
-"""Prepared requests in a worker: checked once for each load of a model version, then placed once for each request.
+"""Validates requests in a worker: what repeats is checked once for each load of a model version, the rest for each request.
 
-    PreparedRequest ── check: names, datatypes, shapes, rows, key ──▶ Checked: kept by the load, and by a number where it has one
+    PreparedRequest ── check: names, datatypes, shapes, rows, key ──▶ Checked: cached for the load, and in the Preparation
     RequestRecord   ── place: contents, sizes, ranges, leases ──────▶ Request
 
-A record is read as if an enemy had written it. Texts and the order of checks are Triton's: regions and requested outputs, then
-names and number of the inputs, batch size, then datatype, shape and bytes of each, the last input of the request first, as its
-hash table hands them out. Numeric tensors become views of the bytes where they lie; BYTES are copied before their lengths are
-read. A refused request was never queued, and holds no lease. Requests made inside the worker are checked by the same functions.
+A record is read as if an attacker had written it. Error texts and the order of checks are Triton's: regions and requested
+outputs, then names and number of the inputs, batch size, then datatype, shape and bytes of each input, the last input of the
+request first, because Triton's hash table yields them in this order. Numeric tensors become views of the bytes where they lie;
+BYTES tensors are copied before their lengths are read. A refused request was never queued, and holds no lease. The same functions
+check requests that are made inside the worker.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ Inputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Checked(NamedTuple):
-    """The properties that inputs of certain names, datatypes and shapes have in one load of a model version."""
+    """The result of checking inputs of certain names, datatypes and shapes for one load of a model version."""
 
     #: What requests must have in common to run together.
     key: Hashable
@@ -92,12 +93,15 @@ class Checked(NamedTuple):
 
 
 class CheckedInputs(dict[Inputs, Checked]):
-    """A load's bounded cache of checked inputs, which also stands for that load. Belongs to the worker's loop."""
+    """A bounded cache of inputs that were checked for one load of a model version. The object also stands for this load.
+
+    Belongs to the worker's loop.
+    """
 
     __slots__ = ()
 
     def learn(self, inputs: Inputs, checked: Checked) -> None:
-        """Remembers inputs that were found right."""
+        """Stores what inputs that were found valid come to. A full cache is cleared first."""
         if len(self) >= _MAX_CHECKED:
             self.clear()
         self[inputs] = checked
@@ -106,13 +110,17 @@ class CheckedInputs(dict[Inputs, Checked]):
 class Preparation:
     """A prepared request of one submitter, with the results of validating it and the plans of its answers.
 
-    That holds for one load of a model version. Where its model means another one by now, everything is found out again.
+    The results hold for one load of a model version. Once the model's name stands for another load, they are found anew.
     """
 
     __slots__ = ("checked", "large", "load", "number", "outputs", "own", "plans", "prepared")
 
     def __init__(self, prepared: PreparedRequest, number: int = _INLINE) -> None:
-        """``number``: the lane's number for it; ``_INLINE``: it came inside its request, and is nobody else's."""
+        """
+        Args:
+          number: the number by which the lane names the prepared request; ``_INLINE``: the prepared request came inside one
+            request, and no other request uses it.
+        """
         self.number = number
         self.prepared = prepared
         #: Whether all of its tensors are each request's own, and none lies in a region.
@@ -129,14 +137,17 @@ class Preparation:
         self.large: Numbered[PreparedAnswer] | None = None
 
     def learn(self, load: CheckedInputs, checked: Checked | None, outputs: Mapping[str, RequestedOutput]) -> None:
-        """Keeps the results of validating one of its requests."""
+        """Stores the results of validating a request that uses this preparation, and forgets all plans of answers."""
         self.load, self.checked = load, checked
         self.outputs = outputs if not any(output.region is not None for output in outputs.values()) else None
         self.plans = {}
         self.large = None
 
     def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
-        """Remembers how answers cut from such outputs are made. There are as many as programs that ran them."""
+        """Stores the plan of answers that are cut from outputs of this layout.
+
+        Each program that ran such requests adds a layout.
+        """
         if len(self.plans) >= _MAX_PLANS:
             self.plans.clear()
         self.plans[layout] = plan
@@ -156,11 +167,14 @@ def validate(
     regions: RegionTable | LaneSegments,
     now_ns: int,
 ) -> Request:
-    """Makes a request of a record and what was prepared for it, or came in it.
+    """Makes a validated request from its record and its preparation.
 
     Args:
-      regions: what its regions are looked up in: all registered ones, or those that a client's lane can name.
-    Raises: ServingError: what is wrong, in a sentence for the client; nothing stays leased.
+      own: the request's record: what differs from request to request.
+      preparation: the prepared request that the record names by number or carries inside.
+      regions: where the request's regions are looked up: among all registered ones, or among those that a client's lane can name.
+      now_ns: when the record was received.
+    Raises: ServingError: the request is invalid; the message is for the client, and nothing stays leased.
     """
     prepared, signature = preparation.prepared, version.signature
     if submitter.segments is not None and preparation.load is None:
@@ -229,9 +243,9 @@ def validate(
 
 
 def _choice(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion) -> tuple[str | None, bool]:
-    """Returns the parameter set that a request names, None for main, and whether its answers say which it is.
+    """Returns the parameter set that a request names (None: main), and whether its answers shall name their set.
 
-    Raises: NotFound: the model has no set of that name.  InvalidArgument: it is no name.
+    Raises: NotFound: the model has no set of this name.  InvalidArgument: a parameter has the wrong type.
     """
     sets, name, tells = version.sets, prepared.parameters.get(SET_PARAMETER), prepared.parameters.get(TELLING_PARAMETER)
     assert sets is not None
@@ -249,7 +263,10 @@ def _choice(prepared: PreparedRequest, own: RequestRecord, version: ModelVersion
 
 
 def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
-    """Returns the key of a request that names a parameter set, of which ``key`` is that of its shapes."""
+    """Returns the batch key of a request that names a parameter set.
+
+    That is ``key``, the key of its shapes; with the set's name where requests of different sets cannot share a batch.
+    """
     assert version.sets is not None
     # The planner of sequences knows their sets, and a stack has room for all of a batch.
     mixes = version.sequences is not None or version.sets.stack is not None
@@ -257,7 +274,7 @@ def _key_of(version: ModelVersion, key: Hashable, name: str) -> Hashable:
 
 
 def _check_replace_key(own: RequestRecord) -> None:
-    """Raises InvalidArgument: the key is too long, or the request belongs to a sequence."""
+    """Raises InvalidArgument if the request's replace key is too long, or if the request belongs to a sequence."""
     size = len(own.replace_key.encode())
     if size > MAX_REPLACE_KEY:
         raise InvalidArgument(
@@ -280,13 +297,15 @@ def validate_inner(
     sink: Sink,
     origin: Request | None = None,
 ) -> InnerRequest:
-    """Makes a request inside the worker. Its tensors are arrays that nobody can write to any more: none is copied.
+    """Makes a validated request that comes from inside the worker. Its tensors are arrays that nobody writes to: none is copied.
 
     Args:
-      prepared, own: say everything of it but its inputs and outputs.
-      arrays: in the shapes that a client would send, as ``fitting`` makes them.
-      origin: the request that it is made for, where there is one.
-    Raises: ServingError: what is wrong, in a sentence for whoever made it.
+      prepared, own: everything about the request except its inputs and outputs.
+      arrays: the inputs, in the shapes that a client would send (``fitting`` reshapes them).
+      outputs: names of the wanted outputs; empty: all.
+      sink: takes the responses to the request.
+      origin: the request for whose sake this one is made; None: there is none.
+    Raises: ServingError: the request is invalid; the message is for the code that made it.
     """
     if own.replace_key:
         _check_replace_key(own)
@@ -310,7 +329,11 @@ def validate_inner(
 
 
 def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
-    """Reshapes a tensor for a model with those dims: to a batch of one where it batches, to its one row where it does not."""
+    """Returns a tensor reshaped for a model whose input has these dims (without batch axis).
+
+    A model that batches gets a tensor without batch axis as a batch of one row; a model that does not gets a batch of one row as
+    its row. Every other tensor is returned as it is.
+    """
     shape = array.shape
     if batches and len(shape) == len(dims):
         return cast(Array, array.reshape((1, *shape)))
@@ -323,7 +346,7 @@ def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
 
 
 class _Shaped(NamedTuple):
-    """The shape of an array, from which keys are made."""
+    """Stands for an array where a batch key is made from shapes only."""
 
     shape: tuple[int, ...]
 
@@ -335,11 +358,12 @@ def _check(
     version: ModelVersion,
     contents: Sequence[Content] = (),
 ) -> Checked:
-    """Checks names, datatypes and shapes, unless such inputs were found right before.
+    """Checks names, datatypes and shapes of inputs, unless the load's cache has the result for them.
 
     Args:
-      contents: the bytes of the inputs. Where an input is refused, Triton has looked at the bytes of those behind it.
-    Raises: ServingError.
+      contents: the bytes of the inputs. Where an input is refused, the bytes of those behind it are checked first, as Triton
+        does.
+    Raises: ServingError: the inputs do not fit the model.
     """
     described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])
     checked = version.checked.get(described)
@@ -372,7 +396,10 @@ def _check(
 
 
 def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
-    """Raises InvalidArgument: a shape that is none, which a front would not have let pass."""
+    """Raises InvalidArgument if an input's shape is malformed.
+
+    Fronts check this before they send; clients with a lane may not have.
+    """
     for tensor in prepared.inputs:
         check_shape(tensor.shape, f"{label(own.client_id)}input '{tensor.name}' shape")
 
@@ -380,7 +407,7 @@ def _check_shapes(prepared: PreparedRequest, own: RequestRecord) -> None:
 def _check_names(
     inputs: Sequence[PreparedTensor], prepared: PreparedRequest, own: RequestRecord, signature: Signature
 ) -> None:
-    """Checks that each input is there once, none too many, none missing. Raises InvalidArgument."""
+    """Checks that each input is given once, that none is unknown and that none is missing. Raises InvalidArgument otherwise."""
     given = [tensor.name for tensor in inputs]
     seen: set[str] = set()
     for name in given:
@@ -417,7 +444,10 @@ def _quoted(names: list[str]) -> str:
 
 
 def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature: Signature) -> int:
-    """Returns the common batch size of all inputs. Raises InvalidArgument."""
+    """Returns the batch size that all inputs share.
+
+    Raises InvalidArgument if they do not share one, or if it is out of bounds.
+    """
     rows: int | None = None
     for tensor in reversed(inputs):
         if not tensor.shape:
@@ -443,7 +473,7 @@ def _batch_size(inputs: Sequence[PreparedTensor], own: RequestRecord, signature:
 
 
 def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTensor) -> None:
-    """Checks a tensor's datatype and shape. Raises InvalidArgument."""
+    """Checks a tensor's datatype and shape against the model's signature. Raises InvalidArgument if they do not fit."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
         raise InvalidArgument(
@@ -455,7 +485,7 @@ def _check_tensor(own: RequestRecord, signature: Signature, tensor: PreparedTens
 
 
 def _model_shape(signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape in which the model takes a client's tensor of some shape."""
+    """Returns the shape that a client's tensor of shape ``shape`` has for the model, after the configured reshape."""
     lead = shape[:1] if signature.batches else ()
     return lead + spec.to_model(shape[len(lead) :])
 
@@ -484,7 +514,10 @@ def _contents(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> list[Content]:
-    """Finds the bytes of each input, in the order of the request."""
+    """Returns the bytes of each input in the request's order, and leases the regions they lie in (appended to ``leased``).
+
+    Raises: ServingError: a region is unknown, or a place is not inside its region.
+    """
     contents: list[Content] = []
     for tensor, place in placed(prepared.inputs, own.contents):
         if isinstance(place, bytes):
@@ -506,7 +539,10 @@ def _contents(
 
 
 def _closed(prepared: PreparedRequest, own: RequestRecord, contents: list[Content]) -> PreparedRequest:
-    """Finds the dimensions that the client left to be found. Raises InvalidArgument: there are none such."""
+    """Returns the prepared request with the dimensions that the client left open computed from the size of each input.
+
+    Raises: InvalidArgument: no dimension fits the size.
+    """
     if not [tensor for tensor in prepared.inputs if OPEN in tensor.shape]:
         return prepared
     tensors: list[PreparedTensor] = []
@@ -532,7 +568,7 @@ def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTenso
 
 
 def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: Checked) -> None:
-    """Makes tensors of the bytes that are fetched later."""
+    """Gives the inputs in ``named`` whose bytes are fetched later (``LateTensor``) their dtype and shape."""
     for tensor, dtype in zip(prepared.inputs, checked.dtypes, strict=True):
         content = named[tensor.name]
         if isinstance(content, LateTensor):
@@ -542,7 +578,7 @@ def _give_types(named: dict[str, Content], prepared: PreparedRequest, checked: C
 def _arrays(
     prepared: PreparedRequest, own: RequestRecord, signature: Signature, contents: list[Content]
 ) -> dict[str, Array]:
-    """Makes arrays of the bytes, or says what is wrong with them."""
+    """Returns the inputs as arrays, by name in the order of the request. Raises InvalidArgument: an input has wrong bytes."""
     made = {
         tensor.name: _array(own, signature, tensor, content)
         for tensor, content in zip(reversed(prepared.inputs), reversed(contents), strict=True)
@@ -551,7 +587,10 @@ def _arrays(
 
 
 def _array(own: RequestRecord, signature: Signature, tensor: PreparedTensor, content: Content) -> Array:
-    """Makes an array of the model's shape. Raises InvalidArgument: the bytes are not those of such a tensor."""
+    """Makes an array of the model's shape from an input's bytes.
+
+    Raises InvalidArgument: the bytes do not fit datatype and shape.
+    """
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
@@ -590,7 +629,10 @@ def _outputs(
     regions: RegionTable | LaneSegments,
     leased: list[AnyRegion],
 ) -> dict[str, RequestedOutput]:
-    """Finds the requested outputs by name, and leases their regions."""
+    """Returns the requested outputs by name, and leases the regions that they go to (appended to ``leased``).
+
+    Raises: ServingError: an output is unknown or requested twice, or its region is unknown or too small.
+    """
     wanted: dict[str, RequestedOutput] = {}
     for output in prepared.outputs:
         if output.name in wanted:

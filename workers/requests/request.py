@@ -1,4 +1,4 @@
-"""A request inside the worker, from its validation to its answer, with its tensors in reach.
+"""A request inside the worker, from its validation to its last answer, with access to its tensors.
 
 Made by ``tensord.workers.requests.prepared``, owned by the worker's loop; models only read it.
 """
@@ -84,9 +84,19 @@ class Request(Sequenced):
         contents: Mapping[str, bytes | memoryview | LateTensor] | None = None,
         preparation: Preparation | None = None,
     ) -> None:
-        """``arrays`` or ``contents`` are given; these where the tensors are plain, so that their bytes are the arrays'.
+        """
+        Either ``arrays`` or ``contents`` is given; ``contents`` where all tensors are plain, so that their bytes are the arrays'
+        bytes.
 
-        ``preparation``: what is known of it; None: it repeats nothing.
+        Args:
+          prepared: what the request has in common with others.
+          own: what the request says of itself: ids, times, priority, timeout, sequence, crash count.
+          key: requests with equal keys may share a batch.
+          outputs: the requested outputs by name; empty: all.
+          regions: the client regions that the request has leased, once per tensor.
+          now_ns: when the request arrived, where its record does not say so.
+          copied_byte_size: bytes of its tensors that were copied so far.
+          preparation: results of validating earlier requests like this one; None: there are none that may be used.
         """
         #: The parameter set that it is for: by name, or, of a sequence, the one that this goes on with; None: main.
         self.chosen: str | ParameterSet | None = None
@@ -133,8 +143,8 @@ class Request(Sequenced):
     def arrays(self) -> dict[str, Array]:
         """The input arrays by name, in the model's shapes (after a configured reshape).
 
-        A ``LateTensor`` of GPU memory and snapshot regions; else views of the submitter's arena or of a client's region
-        wherever that is possible: nobody writes to them.
+        An input in GPU memory or in a snapshot region is a ``LateTensor``; any other is, where possible, a view of the
+        submitter's arena or of a client's region. Nobody writes to them.
         """
         if self._arrays is None:
             # Made only for who asks: what is gathered into a batch goes there as bytes.
@@ -147,11 +157,11 @@ class Request(Sequenced):
         return self._arrays
 
     def keep(self, arrays: dict[str, Array]) -> None:
-        """Replaces its tensors."""
+        """Replaces the request's input tensors with these arrays."""
         self._arrays, self.contents = arrays, None
 
     def add(self, inputs: Mapping[str, Array]) -> None:
-        """Adds inputs to those of the client."""
+        """Adds inputs that the server makes to those that the client sent."""
         if self.contents is None or any(array.dtype == np.object_ for array in inputs.values()):
             self._arrays, self.contents = {**self.arrays, **inputs}, None
             return
@@ -161,44 +171,49 @@ class Request(Sequenced):
 
     @property
     def is_cancelled(self) -> bool:
-        """True once nobody needs further answers, as its model may ask."""
+        """True once nobody waits for further answers to the request; its model may ask for this."""
         return self.cancelled
 
     @property
     def is_open(self) -> bool:
-        """True until its last answer is given."""
+        """True until the last answer to the request is given."""
         return self.submitter.in_flight.get(self.request_id) is self
 
     @property
     def small(self) -> bool:
-        """True if all of its tensors came inside its record."""
+        """True if all input tensors came inside the request's record."""
         return self.contents is not None and not [one for one in self.contents.values() if type(one) is not bytes]
 
     @property
     def label(self) -> str:
-        """The beginning of Triton's messages, by which a client finds its request."""
+        """The beginning of Triton's error messages, which names the request by the client's id."""
         return label(self.client_id)
 
     def ran_in(self, began_ns: int, computed_ns: int, gathered: int) -> None:
-        """Notes a run for ``timed``, of a request that asked for its timing."""
+        """Notes the times of the request's run for ``timed``; called only where the request asked for its timing.
+
+        Args:
+          began_ns, computed_ns: when the run began and when it had computed.
+          gathered: bytes that were copied to put the request into a batch.
+        """
         self.ran = max(0, began_ns - self.arrived_ns), computed_ns - began_ns, gathered
 
     def timed(self, answer: AnswerRecord) -> AnswerRecord:
-        """Adds what it waited, computed and copied, if it asked for that and has run."""
+        """Returns the answer, with times and copied bytes added if the request asked for its timing and has run."""
         ran = getattr(self, "ran", None)
         if ran is None:
             return answer
         return msgspec.structs.replace(answer, timing=(ran[0], ran[1], ran[2] + self.copied_byte_size))
 
     def leased(self, name: str) -> AnyRegion:
-        """Returns the very region that was checked: by now its name may be free, or stand for another one."""
+        """Returns the region that had this name at validation. By now the name may be free, or stand for another region."""
         for region in self.regions:
             if region.name == name:
                 return region
         raise AssertionError(f"no lease on region '{name}'")
 
     def release(self) -> None:
-        """Ends the use of regions. Idempotent."""
+        """Ends the request's leases on client regions. Idempotent."""
         for region in self.regions:
             region.unlease()
         self.regions = []
@@ -208,7 +223,7 @@ class Request(Sequenced):
 
 
 def controls_of(own: RequestRecord) -> Controls:
-    """Returns the sequence controls of a request."""
+    """Returns the sequence controls of a request: its sequence's id, and whether it starts or ends the sequence."""
     return Controls(own.sequence_id, own.sequence_start, own.sequence_end)
 
 
@@ -219,15 +234,15 @@ def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple
 
 
 def named(client_id: str) -> str:
-    """Returns the beginning of a log line about a request; "": it has no id."""
+    """Returns the beginning of a log line about a request: its label, or "" if the client gave it no id."""
     return label(client_id) if client_id else ""
 
 
 def traced(requests: Iterable[Request]) -> dict[str, str]:
-    """Returns what a log line about these requests has besides (``extra``): the trace that they belong to."""
+    """Returns the ``extra`` argument for a log line about these requests: the ids of the traces that they belong to."""
     return {"trace_id": trace_id_of(request.timeline for request in requests)}
 
 
 def label(client_id: str) -> str:
-    """Returns ``[request id: X] `` with the client's id."""
+    """Returns ``[request id: X] `` with the client's id of the request, as Triton begins its error messages."""
     return f"[request id: {client_id or '<id_unknown>'}] "

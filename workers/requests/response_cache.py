@@ -1,10 +1,10 @@
 """The response cache of one worker, shared by all of its models that ask for one.
 
-    digest of a question ─▶ entry ─▶ its question, compared as a whole ─▶ its answer
+    digest of a question ─▶ entry ─▶ its question, compared byte for byte ─▶ its answer
 
-Pure. A digest only finds an entry; what decides is that every input is the same, byte for byte, and that the same load of a model
-is asked for the same outputs with the same parameters. Entries are private copies: nobody else can write to them. Where there is
-no room the entry goes that was not used for the longest time.
+Does no I/O. A digest only finds an entry. The entry is used if every input is the same, byte for byte, and the same load of a
+model is asked for the same outputs with the same parameters. Entries are private copies: nobody else can write to them. When the
+cache is full, the least recently used entries are removed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Input(NamedTuple):
     content: Array
 
     def same(self, other: Input) -> bool:
-        """Returns whether another input is the same tensor."""
+        """Returns whether the two inputs have the same name, datatype, shape and bytes."""
         return self[:3] == other[:3] and np.array_equal(self.content, other.content)
 
     def copy(self) -> Input:
-        """Returns this input in memory of its own."""
+        """Returns a copy of this input whose bytes are in memory of their own."""
         return self._replace(content=self.content.copy())
 
 
 class Question(NamedTuple):
-    """The part of a request that its answer depends on."""
+    """The part of a request that its answer depends on; the response cache finds answers by it."""
 
     digest: bytes
     #: Stands for the load of the model version that is asked: another load may answer differently.
@@ -60,7 +60,15 @@ class Question(NamedTuple):
     def of(
         cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array], parameters: object = None
     ) -> Question:
-        """Makes the question of a request's tensors, which it reads where they are, and keeps."""
+        """Makes the question that these input tensors ask a load of a model version.
+
+        Refers to the tensors' memory, and copies nothing.
+
+        Args:
+          load: stands for the load by its identity.
+          outputs: names of the outputs that the model is asked for; empty: all, or the model does not see them.
+          parameters: stands for the parameter set by its identity; None: the model has none.
+        """
         wanted = tuple(sorted(outputs))
         digest = hashlib.blake2b(repr((id(load), id(parameters), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
         inputs: list[Input] = []
@@ -73,7 +81,7 @@ class Question(NamedTuple):
         return cls(digest.digest(), load, parameters, wanted, tuple(inputs))
 
     def same(self, other: Question) -> bool:
-        """Returns whether two questions have the same answer."""
+        """Returns whether two questions have the same answer, because all that the answer depends on is equal."""
         if self.load is not other.load or self.parameters is not other.parameters:
             return False
         if self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
@@ -82,12 +90,12 @@ class Question(NamedTuple):
 
     @property
     def byte_size(self) -> int:
-        """The bytes of its inputs."""
+        """The bytes of the question's inputs."""
         return sum(each.content.nbytes for each in self.inputs)
 
 
 class Insertion(enum.Enum):
-    """The outcome of storing an answer."""
+    """What came of an attempt to store an answer in the response cache."""
 
     KEPT = enum.auto()
     #: Its question was answered meanwhile.
@@ -102,10 +110,13 @@ class _Entry(NamedTuple):
 
 
 class ResponseCache:
-    """Stores answers by their questions; a worker has one, which belongs to its loop."""
+    """Stores answers by their questions, within a bound of bytes. A worker has one response cache, which belongs to its loop."""
 
     def __init__(self, max_byte_size: int) -> None:
-        """``max_byte_size``: bytes of inputs and outputs of all entries, and ``ENTRY_BYTE_SIZE`` for each entry."""
+        """
+        ``max_byte_size``: bytes of inputs and outputs of all entries, and ``ENTRY_BYTE_SIZE`` for each entry; 0: there is no
+        cache.
+        """
         #: The bytes that all entries together may take; 0: there is no cache.
         self.max_byte_size = max_byte_size
         #: The bytes that all entries together take.
@@ -117,7 +128,7 @@ class ResponseCache:
         return len(self._entries)
 
     def find(self, question: Question) -> Response | None:
-        """Returns the answer to a question, if it is known. It may only be read."""
+        """Returns the stored answer to a question, which may only be read; None: there is none."""
         entry = self._entries.get(question.digest)
         if entry is None or not entry.question.same(question):
             return None
@@ -125,7 +136,7 @@ class ResponseCache:
         return entry.answer
 
     def insert(self, question: Question, answer: Mapping[str, Array]) -> Insertion:
-        """Keeps a copy of an answer, and forgets what it leaves no room for."""
+        """Stores a copy of an answer, and removes the least recently used entries until there is room for it."""
         known = self._entries.get(question.digest)
         if known is not None and known.question.same(question):
             return Insertion.KNOWN
@@ -144,7 +155,7 @@ class ResponseCache:
         return Insertion.KEPT
 
     def forget(self, load: object) -> None:
-        """Forgets the answers of a load that has ended."""
+        """Removes all answers of a load of a model version that has ended."""
         for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
             self._remove(digest)
 
@@ -152,7 +163,7 @@ class ResponseCache:
         self.byte_size -= self._entries.pop(digest).byte_size
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that the sum is that of the entries, and within the bound."""
+        """Asserts, for tests, that ``byte_size`` is the sum over all entries, and within the bound."""
         assert self.byte_size == sum(entry.byte_size for entry in self._entries.values())
         assert self.byte_size <= self.max_byte_size
 

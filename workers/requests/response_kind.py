@@ -1,4 +1,4 @@
-"""Encodes small responses with the same outputs, of which only the first has to be examined.
+"""Encodes small responses with the same outputs: only the first of them has to be examined.
 
 a response ─▶ ResponseKind (once for a submitter) ─▶ another one of that kind ─▶ ResponsesAlike: record, record, ...
 """
@@ -20,12 +20,13 @@ Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 def describe(
     result: Mapping[str, Array], wanted: Collection[str], most: int, strings: bool
 ) -> tuple[Described, tuple[bytes, ...]] | None:
-    """Returns names, datatypes and shapes of a response's outputs, and their bytes, or None where these do not go into a record.
+    """Returns name, datatype and shape of each output of a response, and the bytes of each.
 
     Args:
-      wanted: names of the outputs that are asked for; empty: all are.
-      most: bytes that go into a record.
-      strings: whether outputs may be BYTES, which have another size in each response.
+      wanted: names of the requested outputs; empty: all.
+      most: bytes that fit into a record.
+      strings: whether BYTES outputs are allowed, whose size differs from response to response.
+    Returns: None if the outputs do not fit into a record, or have a datatype that does not go there.
     """
     described: list[tuple[str, str, tuple[int, ...]]] = []
     contents: list[bytes] = []
@@ -45,7 +46,7 @@ def describe(
 
 
 class ResponseKind:
-    """Responses of one model version to one submitter, with outputs of certain datatypes and shapes in the record."""
+    """Small responses of one model version to one submitter that have the same output datatypes and shapes."""
 
     __slots__ = ("_pieces", "described", "numbered")
 
@@ -56,10 +57,10 @@ class ResponseKind:
         self._pieces: tuple[bytes, int, list[bytes], int] | None = None
 
     def alike(self, request_id: int, count: int) -> ResponsesAlike:
-        """Returns what encodes the responses to that request; every output has a size of its own. From any thread.
+        """Returns an encoder for responses of this kind to one request; no output is of BYTES. For any thread.
 
         Args:
-          count: outputs that each response has, those that nobody asked for among them.
+          count: how many outputs the model makes for each response, including those that were not requested.
         """
         if self._pieces is None:
             sizes = [math.prod(shape) * DTYPES[datatype].itemsize for _, datatype, shape in self.described]
@@ -74,16 +75,16 @@ class ResponseKind:
 
 
 class ResponsesAlike:
-    """Encodes the responses to one request that are of one kind."""
+    """Encodes responses of one kind to one request."""
 
     __slots__ = ("_count", "_head", "_parts", "byte_size", "kind")
 
     def __init__(self, kind: ResponseKind, head: bytes, behind: Sequence[bytes], count: int, byte_size: int) -> None:
         """
         Args:
-          head, behind: what stands before the outputs, and what follows each.
-          count: outputs that each has, those that nobody asked for among them.
-          byte_size: what each counts where those are bounded that a client has not taken.
+          head, behind: the bytes of a record before its outputs, and the bytes that follow each output.
+          count: how many outputs the model makes for each response, including those that were not requested.
+          byte_size: bytes that each response counts for until the client has taken it.
         """
         self.kind = kind
         self.byte_size = byte_size
@@ -95,14 +96,14 @@ class ResponsesAlike:
         ]
 
     def join(self, contents: Iterable[bytes]) -> bytes:
-        """Encodes a response of this kind. ``contents``: the bytes of each output."""
+        """Returns the record of a response of this kind. ``contents``: the bytes of each output."""
         pieces = [self._head]
         for content, (_, _, _, follows) in zip(contents, self._parts, strict=True):
             pieces += (content, follows)
         return b"".join(pieces)
 
     def record(self, result: Mapping[str, Array]) -> bytes | None:
-        """Encodes a response. None: it is of another kind."""
+        """Returns the record of a response, or None if the response is of another kind."""
         if len(result) != self._count:
             return None
         pieces = [self._head]
@@ -118,8 +119,9 @@ class ResponsesAlike:
 
 
 class EncodedResponses:
-    """Responses to one request, alike and one after the other, that whoever sends them has made ready for the lane; none of
-    them the last one. While the loop has not come for them others join them.
+    """A run of encoded responses to one request, all of one kind, on the way from the sending thread to the loop.
+
+    The sending thread adds records until the loop has taken them. The request's last response is never among them.
     """
 
     __slots__ = ("_records", "alike", "taken")
@@ -131,12 +133,15 @@ class EncodedResponses:
         self.taken = False
 
     def join(self, record: bytes) -> bool:
-        """Adds a record. Returns False if the loop may not have seen it, and the responses have to be put again."""
+        """Adds a record.
+
+        Returns False if the loop may have missed the record, so that these responses have to be put to the loop again.
+        """
         self._records.append(record)
         return not self.taken
 
     def take(self) -> list[bytes]:
-        """Returns the records that the loop has not taken yet; for the loop."""
+        """Returns the records that the loop has not taken yet. Called by the loop."""
         # Said before it looks: whoever adds one looks afterwards.
         self.taken = True
         records = self._records[:]

@@ -1,10 +1,11 @@
-"""Answers one request with any number of responses, in order, from any thread.
+"""Sends any number of responses to one request, in order, from any thread.
 
     model's thread ── send, send, ..., send(final) ──▶ Responses (loop) ──▶ lane ──▶ front ──▶ client
-                   ◀── waits while its client has not taken ``max_ahead`` bytes of what was sent ──┘
+                   ◀── waits while the client has not taken ``max_ahead`` bytes of what was sent ──┘
 
-A request has exactly one final mark, whatever happens: the model's own; an error of the model; its sender given up without one.
-What is sent for a request that nobody waits for is dropped, and a model may ask (``is_cancelled``) and stop.
+Every request gets exactly one final mark: from its model; with an error of its model; or with an error because everybody who
+could answer the request has given up its sender without a final mark. Responses to a request that nobody waits for are dropped;
+its model may ask for this (``is_cancelled``) and stop.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NOT_COMPLETED = "the model ended without completing its response"
 
 
 class SenderClosed(Exception):
-    """Raised where a response follows the final mark."""
+    """Raised when a model sends a response to a request after the final mark."""
 
 
 #: A response on its way; None: only the mark that there is no further one.
@@ -41,19 +42,32 @@ Sent = Result | EncodedResponses | None
 
 
 class Taker(Protocol):
-    """Is the interface of what takes a sender's responses: ``dispatch.responses`` sends them, ``Nobody`` drops them."""
+    """Interface of what receives a sender's responses.
+
+    ``dispatch.responses`` passes them to the client, ``Nobody`` drops them.
+    """
 
     max_ahead: int
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
-        """Returns an encoder of responses like a given one, or None where the loop has to place them. For any thread."""
+        """Returns an encoder for responses with the same outputs as ``result``, or None if the loop has to place them.
+
+        For any thread.
+        """
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
-        """Takes a response, in order of one sender, from any thread. ``wake``: False if the loop is about to be woken anyway."""
+        """Receives a response of a sender, in the order in which it sends them, from any thread.
+
+        Args:
+          result: the response; None: only the final mark.
+          final: whether this is the last response.
+          byte_size: bytes that count as not taken by the client until ``settle`` is called.
+          wake: whether to wake the loop; False if it is about to be woken anyway.
+        """
 
 
 class Nobody:
-    """Discards the responses to a sample; raises an error among them where it is sent."""
+    """Drops the responses to a warm-up sample, which has no client; raises an error among them in the thread that sends it."""
 
     max_ahead = 1
 
@@ -67,7 +81,10 @@ class Nobody:
 
 
 class ResponseSender:
-    """Sends the responses to one request. ``send`` and the properties are for any thread; the rest belongs to the loop."""
+    """Sends the responses to one request.
+
+    ``send`` and the properties are for any thread; the other methods belong to the loop.
+    """
 
     __slots__ = (
         *("_again", "_closed", "_encoded", "_holders", "_lock", "_max_ahead", "_on_room"),
@@ -83,8 +100,10 @@ class ResponseSender:
         """Begins to answer a request.
 
         Args:
-          single: whether its model answers a request once, so that the first response is the last one.
-          max_ahead: bytes that its client need not have taken; None: as many as the taker allows.
+          taker: receives the responses.
+          began_ns: when the request began to run.
+          single: whether the model answers a request once, so that the first response is the last one.
+          max_ahead: bytes that may be sent before the client has taken them; None: as many as the taker allows.
         """
         self.request = request
         self.single = single
@@ -126,21 +145,24 @@ class ResponseSender:
 
     @property
     def is_cancelled(self) -> bool:
-        """True once nobody waits for its responses any more."""
+        """True once nobody waits for responses to the request any more."""
         return self.ended or self.request.cancelled
 
     @property
     def is_full(self) -> bool:
-        """True while ``send`` would wait, because the client has not taken as many bytes as may be ahead."""
+        """True while ``send`` would wait: the bytes that were sent and that the client has not taken have reached the limit."""
         return self._posted - self._settled >= self._max_ahead and not self.is_cancelled
 
     @property
     def is_waited_for(self) -> bool:
-        """True while its model waits for room."""
+        """True while the model waits for the client to take responses."""
         return bool(self._on_room)
 
     def begin(self, now_ns: int) -> None:
-        """Notes that its model has begun; a request that goes round again has begun before."""
+        """Notes when the model has begun with the request.
+
+        Only the first call counts: a request may be given to its model repeatedly.
+        """
         if not self.begun:
             self.begun = True
             self.began_ns = self.last_ns = now_ns
@@ -149,9 +171,10 @@ class ResponseSender:
         """Sends a response, or with ``final`` and None only the mark that there is no further one.
 
         Args:
-          result: outputs of the client's shapes, a dict that is the sender's from now on; or an error, which ends nothing.
-          wait: whether to wait for a client that is slow; None: unless this thread runs an event loop. Where nobody waits a
-            client that is far too slow costs its request an error.
+          result: outputs of the client's shapes, a dict that the sender may change from now on; or an error, which does not end
+            the request.
+          wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. Where ``send`` does
+            not wait, a client that is far too slow has its request ended with an error.
         Raises: SenderClosed: the final mark was sent before.
         """
         with self._lock:
@@ -188,19 +211,22 @@ class ResponseSender:
                 self._taker.put(self, error, True, 0)
 
     def finish(self, wake: bool) -> None:
-        """Sends the mark that there is no further one, unless it was sent. ``wake``: False where its model returns now."""
+        """Sends the mark that there is no further response, unless it was sent.
+
+        ``wake``: False where the model's function returns now.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._taker.put(self, None, True, 0, wake)
 
     def hold(self) -> None:
-        """Adds a holder, who may answer the request until ``let_go``."""
+        """Counts one more holder: somebody who may answer the request until it calls ``let_go``."""
         with self._lock:
             self._holders += 1
 
     def let_go(self) -> None:
-        """Removes a holder. Without any the request ends, unless it goes round again."""
+        """Counts one holder less. A request without holders ends with an error, unless its model is to run on it again."""
         with self._lock:
             self._holders -= 1
             given_up = not (self._holders or self._again or self._closed)
@@ -208,7 +234,11 @@ class ResponseSender:
             self.fail(Internal(NOT_COMPLETED))
 
     def released(self, again: bool) -> bool:
-        """Notes that its model has returned. ``again``: it goes round once more. Returns whether anybody may answer it now."""
+        """Notes that the model's function has returned. Returns whether a holder may still answer the request.
+
+        Args:
+          again: whether the model is to run on the request again.
+        """
         with self._lock:
             self._again = again
             return self._holders > 0
@@ -224,7 +254,7 @@ class ResponseSender:
         self._taker.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
-        """Returns a response encoded, or None where the loop has to place it."""
+        """Returns the encoded record of a response, or None if the loop has to place the response."""
         alike = self.alike
         record = None if alike is None else alike.record(result)
         if record is None:
@@ -233,7 +263,12 @@ class ResponseSender:
         return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
-        """Waits for room, or for the client's end. Returns an error where it may not wait and too much is ahead."""
+        """Waits until the client has taken enough, or until nobody waits for the request.
+
+        Args:
+          wait: whether to wait at all; None: wait unless this thread runs an event loop.
+        Returns: an error if this thread may not wait and the client is far too slow; otherwise None.
+        """
         most = self._max_ahead
         if wait or (wait is None and asyncio._get_running_loop() is None):
             while True:
@@ -249,7 +284,10 @@ class ResponseSender:
         )
 
     def when_room(self, call: Callable[[], None]) -> bool:
-        """Has a function called once, on the loop, when there is room again. Returns False, doing nothing, if there is room."""
+        """Has ``call`` called once, on the loop, when the client has taken enough responses for more to be sent.
+
+        Returns: False if more can be sent now; ``call`` is then not called.
+        """
         self._on_room.append(call)
         if self.is_full:
             return True
@@ -262,16 +300,16 @@ class ResponseSender:
     # ------------------------------------------------------------------------------------------------------------ the loop's
 
     def ahead(self, byte_size: int) -> None:
-        """Notes bytes that the loop itself has put on the lane."""
+        """Counts bytes that the loop itself has sent to the client."""
         self._posted += byte_size
 
     @property
     def room(self) -> int:
-        """The bytes that may follow until it is full; 0 or less: it is full."""
+        """The bytes that can be sent before the sender is full; 0 or less: it is full."""
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Notes a response that the loop itself makes, and that need not wait. Returns what it counts."""
+        """Counts a response that the loop itself sends, and that never waits. Returns the bytes that it counts for."""
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():
@@ -282,22 +320,22 @@ class ResponseSender:
 
     @property
     def outstanding(self) -> int:
-        """Bytes that its client can still say it has taken."""
+        """The bytes that were sent and that the client has not yet taken."""
         return self._posted - self._settled
 
     def catch_up(self) -> None:
-        """Notes responses that left together with those of other requests."""
+        """Counts responses that were sent together with those of other requests, and that were not counted here one by one."""
         if self.counted is not None:
             self.counted()
 
     def settle(self, byte_size: int) -> None:
-        """Notes that bytes which were sent were taken, or count no more."""
+        """Counts sent bytes as taken by the client, or as dropped. Wakes a waiting ``send`` once half of the limit is free."""
         self._settled += byte_size
         if self._on_room and 2 * (self._posted - self._settled) <= self._max_ahead:
             self.wake()
 
     def wake(self) -> None:
-        """Wakes whoever waits for room, because there is room or nobody waits for responses."""
+        """Calls the function that ``when_room`` stored, if any: more can be sent, or nobody waits for responses any more."""
         try:
             call = self._on_room.pop()
         except IndexError:
@@ -305,7 +343,7 @@ class ResponseSender:
         call()
 
     def end(self) -> None:
-        """Notes that its final mark has left, or that nobody is there to get it."""
+        """Notes that the final mark was sent, or that nobody is there to receive it. Wakes a waiting ``send``."""
         self.ended = True
         self.wake()
 
@@ -315,7 +353,7 @@ class ResponseSender:
 
 
 def _own(result: dict[str, Array]) -> int:
-    """Copies arrays that may be written to again: they are placed later. Returns the bytes of all."""
+    """Replaces arrays that somebody may write to by copies, because they are placed later. Returns the bytes of all arrays."""
     size = 0
     for name, array in result.items():
         size += array.nbytes

@@ -8,7 +8,7 @@ from tensord.shm.messages import Parameter
 
 
 class Response(dict[str, Array]):
-    """Outputs with response parameters."""
+    """The outputs of one response, with its response parameters."""
 
     __slots__ = ("parameters",)
 

@@ -1,4 +1,4 @@
-"""One submitter as its worker sees it: the lane, the requests in flight, and the answers that wait for room.
+"""A worker's end of the connection to one submitter: the lane, the requests in flight, and the answers that wait for room.
 
 Owned by the worker's loop. When the lane ends, so do its requests: nobody is there to take the answers.
 """
@@ -37,7 +37,7 @@ NEVER_LOOKED = -1
 
 @dataclass(frozen=True, slots=True)
 class BlockedAnswer(Generic[R]):
-    """An answer that found the response arena full, or that must not leave before one that did."""
+    """An answer for which the response arena had no room, or that has to wait behind another such answer."""
 
     request: R
     result: dict[str, Array] | ServingError
@@ -86,13 +86,15 @@ class SubmitterLink(Generic[R]):
         protocol: str = "http",
         owner: LaneOwner | None = None,
     ) -> None:
-        """Begins without requests.
+        """Connects a submitter that has no requests yet.
 
         Args:
-          due: submitters that have something to be flushed; the loop's list.
-          segments: of a client's own lane; None: it is a front, which is believed.
-          protocol: by which its clients ask, one of ``durations.PROTOCOLS``; a client's own lane is "lane".
-          owner: the user whose lane it is; None: it is a front.
+          peer: the number that the supervisor gave this submitter.
+          due: the loop's list of submitters whose lanes are to be flushed.
+          segments: the segments of a client that has a lane; None: the submitter is a front, which is trusted.
+          protocol: the protocol that a front serves, one of ``durations.PROTOCOLS``; ignored for a client's lane, which counts as
+            "lane".
+          owner: the user whose client has the lane; None: the submitter is a front.
         """
         self.peer = peer
         self.lane = lane
@@ -135,9 +137,9 @@ class SubmitterLink(Generic[R]):
         self.closed = False
 
     def learn(self, record: Prepare, preparation: Preparation) -> None:
-        """A number stands for something else from now on.
+        """Stores a prepared request under the number that the submitter gave it, in place of an earlier one.
 
-        Raises: InvalidArgument: no sender numbers like that, or a client's numbers stand for too much.
+        Raises: InvalidArgument: the number is out of bounds, or a client's prepared requests take too many bytes.
         """
         self.preparations.learn(record.number, preparation)
         if self.segments is not None:
@@ -151,11 +153,11 @@ class SubmitterLink(Generic[R]):
 
     @property
     def returns(self) -> int:
-        """Counts leases that came back: to the lane, or to any lane of its user, whose room is that of all."""
+        """Counts the leases given back to this lane's response arena; for a client, to any arena of the same user."""
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     def count_waiting(self) -> None:
-        """Tells the lane's user how many bytes of answers wait for this client."""
+        """Updates how many bytes of answers wait for this client in the sum of its user."""
         if self.owner is not None:
             waiting = 0 if self.closed else self.blocked_byte_size + self.unsent_byte_size
             self.owner.waiting_byte_size += waiting - self._waiting_byte_size
@@ -168,7 +170,10 @@ class SubmitterLink(Generic[R]):
             self._due.append(self)
 
     def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
-        """Returns the kind of small responses with such outputs. ``final``: whether no further ones follow."""
+        """Returns the kind of small responses with such outputs; makes it if it is new.
+
+        ``final``: whether no further responses follow.
+        """
         key = version, final, described
         kind = self._response_kinds.get(key)
         if kind is None:
@@ -180,11 +185,15 @@ class SubmitterLink(Generic[R]):
         return kind
 
     def known_kind(self, version: int, described: Described) -> ResponseKind | None:
-        """Returns the kind of such responses that others follow, if there was one before; for any thread."""
+        """Returns the kind of small responses with such outputs that others follow, or None if it is new. For any thread."""
         return self._response_kinds.get((version, False, described))
 
     def answer(self, record: AnswerRecord, numbered: Numbered[PreparedAnswer] | None = None) -> None:
-        """Queues an answer; the loop flushes once in an iteration. ``numbered``: what the number in it stands for."""
+        """Queues an answer to the submitter; the loop flushes the lane once in an iteration.
+
+        Args:
+          numbered: the prepared answer whose number the record holds; None: the record holds no number.
+        """
         if not self.closed:
             self.lane.complete(record, numbered)
             self.flush_soon()

@@ -1,6 +1,6 @@
-"""Records when a sampled request was where in the worker, what its model's code has named, and with level TENSORS its tensors.
+"""Records when a sampled request was where in the worker, the spans of its model's code, and at level TENSORS its tensors.
 
-Requests that are not sampled have none. Source: Triton docs/user_guide/trace.md.
+Requests that are not sampled have no timeline. Source: Triton docs/user_guide/trace.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_SPANS = 128
 
 
 class Span:
-    """A span of a model's code while it is open, and until its request is answered."""
+    """A span that a model's code opens while it works on a request. It stays in memory until the request is answered."""
 
     __slots__ = ("attributes", "began_ns", "ended_ns", "error", "name", "parent")
 
@@ -56,13 +56,13 @@ class Span:
         self.error = ""
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the span. ``error``: what left it."""
+        """Ends the span. ``error``: the exception that left the span's block; None: there was none."""
         self.error = "" if error is None else type(error).__name__
         self.ended_ns = time.monotonic_ns()
 
 
 class RequestTimeline:
-    """Belongs to a request."""
+    """The timeline of one sampled request: its moments, tensors, spans, and the timelines of requests made for it."""
 
     __slots__ = (
         *("_characters", "_children", "_count", "_has_responded", "_moments", "_spans", "_tensors"),
@@ -86,23 +86,28 @@ class RequestTimeline:
         self._count = self._characters = 0
 
     def within(self, open_here: Span | None) -> Span | None:
-        """Returns the span that a new one is a part of; None: of none.
+        """Returns the open span of this request that a new span is a part of; None: there is none.
 
-        ``open_here``: the innermost of the context, which may be another request's where one thread works on several in turn.
+        Args:
+          open_here: the innermost span of the calling context. Where one thread works on several requests in turn, it may belong
+            to another request, and is then ignored.
         """
         if open_here is not None and not open_here.ended_ns and open_here in self._spans:
             return open_here
         return next((span for span in reversed(self._spans) if not span.ended_ns), None)
 
     def open(self, span: Span) -> bool:
-        """Takes a span of the model's code, for any thread. Returns False if the request has as many as are told."""
+        """Adds a span of the model's code; for any thread. Returns False if the request has as many spans as are reported."""
         if len(self._spans) >= MAX_SPANS:
             return False
         self._spans.append(span)
         return True
 
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
-        """Notes a run, whose outputs are not placed yet. ``moments``: it began, had its inputs, had computed; in ns."""
+        """Notes a run of the request, whose outputs are not placed yet.
+
+        ``moments``: when it began, had its inputs, had computed; in ns.
+        """
         names = (trace_stamps.COMPUTE_START, trace_stamps.COMPUTE_INPUT_END, trace_stamps.COMPUTE_OUTPUT_START)
         self._moments += zip(names, moments, strict=True)
         if self.level & TENSORS:
@@ -117,11 +122,16 @@ class RequestTimeline:
             self._moments.append((trace_stamps.RESPONSE_START, now_ns))
 
     def attach(self, answer: AnswerRecord) -> AnswerRecord:
-        """Adds the timeline to an answer that is placed."""
+        """Returns the answer, whose outputs are placed, with this timeline added."""
         return msgspec.structs.replace(answer, trace=self._timeline())
 
     def add(self, model: str, version: int, child: RequestTimeline) -> None:
-        """Adds a request that was made for this one, and is over."""
+        """Adds the timeline of a request that was made for this one and has ended.
+
+        Args:
+          model, version: what the ended request asked.
+          child: its timeline.
+        """
         self._count += 1 + child._count
         if self._count > _MAX_CHILDREN:
             return
@@ -147,7 +157,13 @@ class RequestTimeline:
 
 
 def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> RequestTimeline:
-    """Returns the timeline of a request that is traced. ``context``: what was said of a trace last, if it is this request's."""
+    """Returns a new timeline for a request that is sampled.
+
+    Args:
+      own: the request's record.
+      context: the trace context that its submitter sent last; used only if it names this request.
+      queued_ns: when the request was queued.
+    """
     timeline = RequestTimeline(own.trace & ~TIMING, queued_ns)
     if context is not None and context.request_id == own.request_id:
         timeline.context = context
@@ -155,12 +171,16 @@ def begun(own: RequestRecord, context: TraceContext | None, queued_ns: int) -> R
 
 
 def timeline_end(parameters: tuple[str, int] | None) -> bytes:
-    """Returns the fields behind the moments of a ``Timeline``, encoded, of a request that made none and named no spans."""
+    """Returns the encoded fields behind the moments of a ``Timeline``, for a request that made no requests and opened no spans.
+
+    Args:
+      parameters: name and version of the pushed parameter set that the request ran with; None: none was pushed.
+    """
     return encoder.encode(Timeline((), parameters=parameters))[_UP_TO_MOMENTS:]
 
 
 def _closed(spans: Iterable[Span]) -> tuple[OwnSpan, ...]:
-    """Returns the spans as they are told; one that is open still ends now."""
+    """Returns the spans as they are reported; a span that is still open is reported as ending now."""
     now_ns = time.monotonic_ns()
     numbers: dict[Span, int] = {}
     told: list[OwnSpan] = []
@@ -172,7 +192,7 @@ def _closed(spans: Iterable[Span]) -> tuple[OwnSpan, ...]:
 
 
 def trace_id_of(timelines: Iterable[RequestTimeline | None]) -> str:
-    """Returns the ids of the traces of these requests, for a line of the log; "": none is traced."""
+    """Returns the ids of the traces that these requests belong to, comma-separated for a line of the log; "": none is traced."""
     found = {each.context.trace_id for each in timelines if each is not None and each.context is not None}
     return ",".join(sorted(found))
 
