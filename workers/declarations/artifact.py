@@ -1,4 +1,4 @@
-"""Makes a module like model.py from a version folder without one: of programs and parameters that other tools wrote.
+"""Makes a module like model.py for a version folder without one, from programs and parameters that other tools wrote.
 
     *.jaxexport, *.stablehlo, *.mlir    one program, or one for each shape or platform
     params.*                            arguments, put on the device once
@@ -36,12 +36,12 @@ _DEFAULT_BATCH = 32
 
 
 def is_artifact(folder: Path, file: str) -> bool:
-    """Returns whether a version has programs, and no ``file``."""
+    """Returns whether a version folder has programs, and no file named ``file`` (its model.py)."""
     return not (folder / file).exists() and bool(artifact_files.programs(folder))
 
 
 def digest(folder: Path) -> bytes:
-    """Returns a digest that changes with any of a version's programs."""
+    """Returns a digest of all programs in a version folder."""
     found = hashlib.sha256()
     for path in artifact_files.programs(folder):
         found.update(hashlib.sha256(path.read_bytes()).digest())
@@ -49,18 +49,20 @@ def digest(folder: Path) -> bytes:
 
 
 def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
-    """Returns a module with ``inputs``, ``outputs``, ``max_batch_size``, buckets and ``create``, as model.py would be.
+    """Returns a module with ``inputs``, ``outputs``, ``max_batch_size``, buckets and ``create``, as a model.py has them.
 
     Args:
-      platform: of the worker's device, as ``jax.Device`` has it.
+      folder: the version's folder.
+      message: the model's configuration.
+      platform: the platform of the worker's device, as ``jax.Device`` names it.
 
-    Raises: InvalidArgument: a file cannot be read, or the files do not belong together; it says which.
+    Raises: InvalidArgument: a file cannot be read, or the files do not belong together; the message names the file.
     """
     return _Artifact(folder, message, platform).module()
 
 
 class _Artifact:
-    """The files of one version, which have been read."""
+    """The programs and the path of the parameters of one version; the programs have been read and checked against each other."""
 
     def __init__(self, folder: Path, message: ModelConfig, platform: str) -> None:
         self._message = message
@@ -100,7 +102,7 @@ class _Artifact:
     def create(
         self, path: Path, config: Mapping[str, Any], device: jax.Device
     ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
-        """Returns function and parameters, as ``create`` of model.py does."""
+        """Returns function and parameters, as ``create`` of a model.py does."""
         return self._apply, self._loaded()
 
     def _apply(self, params: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +116,7 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Returns a program's number of a tensor -> its name in the configuration, where the program only numbers them."""
+        """Returns number of a tensor -> its name in the configuration, for inputs or outputs that the program only numbers."""
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),
@@ -126,7 +128,7 @@ class _Artifact:
         return found
 
     def _agree(self, first: ProgramFile, other: ProgramFile) -> None:
-        """Raises InvalidArgument if two programs are not of one model."""
+        """Raises InvalidArgument if two programs differ in the names, datatypes or ranks of their tensors."""
         for kind in ("inputs", "outputs", "parameters"):
             a, b = (
                 {leaf.name: (leaf.dtype, len(leaf.dims)) for leaf in getattr(each, kind)} for each in (first, other)
@@ -139,9 +141,10 @@ class _Artifact:
                 )
 
     def _has_batch(self) -> bool:
-        """Returns whether the first dim of every tensor is the batch: the configuration says so, or its name does.
+        """Returns whether the first dim of every tensor is the batch: the configuration says so, or the dim's name does.
 
-        Any other varying size may be one along which rows mix, and to fill that with other clients' rows would be wrong.
+        Rows may depend on each other along any other varying dim; filling it with rows of other clients would then give wrong
+        results.
         """
         if self._message.max_batch_size > 0:
             return True
@@ -151,7 +154,10 @@ class _Artifact:
         )
 
     def _batch_sizes(self) -> tuple[int, ...]:
-        """Returns the batch sizes that there are programs for; none where a program's varies."""
+        """Returns the batch sizes that there are programs for, ascending; empty if a program takes any batch size.
+
+        Raises: InvalidArgument: a tensor has no batch dimension, or the tensors of one program differ in batch size.
+        """
         sizes: set[int] = set()
         for program in self._programs:
             for leaf in (*program.inputs, *program.outputs):
@@ -187,7 +193,7 @@ class _Artifact:
         }
 
     def _loaded(self) -> dict[str, Any]:
-        """Returns the parameters by their names as arguments. Raises InvalidArgument: they are not those of the program."""
+        """Returns the parameters by their names as arguments. Raises InvalidArgument if they do not fit the program."""
         wanted = {leaf.name.removeprefix("params/"): leaf for leaf in self._programs[0].parameters}
         if not self._parameters:
             return {}

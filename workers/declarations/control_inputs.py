@@ -3,7 +3,7 @@
     START, END, READY    one of two values that the configuration gives, as INT32, FP32 or BOOL
     CORRID               the correlation id
 
-One element for a request: shape [1], with a batch dimension [1, 1].
+Each has one element for a request: shape [1], with a batch dimension [1, 1].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ASKS: dict[str, Callable[[Controls], bool]] = {
 
 
 class _Flag(NamedTuple):
-    """A control input START, END or READY."""
+    """A control input of kind START, END or READY."""
 
     spec: TensorSpec
     asks: Callable[[Controls], bool]
@@ -44,7 +44,7 @@ class _Flag(NamedTuple):
 
 
 class _CorrelationId(NamedTuple):
-    """A control input CORRID."""
+    """A control input of kind CORRID, which holds the correlation id of a request's sequence."""
 
     spec: TensorSpec
     shape: tuple[int, ...]
@@ -52,13 +52,13 @@ class _CorrelationId(NamedTuple):
 
     @property
     def false(self) -> Array:
-        """Its array for a row that no request fills."""
+        """The array for a row of a batch that no request fills."""
         if self.spec.datatype == "BYTES":
             return np.full(self.shape, b"", np.object_)
         return np.zeros(self.shape, self.spec.dtype)
 
     def array(self, controls: Controls) -> Array:
-        """Returns its array for a request. Raises InvalidArgument: the datatype cannot hold the id."""
+        """Returns the array for a request. Raises InvalidArgument if the input's datatype cannot hold the correlation id."""
         given, datatype = controls.correlation_id, self.spec.datatype
         if datatype == "BYTES":
             if not isinstance(given, str):
@@ -98,11 +98,17 @@ class ControlInputs:
         }
 
     def arrays(self, controls: Controls) -> dict[str, Array]:
-        """Returns a request's control inputs. Raises InvalidArgument: the model's datatype cannot hold its id."""
+        """Returns the control inputs for a request, by name.
+
+        Raises InvalidArgument if a datatype cannot hold the correlation id.
+        """
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
     def of_each(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
-        """Returns the control inputs of requests that came together, up to one whose id the model's datatype cannot hold."""
+        """Returns the control inputs for each request of a batch.
+
+        Stops before the first request whose correlation id the model's datatype cannot hold.
+        """
         found: list[dict[str, Array]] = []
         with contextlib.suppress(InvalidArgument):
             for each in asked:
@@ -111,7 +117,7 @@ class ControlInputs:
 
 
 def control_inputs(message: ModelConfig) -> ControlInputs:
-    """Reads the control inputs of a checked configuration with ``sequence_batching``."""
+    """Returns the control inputs that a checked configuration with ``sequence_batching`` declares."""
     kinds = model_config_pb2.ModelSequenceBatching.Control.Kind
     shape = (1, 1) if message.max_batch_size > 0 else (1,)
     flags: list[_Flag] = []

@@ -1,4 +1,4 @@
-"""Checks what ``create`` of a model.py returned: a function, its parameters and, of a model with state, its initial state."""
+"""Calls ``create`` of a model.py and checks what it returns: a function, its parameters and, if declared, its initial state."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from tensord.workers.tensors.tensor_trees import is_tree, taking_trees
 def created(
     module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None, indexed: bool = False
 ) -> tuple[Callable[..., Any], Any, object]:
-    """Returns function, parameters and initial state (or None) that ``create`` returned.
+    """Returns the function, the parameters and the initial state (or None) that ``create`` returned.
 
     Args:
-      module: model.py; where it declares trees, the function is wrapped to take and return dicts of named arrays.
-      asked: properties of requests that the function asks for, if any; it is wrapped to take them among its inputs.
-      indexed: the function is told each row's parameter set.
+      module: model.py; if it declares trees, the function is wrapped to take and return dicts of named arrays.
+      returned: what ``create`` returned.
+      asked: properties of requests that the function asks for; the function is wrapped to find them among its inputs. None: none.
+      indexed: whether the function has an argument ``index``, with the parameter set of each row.
     Raises: InvalidArgument: ``create`` returned something else.
     """
     model, states = described.model, described.states
@@ -60,19 +61,25 @@ def created(
 
 
 def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
-    """Calls ``create`` of model.py. Raises InvalidArgument: it takes other arguments; or whatever it raises."""
+    """Calls ``create`` of model.py and returns its result.
+
+    Raises: InvalidArgument: ``create`` has other parameters; or whatever ``create`` raises.
+    """
     check_arguments(model, "create()", module.create, ["path", "config", "device"])
     return module.create(path, config, device)
 
 
 def is_generator(returned: object) -> bool:
-    """Returns whether the function that ``create`` returned yields: the model answers with any number of responses."""
+    """Returns whether ``create`` returned a generator function, so that the model answers with any number of responses."""
     apply = returned[0] if isinstance(returned, tuple) and returned else None
     return inspect.isgeneratorfunction(apply) or inspect.isgeneratorfunction(getattr(apply, "__call__", None))  # noqa: B004
 
 
 def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument if a function cannot be called with arguments of these names. ``what``: its name in errors."""
+    """Raises InvalidArgument if a function cannot be called with arguments of these names.
+
+    ``what``: the function's name in errors.
+    """
     try:
         taken = inspect.signature(apply)
     except (TypeError, ValueError):  # one that does not say what it takes

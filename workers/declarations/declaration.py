@@ -1,4 +1,4 @@
-"""Combines what model.py and config.pbtxt declare: tensors, buckets, labels, and the rules of queue and batches."""
+"""Combines what model.py and config.pbtxt declare: tensors, buckets, labels, and the rules for queues and batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ _MAX_LABEL_BYTE_SIZE = 16 << 20
 
 
 def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Completes the configuration with tensors that model.py declares. Returns the names of axes."""
+    """Adds the tensors that model.py declares to the configuration, also ``max_batch_size`` and ``response_cache``.
+
+    Returns: for each declared tensor the names of its axes; None for an axis without a name.
+    Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.
+    """
     tensors: dict[str, dict[str, Declared]] = {}
     for kind in ("inputs", "outputs"):
         what = f"model '{message.name}'"
@@ -52,7 +56,10 @@ def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple
 
 
 def declare_streams(message: ModelConfig) -> None:
-    """Declares a model whose function yields its responses. Raises InvalidArgument: the configuration contradicts that."""
+    """Marks a model whose function is a generator as decoupled in its configuration.
+
+    Raises: InvalidArgument: the configuration asks for something that generators cannot do.
+    """
     message.model_transaction_policy.decoupled = True
     if message.HasField("sequence_batching"):
         raise InvalidArgument(
@@ -99,7 +106,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
 
 
 def check_size(buckets: Buckets, limit: int) -> None:
-    """Raises InvalidArgument if the tensors of a batch that is compiled in advance have more bytes than ``limit``."""
+    """Raises InvalidArgument if the tensors of the largest batch that is compiled in advance have more bytes than ``limit``."""
     described = buckets.signature
     fixed = sum(_byte_size(spec, spec.model_dims) for spec in described.outputs.values() if -1 not in spec.model_dims)
     most = buckets.batch[-1]
@@ -121,9 +128,9 @@ def _byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
 
 
 def _check_axes(message: ModelConfig, module: ModuleType, buckets: Mapping[str, object]) -> None:
-    """Raises InvalidArgument if there are buckets for a name that is no axis of an input.
+    """Raises InvalidArgument if there are buckets for a name that is not an axis of any input.
 
-    A declared axis counts also where the configuration gives it one size.
+    An axis that model.py names counts also if the configuration gives it a fixed size.
     """
     texts = declarations(f"model '{message.name}'", getattr(module, "inputs", {}), "input")
     declared = [parse_declaration(name, text) for name, text in texts.items()]
@@ -141,7 +148,7 @@ def _quoted(names: list[str]) -> str:
 
 
 def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]:
-    """Reads the lines of label files. Raises InvalidArgument: one cannot be read."""
+    """Returns the lines of the label file of each output that has one. Raises InvalidArgument if a file cannot be read."""
     labels: dict[str, tuple[str, ...]] = {}
     for output in message.output:
         if not output.label_filename:
@@ -157,7 +164,12 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
 
 
 def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules:
-    """Returns a model's queue rules. ``max_size``: of this worker's queue; ``workers``: how many share the model's own bounds."""
+    """Returns the rules for a model's queue in this worker.
+
+    Args:
+      max_size: requests that the worker's queue may hold.
+      workers: how many workers serve the model; the bounds of its configuration are divided among them.
+    """
     replaces = wants(message, REPLACE_WAITING)
     if not message.HasField("dynamic_batching"):
         return QueueRules(max_size, replaces=replaces)
@@ -182,9 +194,10 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
 
 
 def batch_rules(message: ModelConfig) -> BatchRules:
-    """Returns a model's batch rules. As in Triton, python models batch only where dynamic batching is configured.
+    """Returns the rules by which a model's requests form batches.
 
-    Jax models batch the requests that wait. A generator gets one request at a time.
+    As in Triton, python models batch only if dynamic batching is configured. Jax models batch the requests that wait. A generator
+    gets one request at a time.
     """
     asked = message.HasField("dynamic_batching")
     yields = message.backend != "python" and message.model_transaction_policy.decoupled

@@ -1,7 +1,7 @@
-"""Chooses which of its worker's devices a model runs on: the first, or as many as it asks for.
+"""Chooses on which of its worker's devices a model runs: on the first, or on as many as the model asks for.
 
 devices = 4                          in model.py; parameters { key: "devices" value { string_value: "4" } } in config.pbtxt
-instance_group { gpus: [ 2, 3 ] }    which of them; without a list the first ones
+instance_group { gpus: [ 2, 3 ] }    which devices; without this list the worker's first ones
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from tensord.workers.devices.several_devices import SeveralDevices
 
 
 def device_count(message: ModelConfig, module: ModuleType) -> int:
-    """Returns how many devices a model asks for; 0: it does not say. Raises InvalidArgument: that is no number of devices."""
+    """Returns how many devices a model asks for; 0: the model does not say.
+
+    Raises: InvalidArgument: what the model gives is not a number of devices.
+    """
     given = getattr(module, "devices", None)
     where = "devices of model.py"
     if "devices" in message.parameters:
@@ -31,12 +34,12 @@ def device_count(message: ModelConfig, module: ModuleType) -> int:
 
 
 def gpus(message: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
-    """Returns the numbers of the GPUs that a model runs on where it does not list them; none on the processor.
+    """Returns the numbers of the GPUs that a model runs on if its configuration does not list them; empty on a processor.
 
     Args:
-      count: how many devices its worker has.
-      gpu: the number of the worker's first GPU, None of the processor.
-    Raises: InvalidArgument: as ``device_count``.
+      count: how many devices the worker has.
+      gpu: the number of the worker's first GPU; None: the worker runs on the processor.
+    Raises: InvalidArgument: ``devices`` of the model is not a number of devices.
     """
     said = device_count(message, module) if message.backend == "jax" else 0
     return () if gpu is None else range(gpu, gpu + min(max(1, said), count))
@@ -48,10 +51,10 @@ def chosen_devices(
     """Returns the devices that a model runs on.
 
     Args:
-      count: how many it asks for.
-      devices: all of its worker's devices.
-      gpu: the number of the worker's first GPU, None of the processor.
-    Raises: InvalidArgument: it asks for more than there are; both numbers.
+      count: how many devices the model asks for; 0: it does not say.
+      devices: all devices of the worker.
+      gpu: the number of the worker's first GPU; None: the worker runs on the processor.
+    Raises: InvalidArgument: the model asks for more devices than there are; the message names both numbers.
     """
     named = sorted({each - gpu for group in message.instance_group for each in group.gpus} if gpu is not None else ())
     own = [devices[index] for index in named if 0 <= index < len(devices)]
@@ -66,9 +69,13 @@ def chosen_devices(
 def given_devices(
     message: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
 ) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
-    """Returns the devices that ``create`` gets, and those that programs run on; None: the worker's own.
+    """Returns the device or devices that ``create`` gets, and those that programs run on (None: the worker's first device).
 
-    Raises: InvalidArgument: as the others.  Unsupported: a model with state can run only on the worker's first device.
+    Args:
+      gpu: the number of the worker's first GPU; None: the worker runs on the processor.
+      keeps_state: whether the model keeps state of sequences.
+    Raises: InvalidArgument: the number of devices is malformed or too large.  Unsupported: a model with state can run only on the
+    worker's first device.
     """
     count = device_count(message, module)
     chosen = chosen_devices(message, count, devices, gpu)

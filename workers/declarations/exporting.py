@@ -4,8 +4,8 @@
     <folder>/1/model.jaxexport             (parameters by name, inputs by name) -> outputs by name
     <folder>/1/params.safetensors          where there are any
 
-One program serves all sizes: the batch and named axes are symbols in it. A function that asks for a batch as a number
-(``len(x)``) becomes a program for each size of it. ``tensord.workers.declarations.artifact`` reads the folder.
+One program serves all sizes: the batch and named axes are symbols in the program. A function that needs the batch size as a
+number (``len(x)``) becomes a program for each batch size. ``tensord.workers.declarations.artifact`` reads the folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,15 @@ def write(
     inputs: Mapping[str, Declared],
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """Writes a model folder with a given configuration, whose tensors are completed from the program."""
+    """Writes a model folder with a given configuration, after adding the program's tensors to the configuration.
+
+    Returns the folder.
+
+    Args:
+      function: takes parameters and a dict of inputs, returns a dict of outputs.
+      platforms: the platforms to export for, as jax.export names them; None: this process's.
+    Raises: InvalidArgument: the folder has a version 1 already, or the function cannot be exported.
+    """
     version = folder / "1"
     if version.exists() and any(version.iterdir()):
         raise InvalidArgument(f"{version} is not empty; export into another folder, or remove it")
@@ -111,7 +119,11 @@ def _umask() -> int:
 def _programs(
     message: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
-    """Exports one program, or one for each batch size where the function needs that as a number and no other size varies."""
+    """Returns the exported programs by file name: one for all sizes, or one for each batch size if the function needs it as a
+    number.
+
+    The latter is possible only if no other size varies.
+    """
     try:
         return {"model": exported(_BATCH)}
     except Exception:
@@ -122,7 +134,7 @@ def _programs(
 
 
 def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
-    """Returns the arrays of a pytree by name, and a function that makes the tree of them again."""
+    """Returns the arrays in a pytree by name, and a function that makes the tree again from arrays by name."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
     arrays: dict[str, Any] = {}
     names: list[str | None] = []
@@ -143,7 +155,7 @@ def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]
 
 
 def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the inputs of a batch of ``rows``, with bounded symbols for sizes that vary."""
+    """Returns shapes and dtypes of the inputs of a batch of ``rows``, with bounded symbols for sizes that vary."""
     limits = [f"{_BATCH} <= {message.max_batch_size}"] if message.max_batch_size else []
     named = {axis for tensor in inputs.values() for axis in tensor.axes if axis is not None}
     limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(message).items() if axis in named]
@@ -163,7 +175,7 @@ def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str
 
 
 def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
-    """Adds tensors to a configuration that does not name them; outputs are those of the program."""
+    """Adds the inputs as declared and the outputs as the program returns them to a configuration that does not name them."""
     types = model_config_pb2.DataType
     if not message.input:
         for name, tensor in inputs.items():

@@ -1,4 +1,4 @@
-"""Inputs of a model that no client sends: control inputs, and properties of requests that it asks for."""
+"""Inputs of a model that no client sends: control inputs, and properties of requests that model.py asks for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensord.workers.tensors.signature import TensorSpec
 
 
 class MadeInputs:
-    """The inputs of one model version that the worker makes."""
+    """The inputs of one model version that the worker makes, not the client."""
 
     def __init__(self, controls: ControlInputs | None = None, asked: RequestInputs | None = None) -> None:
         #: Control inputs, of a model with sequences.
@@ -27,7 +27,10 @@ class MadeInputs:
         self.nobody: Mapping[str, Array] = {name: array for part in parts for name, array in part.nobody.items()}
 
     def join(self, request: Request) -> None:
-        """Adds these inputs to a request. Raises InvalidArgument: a datatype cannot hold its values; nothing stays leased."""
+        """Adds the inputs that the worker makes to a request.
+
+        Raises: InvalidArgument: an input's datatype cannot hold the request's value. The request's leases are released then.
+        """
         made: dict[str, Array] = {}
         try:
             if self.controls is not None:

@@ -1,4 +1,4 @@
-"""Declares whether a model's parameters may leave the device while nobody asks it.
+"""Reads whether a model's parameters may leave the device while there are no requests for the model.
 
 memory_policy = "on_demand"                                                     in model.py
 parameters { key: "memory_policy" value { string_value: "on_demand" } }       in config.pbtxt
@@ -15,9 +15,9 @@ RESIDENT, ON_DEMAND = "resident", "on_demand"
 
 
 def is_on_demand(message: ModelConfig, module: ModuleType) -> bool:
-    """Returns whether a model's parameters may leave the device for those of others, and come back when it is asked.
+    """Returns whether a model's parameters may leave the device for other parameters, and come back with the next request.
 
-    Raises: InvalidArgument: it is none of the policies.  Unsupported: a model of its kind has no parameters on the device.
+    Raises: InvalidArgument: the policy is unknown.  Unsupported: a model of this kind has no parameters on the device.
     """
     given, where = getattr(module, "memory_policy", RESIDENT), "memory_policy of model.py"
     if "memory_policy" in message.parameters:

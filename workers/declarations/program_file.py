@@ -1,7 +1,7 @@
 """Reads a file with a program, of jax.export or of StableHLO, as a function of named arrays.
 
-Names come from the pytree of its arguments and results (``tensord.workers.tensors.tensor_trees``). The only positional
-argument's own number is left out.
+Names come from the pytree of the program's arguments and results (``tensord.workers.tensors.tensor_trees``). If there is only one
+positional argument, names do not begin with its number.
 """
 
 from __future__ import annotations
@@ -51,21 +51,24 @@ class ProgramArray:
 
     @property
     def datatype(self) -> str | None:
-        """The protocol's name of its dtype, if it has one."""
+        """The protocol's name of the array's dtype; None: the protocol does not have this dtype."""
         return datatype_of(self.dtype) if isinstance(self.dtype, np.dtype) else None
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Returns whether an array of ``shape`` may be passed for it."""
+        """Returns whether an array of ``shape`` may be passed as this argument."""
         return len(shape) == len(self.dims) and all(
             isinstance(dim, str) or dim in (-1, size) for dim, size in zip(self.dims, shape, strict=True)
         )
 
 
 class ProgramFile:
-    """A program that was read from a file. Raises InvalidArgument, with its name and the reason, if it cannot be read."""
+    """A program that was read from a file."""
 
     def __init__(self, path: Path, has_parameters: bool) -> None:
-        """Reads the file. ``has_parameters``: parameters lie beside it, and are an exported function's first argument."""
+        """Reads the file. Raises InvalidArgument, with the file's name and the reason, if it cannot be read or served.
+
+        ``has_parameters``: whether there is a file of parameters, which are then the first argument of a program of jax.export.
+        """
         self.path = path
         try:
             size = path.stat().st_size
@@ -86,7 +89,7 @@ class ProgramFile:
 
     @property
     def parameters(self) -> tuple[ProgramArray, ...]:
-        """The arrays of the program's first argument, where that is parameters."""
+        """The arrays of the program's first argument, if this argument is the parameters; otherwise empty."""
         return self.arguments[: self._first]
 
     @property
@@ -95,7 +98,7 @@ class ProgramFile:
         return self.arguments[self._first :]
 
     def runs_on(self, platform: str) -> bool:
-        """Returns whether the program runs on a platform, named as ``jax.Device`` does."""
+        """Returns whether the program was exported for a platform, named as ``jax.Device`` does."""
         return _PLATFORMS.get(platform, platform) in self.platforms
 
     @property
@@ -104,7 +107,7 @@ class ProgramFile:
         return tuple(self._exported.platforms)
 
     def call(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Calls the program while a function is traced. Returns results by name. ``arrays``: all arguments by name."""
+        """Calls the program while a function is traced. Returns the results by name. ``arrays``: all arguments by name."""
         leaves = [arrays[leaf.name] for leaf in self.arguments]
         positional, keywords = jax.tree.unflatten(self._exported.in_tree, leaves)
         made = jax.tree.leaves(self._exported.call(*positional, **keywords))
@@ -142,7 +145,7 @@ class ProgramFile:
         return leaves
 
     def _check(self) -> None:
-        """Raises InvalidArgument if the program cannot be served, such as for effects or datatypes."""
+        """Raises InvalidArgument if the program cannot be served, such as for its effects or datatypes."""
         name, exported = self.path.name, self._exported
         oldest = export.minimum_supported_calling_convention_version
         newest = export.maximum_supported_calling_convention_version
@@ -200,7 +203,7 @@ def _said(error: BaseException) -> str:
 
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
-    """Wraps a module's function ``main`` as jax.export would: its results are a tuple, its arguments positional."""
+    """Wraps function ``main`` of a StableHLO module as jax.export would: results are a tuple, arguments positional."""
     # A lowered function has a context with all of JAX's dialects; no public function makes one.
     lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
     context = lowered.context

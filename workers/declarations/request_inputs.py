@@ -3,8 +3,9 @@
     request = {"temperature": ("FP32", 0.7), "seed": "INT64", "priority": "UINT32"}      a datatype, and a default
     apply(params, inputs, request)            with state: apply(params, inputs, state, request)
 
-``id``, ``priority``, ``timeout`` and ``sequence_*`` are the request's own; every other name is one of its parameters. On the way
-to the model they are inputs like those of clients, with one element for each row, under names that clients cannot use.
+``id``, ``priority``, ``timeout`` and ``sequence_*`` are fields of every request; any other name is one of the request's
+parameters. On the way to the model these properties are inputs like those of clients, with one element for each row, under names
+that clients cannot use.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ class RequestInputs:
         self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
 
     def arrays(self, prepared: PreparedRequest, own: RequestRecord, rows: int) -> dict[str, Array]:
-        """Returns a request's inputs of this kind. ``prepared`` has its parameters, ``own`` the rest.
+        """Returns the properties of a request as inputs, by their names in the program.
 
+        Args:
+          prepared: has the request's parameters.
+          own: has the request's other properties.
+          rows: the batch size of the request.
         Raises: InvalidArgument: a parameter is missing, or does not fit its datatype.
         """
         return {each.spec.name: self._array(each, self._given(each, prepared, own), rows) for each in self._asked}
@@ -76,7 +81,10 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function, such that it is called with these properties among its inputs."""
+        """Wraps the model's function.
+
+        The wrapper finds these properties among its inputs, and passes them as the last argument.
+        """
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)
@@ -85,7 +93,7 @@ class RequestInputs:
         return of_inputs
 
     def parted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Splits inputs into the client's, and properties of the request by their names in model.py."""
+        """Splits inputs in two: the client's inputs, and the properties of the request by their names in model.py."""
         names = {each.spec.name: each.name for each in self._asked}
         own = {name: array for name, array in inputs.items() if name not in names}
         return own, {name: inputs[key] for key, name in names.items()}
@@ -95,7 +103,10 @@ class RequestInputs:
 
 
 def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
-    """Reads the properties that model.py asks for, or None. Raises InvalidArgument: it cannot get one of them."""
+    """Returns the properties of requests that model.py asks for; None: it asks for none.
+
+    Raises: InvalidArgument: a declaration is malformed, or asks for a property that the model cannot get.
+    """
     declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
     model, batches = message.name, message.max_batch_size > 0
     if not isinstance(declared, Mapping):
@@ -136,7 +147,7 @@ def _zero(spec: TensorSpec) -> Parameter:
 
 
 def _element(what: str, spec: TensorSpec, given: Any) -> Any:
-    """Converts a value to an element of a datatype. Raises InvalidArgument: it does not fit."""
+    """Converts a value to an element of the input's datatype. Raises InvalidArgument if the value does not fit."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
         if isinstance(given, str):

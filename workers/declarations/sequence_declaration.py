@@ -20,7 +20,7 @@ from tensord.workers.scheduling.sequence_table import SequenceRules
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """The treatment of sequences by one model version."""
+    """How one model version treats sequences."""
 
     rules: SequenceRules
     controls: ControlInputs
@@ -32,18 +32,21 @@ class SequencePlan:
     iterative: IterativeIds | None
 
     def join(self, request: Request) -> None:
-        """Sets the sequence controls of a request."""
+        """Sets the sequence controls of a request that has just arrived."""
         controls = controls_of(request.own)
         request.controls = controls if self.iterative is None else self.iterative.first_round(controls)
 
     def join_again(self, request: Request) -> None:
-        """Sets the sequence controls of a request that its model sends round again."""
+        """Sets the sequence controls of a request that its model sends through the scheduler once more."""
         request.controls = IterativeIds.next_round(request.controls)
         request.add(self.controls.arrays(request.controls))
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
-    """Returns the plan of a completed configuration, or None without sequences. ``max_waiting``: bounds waiting requests."""
+    """Returns how a model with this completed configuration treats sequences; None: it has none.
+
+    ``max_waiting``: how many requests may wait.
+    """
     if not message.HasField("sequence_batching"):
         return None
     sequences, rows = message.sequence_batching, max(1, message.max_batch_size)

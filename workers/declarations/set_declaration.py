@@ -1,8 +1,8 @@
-"""Declares that a model computes requests of several parameter sets in one batch.
+"""Reads whether a model computes requests of several parameter sets in one batch.
 
 batch_sets = True               in model.py: apply(stacked, inputs, index)
 batch_sets = ("adapter",)       only leaves of these names, or below them, differ between sets; the others are main's
-resident_sets = 64              how many sets lie side by side on the device; max_batch_size without it
+resident_sets = 64              how many sets lie side by side on the device; without it as many as max_batch_size
 parameters { key: "batch_sets" value { string_value: "true" } }      in config.pbtxt, or "adapter,head"
 """
 
@@ -18,9 +18,9 @@ _MOST = 1 << 16
 
 
 def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | None:
-    """Reads what a model says of its parameter sets; None: batches do not mix them.
+    """Returns what a model declares about its parameter sets; None: its batches do not mix sets.
 
-    Raises: InvalidArgument: it cannot be understood.  Unsupported: a model of another kind cannot do that.
+    Raises: InvalidArgument: a declaration is malformed.  Unsupported: a model of this kind cannot mix sets in a batch.
     """
     model = message.name
     names = _names(message, module)
@@ -45,7 +45,7 @@ def declare_sets(message: ModelConfig, module: ModuleType) -> SetDeclaration | N
 
 
 def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
-    """Returns the names in ``batch_sets``, none for all leaves; None: it is not given."""
+    """Returns the names in ``batch_sets``; empty: all leaves; None: ``batch_sets`` is not given."""
     given, where = getattr(module, "batch_sets", False), "batch_sets of model.py"
     if "batch_sets" in message.parameters:
         text, where = message.parameters["batch_sets"].string_value, "parameter 'batch_sets'"
@@ -62,7 +62,7 @@ def _names(message: ModelConfig, module: ModuleType) -> tuple[str, ...] | None:
 
 
 def _resident(message: ModelConfig, module: ModuleType) -> tuple[int | None, str]:
-    """Returns ``resident_sets``, None where it is not given, and where it is."""
+    """Returns ``resident_sets`` (None: it is not given), and the words by which errors name the place where it is given."""
     given, where = getattr(module, "resident_sets", None), "resident_sets of model.py"
     if "resident_sets" in message.parameters:
         text, where = message.parameters["resident_sets"].string_value, "parameter 'resident_sets'"
@@ -73,7 +73,7 @@ def _resident(message: ModelConfig, module: ModuleType) -> tuple[int | None, str
 
 
 def _unsupported(message: ModelConfig, module: ModuleType) -> str:
-    """Returns why a model of this kind cannot mix sets in a batch; "": it can."""
+    """Returns why a model of this kind cannot mix parameter sets in a batch; "": it can."""
     if message.backend != "jax":
         return "a Triton Python model has no parameters that the server knows"
     if hasattr(module, "source"):

@@ -1,10 +1,10 @@
 """Reads what a stepped model declares in its model.py, and what its ``create`` returns.
 
-slots = 64              requests that are stepped at a time; this makes it a stepped model
-max_steps = 1024        a request is over after so many
+slots = 64              requests that are stepped at a time; this makes the model a stepped model
+max_steps = 1024        a request ends after this many steps
 inserts_per_step = 4    requests that may begin between two steps
-step_slots = (4, 64)    a step may be for so many of the first slots, if no others are taken; without it for all
-insert_rows = 8         insert takes so many requests in one call; without it one, and no axis for them
+step_slots = (4, 64)    numbers of first slots to compile a step for; a smaller step runs if no other slots are taken
+insert_rows = 8         insert takes this many requests in one call; without it one request, without an axis for requests
 gather = "concat"       clients that want no stream get all responses in one, joined along the first axis
 """
 
@@ -32,7 +32,7 @@ _NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather"
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """The declarations of one stepped model version."""
+    """What one stepped model version declares."""
 
     rules: StepRules
     #: Numbers of slots that steps are compiled for, ascending; the last is all slots.
@@ -44,7 +44,12 @@ class StepDeclaration:
 
 
 def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
-    """Reads a stepped model's declaration, or None, and completes the configuration. Raises InvalidArgument, Unsupported."""
+    """Returns what a stepped model declares, or None for any other model.
+
+    Marks a stepped model as decoupled in its configuration.
+
+    Raises: InvalidArgument: a declaration is malformed.  Unsupported: a host model has no slots.
+    """
     what = f"model '{message.name}'"
     if not hasattr(module, "slots"):
         for name in _NAMES:
@@ -82,7 +87,11 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Raises InvalidArgument, Unsupported if a completed configuration has what a stepped model cannot have."""
+    """Checks a completed configuration for what a stepped model cannot have.
+
+    Raises: InvalidArgument: the configuration contradicts a stepped model.  Unsupported: it asks for something stepped models
+    lack.
+    """
     what = f"model '{message.name}'"
     if message.max_batch_size:
         raise InvalidArgument(
@@ -111,7 +120,7 @@ def check_stepped(message: ModelConfig, described: Signature) -> None:
 
 
 def check_buckets(buckets: Buckets) -> None:
-    """Raises InvalidArgument if an axis has no buckets, or the name of an input."""
+    """Raises InvalidArgument if an axis of a stepped model's input varies and has no buckets, or has the name of an input."""
     what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
     for spec in buckets.signature.inputs.values():
         for axis, dim in zip(spec.axes, spec.model_dims, strict=True):
@@ -126,9 +135,11 @@ def check_buckets(buckets: Buckets) -> None:
 
 
 def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
-    """Returns functions and parameters that ``create`` returned. Raises InvalidArgument: it returned something else.
+    """Returns the functions and the parameters that ``create`` of a stepped model returned.
 
-    ``asked``: properties of requests that insert asks for, if any; it is wrapped to take them among its inputs.
+    Args:
+      asked: properties of requests that insert asks for; insert is wrapped to find them among its inputs. None: none.
+    Raises: InvalidArgument: ``create`` returned something else.
     """
     functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
     if not isinstance(functions, tuple) or len(functions) != 3 or not all(map(callable, functions)):

@@ -1,1 +1,1 @@
-"""A worker's device, the processor or a GPU, and memory that is the device's or that it reaches by itself."""
+"""A worker's device, the processor or a GPU, the memory of the device, and host memory that the device can access."""

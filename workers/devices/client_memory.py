@@ -1,9 +1,9 @@
-"""Decides which host memory a GPU's driver may be handed.
+"""Decides which host memory may be passed to a GPU's driver.
 
-A client may take its memory away at any time. The processor meets missing pages under the fault guard (``shm/guard.py``), and the
-request is answered with an error. A driver that meets them may fail for good, and with it everybody's requests on that GPU. So it
-is handed a client's memory only where it has locked the pages before; the host copies all other memory. The GPU goes on seeing
-locked pages that an object has lost, so the host checks whether they still are the object's.
+A client may take its memory away at any time. When the processor accesses missing pages, the fault guard (``shm/guard.py``) has
+the request answered with an error. When the driver accesses missing pages, it may fail for good, and with it everybody's requests
+on that GPU. So the driver is given a client's memory only where the pages are locked; the host copies all other memory. The GPU
+goes on seeing locked pages after their object has lost them, so the host checks whether the object still has them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tensord.shm.arrays import Array, address_of
 
 
 def standing(array: Array) -> Array:
-    """Returns a contiguous array that the driver may read: itself, or a copy in memory of ours."""
+    """Returns a contiguous array that the driver may read: the array itself, or a copy in the worker's memory."""
     if guard.may_be_missing(address_of(array)):
         return array.copy()
     if array.nbytes:
@@ -24,7 +24,7 @@ def standing(array: Array) -> Array:
 
 
 def may_be_written(memory: memoryview) -> bool:
-    """Returns whether the driver may write to memory; else the host has to, out of memory of ours."""
+    """Returns whether the driver may write to memory; if not, the host has to copy there from the worker's memory."""
     if guard.may_be_missing(address_of(memory)):
         return False
     _look(memory)
@@ -32,5 +32,5 @@ def may_be_written(memory: memoryview) -> bool:
 
 
 def _look(memory: memoryview) -> None:
-    """Reads the last byte, so that the fault guard notices if an object was truncated."""
+    """Reads the last byte of memory, so that the fault guard notices if its object was truncated."""
     memory[-1]

@@ -1,7 +1,7 @@
 """An input tensor in a client's GPU memory, which is copied only when and where it is needed.
 
-It has the shape, dtype and size of an array and turns into one on demand, so queues, buckets and models that run on the host
-treat it as one; whoever can use it on the device asks for ``pointer`` instead.
+It has the shape, dtype and size of an array and turns into an array on demand, so queues, buckets and models that run on the host
+treat it as an array; code that can use the tensor on the device uses ``pointer`` instead.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tensord.shm.cuda_regions import CudaRegion
 
 
 class CudaTensor:
-    """A fixed-size tensor at an offset of a region; the range is checked when it is made."""
+    """A tensor of fixed-size elements at an offset of a CUDA region; its range is checked when the object is made."""
 
     __slots__ = ("dtype", "nbytes", "offset", "pointer", "region", "shape")
 
     def __init__(self, region: CudaRegion, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
-        """Makes a tensor. Raises InvalidArgument: it is not wholly inside the region."""
+        """Makes a tensor in a region. Raises InvalidArgument if the tensor is not wholly inside the region."""
         self.region = region
         self.offset = offset
         self.dtype = dtype
@@ -36,15 +36,18 @@ class CudaTensor:
         return self.shape[0]
 
     def view(self, dtype: np.dtype[Any], shape: Sequence[int]) -> CudaTensor:
-        """Returns these bytes as a tensor of another dtype and shape."""
+        """Returns a tensor of another dtype and shape at the same place in the region."""
         return CudaTensor(self.region, self.offset, dtype, shape)
 
     def reshape(self, shape: Sequence[int]) -> CudaTensor:
-        """Returns these bytes in another shape."""
+        """Returns a tensor of another shape at the same place in the region."""
         return CudaTensor(self.region, self.offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:
-        """Fills a contiguous array of the same size; blocks. Raises InvalidArgument: its memory cannot be read any more."""
+        """Copies this tensor to a contiguous host array of the same size; blocks.
+
+        Raises: InvalidArgument: the region's memory cannot be read any more.
+        """
         if self.nbytes:
             self.region.read(array.__array_interface__["data"][0], self.offset, self.nbytes)
             if self.dtype == np.bool_:
@@ -52,7 +55,7 @@ class CudaTensor:
                 np.not_equal(array.view(np.uint8), 0, out=array)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a copy in host memory. Raises as ``copy_into``."""
+        """Returns a copy in host memory. Raises InvalidArgument if the region's memory cannot be read any more."""
         if copy is False:
             raise ValueError("GPU memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)

@@ -1,7 +1,8 @@
 """The device that a worker runs on: named on its command line, and opened once.
 
-Its environment is set before jax is imported, so that a CPU worker never looks for GPUs. Which GPU a worker sees is decided by
-the supervisor: the worker is started with ``CUDA_VISIBLE_DEVICES`` naming one, and to CUDA and JAX that is device 0.
+The device's environment is set before jax is imported, so that a CPU worker never looks for GPUs. The supervisor decides which
+GPU
+a worker sees: it starts the worker with ``CUDA_VISIBLE_DEVICES`` naming one, and to CUDA and JAX that is device 0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NoDevice(Exception):
-    """Raised where a device cannot be used; the text is for the log."""
+    """Raised if the worker's device cannot be used; the message is for the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class DeviceName:
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Parses a device's name. Raises ValueError."""
+        """Parses a device's name, such as ``cuda:1/2#model``. Raises ValueError if it is malformed."""
         device, model = device_names.shared(text), device_names.model_of(text)
         match = re.fullmatch(r"(cpu|cuda):(\d{1,4})(?:/(\d{1,4}))?", device, re.ASCII)
         if match is None or (match[1] == "cpu" and match[3]):
@@ -50,14 +51,14 @@ class DeviceName:
         return self.index if self.platform == "cuda" else None
 
     def prepare_environment(self) -> None:
-        """Sets JAX's platforms in the environment; to be called before jax is imported."""
+        """Sets in the environment which platforms JAX looks for; call before jax is imported."""
         # Beside the GPU a model has the CPU: callbacks run there, and whatever it puts there itself.
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
     def open(self, count: int = 1) -> jax.Device:
-        """Starts the back end and returns the first of its devices. Raises NoDevice: there is no such device.
+        """Starts JAX's back end and returns the first device of this platform. Raises NoDevice if there is none.
 
-        ``count``: how many a CPU worker is to have. A GPU worker has those that it sees.
+        ``count``: how many devices a CPU worker is to have. A GPU worker has the GPUs that it sees.
         """
         import jax
 

@@ -1,6 +1,6 @@
-"""An output on the GPU, which stays there until it is known where it goes: to a region on the device, or to the host.
+"""An output on the GPU, which stays there until its destination is known: a region on the device, or host memory.
 
-It has an array's shape, dtype and size, can be cut into rows and reshaped, and turns into an array of the host on demand.
+It has an array's shape, dtype and size, can be cut into rows and reshaped, and turns into an array in host memory on demand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tensord.workers.devices.client_memory import may_be_written
 
 
 class DeviceArray:
-    """An array in contiguous device memory, which ``owner`` keeps alive."""
+    """An array in contiguous device memory at address ``pointer``; the object ``owner`` keeps this memory allocated."""
 
     __slots__ = ("_context", "_owner", "dtype", "nbytes", "pointer", "shape")
 
@@ -33,13 +33,13 @@ class DeviceArray:
 
     @property
     def whole(self) -> jax.Array | None:
-        """XLA's array, if this is all of it in its shape, so that it can be an argument as it is; else None."""
+        """The ``jax.Array`` that owns the memory, if this array is all of it in the same shape and dtype; otherwise None."""
         owner = self._owner
         same = isinstance(owner, jax.Array) and owner.shape == self.shape and owner.dtype == self.dtype
         return owner if same else None
 
     def __getitem__(self, rows: slice) -> DeviceArray:
-        """Returns a range of rows, without a copy."""
+        """Returns a range of rows, which shares this array's memory."""
         start, stop, step = rows.indices(self.shape[0])
         assert step == 1
         row = self.nbytes // self.shape[0] if self.shape[0] else 0
@@ -47,16 +47,19 @@ class DeviceArray:
         return DeviceArray(self._context, self._owner, self.pointer + start * row, self.dtype, shape)
 
     def reshape(self, shape: Sequence[int]) -> DeviceArray:
-        """Returns these bytes in another shape."""
+        """Returns an array of another shape that shares this array's memory."""
         return DeviceArray(self._context, self._owner, self.pointer, self.dtype, shape)
 
     def copy(self) -> DeviceArray:
-        """Returns a copy in memory that XLA owns. Raises DeviceLost."""
+        """Returns a copy of this array in device memory that XLA owns. Raises DeviceLost if the GPU failed."""
         made = jax.block_until_ready(jax.device_put(np.asarray(self)))
         return DeviceArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 
     def copy_into(self, memory: memoryview) -> None:
-        """Copies to as many bytes of host memory, also a client's, and waits for it. Raises DeviceLost."""
+        """Copies this array to host memory of the same byte size, which may be a client's, and waits for the copy.
+
+        Raises: DeviceLost: the GPU failed.
+        """
         if not self.nbytes:
             return
         if may_be_written(memory):
@@ -71,7 +74,7 @@ class DeviceArray:
             self._context.synchronize()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns a copy in host memory. Raises as ``copy_into``."""
+        """Returns a copy in host memory. Raises DeviceLost if the GPU failed."""
         if copy is False:
             raise ValueError("GPU memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)
@@ -79,7 +82,7 @@ class DeviceArray:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def tobytes(self) -> bytes:
-        """Returns the content as bytes in host memory."""
+        """Returns the content of this array as bytes in host memory."""
         return np.asarray(self).tobytes()
 
     def __repr__(self) -> str:

@@ -20,16 +20,21 @@ THREADS_VARIABLE = "PJRT_NPROC"
 
 
 def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
-    """Returns the cores of worker ``index`` of ``count``: all are given out evenly, and each worker gets at least one."""
+    """Returns the cores of worker ``index`` among ``count`` workers. Shares are even, and each worker gets at least one core."""
     if count <= len(cores):
         return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
     return [cores[index % len(cores)]]
 
 
 def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
-    """Pins this process to its entry of ``lists``, else to its share where there is something to share.
+    """Pins this process to its share of the cores, if there is more than one worker or ``lists`` is given.
 
-    Call before the back end starts.
+    Call before JAX's back end starts.
+
+    Args:
+      index: the number of this worker, from 0.
+      count: the number of CPU workers.
+      lists: a list of cores for each worker, as text such as "0-3,8"; empty: equal shares.
     """
     if lists:
         cores = list(core_list.parse(lists[index]))
@@ -41,7 +46,7 @@ def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
 
 
 def pin_to(cores: Sequence[int]) -> None:
-    """Has this process run on these cores only; logs a warning where that cannot be."""
+    """Restricts all threads of this process to these cores; logs a warning if the system refuses."""
     try:
         # All threads, also those that importing numpy has started.
         for task in os.listdir("/proc/self/task"):
@@ -52,7 +57,9 @@ def pin_to(cores: Sequence[int]) -> None:
 
 
 def limit_threads(threads: int) -> None:
-    """Has XLA compute with ``threads`` threads; 0: as many as it may use cores. Call before the back end starts.
+    """Sets the number of threads that XLA computes with; 0: XLA uses as many as the process has cores.
+
+    Call before JAX's back end starts.
 
     Of all settings that are said to set the number, jaxlib 0.10.2 obeys the process's affinity and this variable (and ``NPROC``,
     which others read as well): with 1 its programs are not cut into parts and its pool has no second thread. It does not obey
@@ -66,7 +73,7 @@ def limit_threads(threads: int) -> None:
 def thread_count() -> int:
     """Returns how many threads XLA computes with in this process; programs are compiled for that number.
 
-    Looked up once, before a model can change the environment.
+    The number is looked up once, before a model can change the environment.
     """
     for name in (THREADS_VARIABLE, "NPROC"):
         given = os.environ.get(name, "")

@@ -3,13 +3,14 @@
     CUDA region, aligned to 256, alone in its batch  ─▶ used where it lies
     CUDA region otherwise, or on another GPU         ─▶ device to device into the staging buffer
     arena, system region, body; small                ─▶ brought together on the host (``host_staging.py``), one transfer into it
-                                large                ─▶ host to device into it; a transfer and nothing else where pages are locked
+                                large                ─▶ host to device into it; only a transfer where the pages are locked
     system region whose pages are not locked, large  ─▶ copied on the host first, and so on the way out (``client_memory.py``)
 
-The staging buffer is one for all models, and belongs to the thread that runs them: a batch is computed before the next
-one is gathered. Another thread that runs programs (the loader with a version's samples) has a ``CudaDevice`` of its own.
-XLA never waits for a copy, because copies into the buffer have happened before it is called. Copies of outputs to the host
-wait for XLA on the device (``stream_order.py``), and are waited for; outputs that stay are ready before they are looked at.
+All models share one staging buffer, which belongs to the thread that runs them: a batch is computed before the next one is
+gathered. Another thread that runs programs (the loader with a version's samples) has a ``CudaDevice`` of its own.
+XLA never waits for a copy, because copies into the buffer have finished before XLA is called. Copies of outputs to the host
+wait for XLA on the device (``stream_order.py``), and the thread waits for the copies; outputs that stay on the device are ready
+before anything reads them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ GatheredPart = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 
 
 def prepare_environment(options: Workers) -> None:
-    """Tells XLA how much of the GPU is its own, before the back end starts; what the environment says already, holds."""
+    """Sets the environment variables that limit XLA's part of the GPU's memory. A variable that is set already is not changed.
+
+    Call before JAX's back end starts.
+    """
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         # Workers that share a GPU take equal parts, however many of them run already.
         os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction / options.per_gpu:g}"
@@ -56,10 +60,16 @@ def prepare_environment(options: Workers) -> None:
 
 
 class CudaDevice:
-    """The GPU for one thread, which runs one program after the other."""
+    """Moves inputs and outputs to and from a GPU, for one thread, which runs one program after the other."""
 
     def __init__(self, context: Context, device: jax.Device, pieces: StagingPool) -> None:
-        """``device``: the context's device in XLA. ``pieces``: the process's host staging memory. Raises DeviceLost."""
+        """
+        Args:
+          context: the CUDA context of the GPU.
+          device: the same GPU as JAX names it.
+          pieces: the process's page-locked host memory for staging.
+        Raises: DeviceLost: the GPU failed.
+        """
         self.context = context
         self._device = device
         self._pieces = pieces
@@ -73,15 +83,16 @@ class CudaDevice:
         self._views: OrderedDict[tuple[int, np.dtype[Any], tuple[int, ...]], jax.Array] = OrderedDict()
 
     def beside(self) -> CudaDevice:
-        """Returns an object for the same GPU and another thread, with staging memory of its own."""
+        """Returns another ``CudaDevice`` for the same GPU, for another thread, with staging memory of its own."""
         return CudaDevice(self.context, self._device, self._pieces)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
     def gather(self, parts: Sequence[GatheredPart]) -> tuple[dict[str, jax.Array], int]:
-        """Gathers the arguments of a batch on the device. Returns them, and how many bytes were copied.
+        """Gathers the inputs of a batch on the device. Returns them as arguments of the program, and how many bytes were copied.
 
-        Raises: InvalidArgument: a region cannot be read any more.  Unavailable: no memory for the staging buffer.  DeviceLost.
+        Raises: InvalidArgument: a region cannot be read any more.  Unavailable: there is no memory for the staging buffer.
+        DeviceLost: the GPU failed.
         """
         arguments: dict[str, jax.Array] = {}
         needed, copied = 0, 0
@@ -124,7 +135,7 @@ class CudaDevice:
 
     @property
     def host(self) -> HostStaging:
-        """Host memory for tensors that cross the bus together. Raises DeviceLost."""
+        """Page-locked host memory for small tensors that cross the bus in one transfer. Raises DeviceLost if the GPU failed."""
         if self._host is None:
             self._host = self._pieces.take()
         return self._host
@@ -132,11 +143,12 @@ class CudaDevice:
     def send(
         self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], int]], byte_size: int
     ) -> dict[str, jax.Array]:
-        """Transfers a batch that was gathered in ``host`` to the device, at once. Returns the arguments.
+        """Transfers a batch that was gathered in ``host`` to the device, in one transfer. Returns the arguments of the program.
 
         Args:
           parts: name, dtype and shape of each input, and its offset in ``host``, a multiple of ``ALIGNMENT``.
-        Raises: as ``gather``.
+          byte_size: bytes of ``host`` to transfer, from its beginning.
+        Raises: Unavailable: there is no memory for the staging buffer.  DeviceLost: the GPU failed.
         """
         self._reserve(byte_size)
         self.context.to_device(self._staging, self.host.address, byte_size)
@@ -160,7 +172,10 @@ class CudaDevice:
         self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[GatheredPart, int]], byte_size: int) -> int:
-        """Queues one transfer of tensors in host memory, then copies of those on the device. Returns the bytes copied."""
+        """Queues one transfer of all tensors in host memory, then copies of the tensors on the device.
+
+        Returns the bytes copied.
+        """
         content, copied, of_host = self.host.content, 0, False
         of_device: list[tuple[int, CudaTensor | DeviceArray]] = []
         for (_, dtype, shape, arrays), at in staged:
@@ -195,7 +210,10 @@ class CudaDevice:
     def _fill(
         self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
     ) -> int:
-        """Queues the copies of one input; host arrays that they read are added to ``sources``. Returns the bytes copied."""
+        """Queues the copies of one input to device memory at ``pointer``. Returns the bytes copied.
+
+        Adds the host arrays that the queued copies read to ``sources``: they must stay in memory until the copies are done.
+        """
         total, at = _byte_size(dtype, shape), 0
         row_shape = shape[1:]
         for array in arrays:
@@ -218,7 +236,7 @@ class CudaDevice:
         return at
 
     def _copy_within(self, pointer: int, tensor: CudaTensor | DeviceArray) -> None:
-        """Queues the copy of a tensor that is on the device already."""
+        """Queues the copy of a tensor that is on the device already to device memory at ``pointer``."""
         if isinstance(tensor, DeviceArray):
             self.context.within_device(pointer, tensor.pointer, tensor.nbytes)
             return
@@ -243,7 +261,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------------------------ outputs
 
     def keep(self, made: jax.Array) -> DeviceArray:
-        """Returns an output that stays on the device. It must be ready: no stream of the worker waits for XLA's here."""
+        """Returns an output as an array that stays on the device. The output must be computed: nothing here waits for XLA."""
         kept = self._seen(made)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
             # The program has returned an input as it is, which the next batch will overwrite.
@@ -254,10 +272,12 @@ class CudaDevice:
         return DeviceArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, made: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
-        """Copies small outputs to host memory, with one wait for all. Returns None where they are too large for that.
+        """Copies small outputs to host memory, with one wait for all. The outputs need not be computed yet.
 
-        They need not be ready. ``cuts``: ranges of a single output's bytes to return; without them each output as a whole.
-        Raises DeviceLost, or what the run raised.
+        Args:
+          cuts: ranges of bytes of the single output to return; empty: each output is returned whole.
+        Returns: the bytes, or None if the outputs are too large for the staging memory.
+        Raises: DeviceLost: the GPU failed; or what the run of the program raised.
         """
         ends = list(itertools.accumulate([-(-byte_size_of(array) // _LINE) * _LINE for array in made]))
         if ends and ends[-1] > TOGETHER:
@@ -280,10 +300,12 @@ class CudaDevice:
     ) -> dict[str, DeviceArray | Array]:
         """Copies outputs to their places, in host memory or a region on the device, with one wait for all.
 
-        They need not be ready. Outputs without a place are copied to host memory if they are small, and else stay.
+        The outputs need not be computed yet. Outputs without a place are copied to host memory if they are small, and otherwise
+        stay on the device.
 
-        Returns: all outputs; one that was copied to its place is still on the device as well.
-        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost, or what the run raised.
+        Returns: all outputs; an output that was copied to its place is returned as an array on the device.
+        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed; or what the run of the program
+        raised.
         """
         left = [(name, array) for name, array in made.items() if name not in places and byte_size_of(array)]
         little = sum([byte_size_of(array) for _, array in left]) <= TOGETHER
@@ -315,7 +337,7 @@ class CudaDevice:
         return {name: found[name] if name in found else self.keep(array) for name, array in made.items()}
 
     def close(self) -> None:
-        """Frees the buffers, once no batch uses them. Idempotent."""
+        """Frees the buffers; call once no batch uses them. Idempotent."""
         if self._host is not None:
             self._pieces.give_back(self._host)
             self._host = None
@@ -337,12 +359,15 @@ class CudaDevice:
 
 
 def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Returns how many bytes an input takes in the staging buffer."""
+    """Returns how many bytes an input takes in the staging buffer: its size, rounded up to ``ALIGNMENT``."""
     return -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
 
 
 def _lies_there(array: object) -> TypeGuard[CudaTensor | DeviceArray]:
-    """Returns whether a tensor is copied within the device. A client's BOOL may be any byte, which only the host normalises."""
+    """Returns whether a tensor can be copied within the device.
+
+    A client's BOOL tensor cannot: its bytes may have any value, and only the host turns them into 0 and 1.
+    """
     return isinstance(array, DeviceArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 
 

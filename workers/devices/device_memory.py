@@ -18,7 +18,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) -> None:
-    """Raises Internal if a device has less than ``byte_size`` left. ``what``: for the error, as "its parameters need"."""
+    """Raises Internal if a device has less than ``byte_size`` bytes of memory left.
+
+    Args:
+      model: the model's name, for the error.
+      what: the words before the number of bytes in the error, such as "its parameters need".
+      byte_size: bytes needed on each device.
+    """
     shared = len(devices) if devices[0].platform == "cpu" else 1
     left = min((free for device in devices if (free := _left(device)) is not None), default=None)
     if left is not None and byte_size * shared > left:
@@ -27,7 +33,7 @@ def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) 
 
 
 def _left(device: jax.Device) -> int | None:
-    """Returns the bytes that a device has left, or None where that is not known."""
+    """Returns the bytes of memory that a device has left, or None if the device does not tell."""
     if device.platform == "cpu":
         return _host_left()
     figures = device.memory_stats() or {}

@@ -1,8 +1,8 @@
-"""Passes device memory of others to JAX by DLPack: address, shape and datatype, and no copy.
+"""Passes device memory that JAX did not allocate to JAX by DLPack: address, shape and datatype, and no copy.
 
     PyCapsule "dltensor" ─▶ DLManagedTensor ─▶ shape; manager_ctx ─▶ the view, alive until XLA calls the deleter
 
-Own code, because the libraries that make such capsules refuse bfloat16. Source: dlpack.h, version 0 of the struct.
+Written here because the libraries that make such capsules refuse bfloat16. Source: dlpack.h, version 0 of the struct.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _drop.argtypes = [ctypes.c_void_p]
 
 
 def _delete(managed: int) -> None:
-    """Drops XLA's reference to a view; any thread may call it, and ctypes takes the GIL."""
+    """Drops XLA's reference to a ``DeviceView``; any thread may call this, and ctypes takes the GIL."""
     _drop(_Tensor.from_address(managed).manager_ctx)
 
 
 def _capsule_gone(capsule: int) -> None:
-    """Drops the view of a capsule that was never consumed: a consumer would have renamed it."""
+    """Drops the ``DeviceView`` of a capsule that was never consumed: a consumer would have renamed the capsule."""
     if _is_valid(capsule, _CAPSULE):
         _delete(_pointer_of(capsule, _CAPSULE))
 
@@ -68,18 +68,18 @@ _deleter, _destructor = _Callback(_delete), _Callback(_capsule_gone)
 
 
 def device_of(device: jax.Device) -> tuple[int, int]:
-    """Returns DLDeviceType and number of a device."""
+    """Returns a JAX device as DLPack names it: DLDeviceType and device number."""
     kind, number = jax.device_put(np.zeros(1, np.float32), device).__dlpack_device__()
     return int(kind), int(number)
 
 
 class DeviceView:
-    """A view of memory for ``jax.dlpack.from_dlpack``. It owns nothing: the memory must outlive every array made of it."""
+    """A view of device memory for ``jax.dlpack.from_dlpack``. The memory must outlive every array made from the view."""
 
     __slots__ = ("_shape", "_tensor")
 
     def __init__(self, pointer: int, dtype: np.dtype[Any], shape: Sequence[int], device: tuple[int, int]) -> None:
-        """Makes a view. ``device``: DLDeviceType and number."""
+        """``pointer``: address on the device. ``device``: DLDeviceType and device number."""
         self._shape = (ctypes.c_int64 * max(len(shape), 1))(*shape)
         self._tensor = _Tensor(
             data=pointer,
@@ -98,6 +98,6 @@ class DeviceView:
         return self._tensor.device_type, self._tensor.device_id
 
     def __dlpack__(self, **wishes: Any) -> Any:
-        """Returns a capsule. The bytes are complete already, so no stream has to wait."""
+        """Returns a DLPack capsule of this view. The memory's bytes are complete already, so no stream has to wait."""
         _keep(self)
         return _new(ctypes.addressof(self._tensor), _CAPSULE, ctypes.cast(_destructor, ctypes.c_void_p))

@@ -3,9 +3,9 @@
 in    gathered here ─▶ one transfer into the device's staging buffer
 out   one transfer of all outputs ─▶ one wait ─▶ copied out, before the next batch is gathered
 
-A piece is locked when it is first needed, which takes the driver a moment, and stays so: a thread that ends leaves it to the next
-one. Where none may be locked (``PinnedBudget``), or the system refuses it, the driver copies by memory of its own, which works as
-well.
+A piece is locked when it is first needed, which takes the driver a moment, and stays locked: when a thread ends, the next thread
+gets its piece. A piece that may not be locked (``PinnedBudget``), or that the system refuses to lock, works as well: the driver
+then copies through memory of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOGETHER = 1 << 18
 
 
 class HostStaging:
-    """One piece of host memory, whose address stays the same."""
+    """One piece of host memory for staging, ``TOGETHER`` bytes at a fixed address; page-locked if that was possible."""
 
     __slots__ = ("address", "content", "locked")
 
@@ -38,7 +38,7 @@ class HostStaging:
 
 
 class StagingPool:
-    """The pieces of a worker; several threads use it."""
+    """The host staging memory of a worker, in pieces; several threads use it."""
 
     def __init__(self, context: Context, budget: PinnedBudget) -> None:
         self._context = context
@@ -47,24 +47,30 @@ class StagingPool:
         self._closed = False
 
     def prepare(self) -> None:
-        """Locks one piece in advance, so that a thread that takes it need not wait for the driver. Raises DeviceLost."""
+        """Makes and locks one piece in advance, so that a thread that takes it need not wait for the driver.
+
+        Raises DeviceLost.
+        """
         self._free.append(self._made())
 
     def take(self) -> HostStaging:
-        """Takes a piece for the calling thread. Raises DeviceLost."""
+        """Returns a piece of host memory for the calling thread: a free one, or a new one.
+
+        Raises DeviceLost if the GPU failed.
+        """
         with contextlib.suppress(IndexError):
             return self._free.pop()
         return self._made()
 
     def give_back(self, piece: HostStaging) -> None:
-        """Gives a piece back, once nothing that uses it is queued."""
+        """Takes a piece back from a thread; no queued copy may use the piece any more."""
         if self._closed:
             self._let_go(piece)
         else:
             self._free.append(piece)
 
     def close(self) -> None:
-        """Unlocks free pieces, and others when they come back. Idempotent."""
+        """Unlocks all free pieces; pieces in use are unlocked when they are given back. Idempotent."""
         self._closed = True
         while self._free:
             self._let_go(self._free.pop())

@@ -3,7 +3,8 @@
     a thread's clock ─▶ inbox ─▶ loop, if it is idle: is the last mark reached? ─▶ another mark
                                    └─ not for too long, or an error ─▶ DeviceLost: the worker ends and is replaced
 
-The loop itself looks: a driver that does not return stops it, which the supervisor sees. While there is work, its errors tell.
+The loop itself checks: if the driver does not return, the loop stops, which the supervisor sees. While the GPU has work, the
+errors of that work show a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ INTERVAL = 1.0
 
 
 class IdleLook:
-    """Checks the GPU of one worker on its loop, while that is idle."""
+    """Checks the GPU of one worker at intervals, on the worker's loop, while the loop is idle."""
 
     def __init__(
         self,
@@ -32,10 +33,11 @@ class IdleLook:
     ) -> None:
         """
         Args:
-          idle: whether the loop has nothing to do but this.
-          post: has the loop call something, from any thread.
-          patience: seconds after which a mark that is not reached means a GPU that has failed; 0: never.
-        Raises: DeviceLost.
+          idle: returns whether the loop has nothing else to do.
+          post: has the loop call a function; for any thread.
+          patience: seconds after which a mark that the GPU has not reached means that the GPU failed; 0: never.
+          interval: seconds between two checks.
+        Raises: DeviceLost: the GPU failed.
         """
         self._idle, self._post, self._patience_ns = idle, post, int(patience * 1e9)
         try:
@@ -57,7 +59,10 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """Checks the last mark and sets another one. Raises DeviceLost: the GPU is of no use to this process any more."""
+        """Checks whether the GPU has reached the last mark, and sets another one. Does nothing if the loop is not idle.
+
+        Raises: DeviceLost: the GPU has failed, or has not reached the mark for too long.
+        """
         self._asked = False
         if self._ends.is_set() or not self._idle():
             self._since_ns = 0

@@ -1,18 +1,18 @@
-"""Page-locks host memory once, so that the GPU reaches it by itself and transfers need no copy by the host.
+"""Page-locks host memory once, so that the GPU can access it directly and transfers need no copy by the host.
 
     arenas           each segment when it is made or opened, until it is closed
     system regions   when they are registered, if their pages exist: locking a sparse object would allocate what nobody asked for
 
     loop     pin ──────────────────────────────────▶ unpin: forgotten, and its room is free again
-    thread    └─▶ register with the driver (long)     └─▶ unregister ─▶ loop: the mapping may go
+    thread    └─▶ register with the driver (long)     └─▶ unregister ─▶ loop: the mapping may be released
 
 Registering gigabytes takes the driver seconds, so all of it happens in a thread, in order; nothing on the loop waits for it.
 Memory that is not locked yet, or never, works as well: the driver copies arenas through memory of its own, and the host copies
-regions. The mapping is kept here until the driver has let go of it, whatever its owner closes meanwhile.
+regions. This module keeps a mapping until the driver has unlocked it, even if its owner closes the mapping earlier.
 
-Bounded by ``PinnedBudget``. RLIMIT_MEMLOCK says nothing about this: the driver does not charge it. If a client
-truncates an object whose pages are locked, the GPU goes on seeing the old pages, and the fault guard sees the rest. Of a client's
-memory the driver is handed only what is locked, which is why its region is told (``device_cuda.py``).
+``PinnedBudget`` bounds the locked memory. RLIMIT_MEMLOCK does not: the driver does not charge it. If a client truncates an object
+whose pages are locked, the GPU goes on seeing the old pages, and the fault guard handles accesses by the host. Of a client's
+memory the driver is given only locked pages, which is why a region is told whether it is locked (``device_cuda.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Memory:
-    """A mapping that is to be locked."""
+    """A mapping of host memory that is to be page-locked, or is."""
 
     __slots__ = ("address", "byte_size", "hold", "locked", "unwanted", "view", "what")
 
@@ -49,10 +49,10 @@ class _Memory:
 
 
 class PinnedMemory:
-    """The page-locked memory of one GPU worker; belongs to its loop."""
+    """Page-locks host memory for one GPU worker, and unlocks it. Belongs to the worker's loop."""
 
     def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
-        """Locks memory in ``thread``, which does nothing else."""
+        """``thread``: does the locking and unlocking, and nothing else."""
         self._context = context
         #: Memory that is about to be unlocked is given back already: it is unlocked before other memory is locked.
         self._budget = budget
@@ -62,9 +62,11 @@ class PinnedMemory:
         self._logged: set[str] = set()
 
     def pin(self, view: memoryview, what: str, hold: Callable[[bool], None] | None = None) -> None:
-        """Has memory locked until ``unpin``. Where that fails, the reason is logged, once for each kind.
+        """Has memory page-locked until ``unpin``. If this fails, the reason is logged, once for each kind of reason.
 
-        ``hold`` is called in the thread, with True when the memory is locked and with False before it is unlocked.
+        Args:
+          what: names the memory in the log.
+          hold: called in the thread: with True when the memory is locked, with False before it is unlocked.
         """
         memory, budget = _Memory(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):
@@ -78,7 +80,10 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
-        """Has memory unlocked; it may be closed then, and stays mapped as long as needed. Ignores memory that is not locked."""
+        """Has memory unlocked.
+
+        Its owner may close it at once; the mapping stays until it is unlocked. Ignores memory that is not locked.
+        """
         memory = self._wanted.pop(address_of(view), None)
         if memory is None:
             return
@@ -87,12 +92,12 @@ class PinnedMemory:
         self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
 
     def pin_segment(self, segment: Segment) -> None:
-        """Locks a segment of an arena until it is closed."""
+        """Has an arena's segment page-locked until the segment is closed."""
         self.pin(segment.view, "an arena's segment")
         segment.before_close = lambda: self.unpin(segment.view)
 
     def close(self) -> None:
-        """Unlocks all memory, and waits for it."""
+        """Unlocks all memory, and waits until this is done."""
         for memory in list(self._wanted.values()):
             self.unpin(memory.view)
         self._thread.finish()

@@ -1,7 +1,7 @@
-"""Devices of a model that runs on several of them, and the rule that one such program runs at a time in a worker.
+"""The devices of a model that runs on several of them, and the rule that a worker runs one program on several devices at a time.
 
-Parts of a program wait for each other. Were two programs begun by two threads, some devices might begin with one and some with
-the other, and all would wait for ever.
+The parts of such a program wait for each other. If two threads began two programs, some devices might begin with the first and
+some with the second, and all would wait for ever.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ _RUNNING = threading.Lock()
 
 
 class SeveralDevices:
-    """The devices of one model version; also a single one, if it is not its worker's first."""
+    """The devices of one model version that runs on several devices, or on a single one that is not its worker's first."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)
         self._everywhere = NamedSharding(Mesh(self.devices, ("devices",)), PartitionSpec())
 
     def sharding(self, leaf: Any) -> Any:
-        """Returns the sharding that the author has given a parameter, or None."""
+        """Returns the sharding that the model's author has given a parameter, or None if the author has given it none."""
         laid = isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.committed)
         return leaf.sharding if laid else None
 
     def place(self, model: str, parameters: Any, compiled: jax.stages.Compiled) -> Any:
-        """Puts the parameters where a program wants them; each device gets those that it does not use.
+        """Puts the parameters on the devices where a program needs them.
 
-        Raises: Internal: there is no room for their parts.
+        A parameter that the program does not use goes to every device.
+
+        Args:
+          model: the model's name, for errors.
+          parameters: a tree of parameters; those that the author has sharded stay as they are.
+        Raises: Internal: a device has no room for its part of the parameters.
         """
         ((wanted, *_), _) = compiled.input_shardings
         leaves, structure = jax.tree.flatten(parameters)
@@ -51,18 +56,24 @@ class SeveralDevices:
 
     @staticmethod
     def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
-        """Returns the ids of a program's devices, in its order. Raises whatever a jax raises that lacks the attribute."""
+        """Returns the ids of a program's devices, in the program's order.
+
+        Raises AttributeError if this version of JAX does not tell.
+        """
         shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         # The attribute is private but needed: a program that is loaded for another order ends the process when it is run.
         return tuple(device.id for device in shardings[0]._device_assignment)
 
     def ordered(self, ids: Any) -> list[jax.Device]:
-        """Returns the devices with these ids. Raises KeyError: some are not of this model."""
+        """Returns the devices with these ids, in this order. Raises KeyError if the model does not have one of them."""
         known = {device.id: device for device in self.devices}
         return [known[number] for number in ids]
 
     def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a program such that it runs while no other one of several devices does, and returns when it is done."""
+        """Wraps a program so that it never runs at the same time as another one on several devices.
+
+        A call of the wrapped program returns when its outputs are computed.
+        """
 
         @functools.wraps(call, updated=())
         def run(*arguments: Any) -> Any:

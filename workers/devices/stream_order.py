@@ -1,4 +1,4 @@
-"""Orders the worker's copies after XLA's work: the worker's stream waits for a result on the device, and no thread does.
+"""Orders the worker's copies after XLA's work: the worker's stream waits on the device for a result, and no thread has to wait.
 
     XLA's stream    | program ▸ its event |
     the worker's                          └▶ waits for it ▸ copy ▸ the one event that a thread waits for
@@ -17,7 +17,7 @@ from tensord.shm.cuda_regions import Context
 
 
 class StreamOrder:
-    """Orders copies after XLA's work on one device."""
+    """Makes the worker's copies wait for XLA's work on one device."""
 
     __slots__ = ("_context", "_said")
 
@@ -27,9 +27,10 @@ class StreamOrder:
         self._said = True
 
     def follow(self, made: jax.Array) -> Any:
-        """Orders all that the calling thread queues from now on after the computation of ``made``.
+        """Makes everything that the calling thread queues on the worker's stream from now on wait until ``made`` is computed.
 
-        Returns: an object to keep until that has happened. Raises what computing it has raised so far.
+        Returns: an object to keep until the queued work is done.
+        Raises: what computing ``made`` has raised so far.
         """
         if self._said:
             try:
