@@ -1,1 +1,1 @@
-"""Processes that compile what a worker has traced: a compiler that dies fails one model's load, and takes no worker with it."""
+"""Processes that compile programs for a worker: a compiler that crashes fails one model's load, and not the worker."""

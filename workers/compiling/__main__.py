@@ -1,8 +1,8 @@
-"""Compiles programs for the worker that started it: ``python -m tensord.workers.compiling --fd N``.
+"""Compiles programs for the worker that started this process: ``python -m tensord.workers.compiling --fd N``.
 
 The worker holds the other end of socket N. The process has XLA and nothing else: no jax, no model's code, no parameters, no
-cache. Modules come in, executables go out. It ends when nothing was asked for a while, and at once when its worker is gone, also
-in the middle of a compilation.
+cache. Modules come in, executables go out. The process ends when it had no work for a while, and at once when its worker is gone,
+also in the middle of a compilation.
 """
 
 from __future__ import annotations
@@ -61,13 +61,16 @@ def _end_with_worker(fd: int) -> None:
 
 
 class Compiler:
-    """Compiles with clients of XLA:CPU, made as needed. An interface that jaxlib lacks is a refusal like any other."""
+    """Compiles programs with clients of XLA:CPU, which it makes as needed."""
 
     def __init__(self) -> None:
         self._clients: dict[tuple[int, int], Any] = {}
 
     def compile(self, asked: Compile) -> Compiled | CompileRefused:
-        """Compiles one program for a client like the worker's."""
+        """Compiles one program for a client with as many threads and devices as the worker's.
+
+        Any failure becomes a CompileRefused.
+        """
         try:
             xla = _xla()
             client = self._client(xla, asked.threads, asked.device_count)

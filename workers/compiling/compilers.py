@@ -4,8 +4,8 @@
                                   │ killed, crashed, out of memory
                                   └─▶ CompilerDied: that program's load fails; the next one gets a new process
 
-Each process ends by itself when nothing was asked of it for a while, and with its worker. It is killed where nobody wants what
-it compiles any more. A program that takes very long does not stand before others: for these there is another process then.
+A process ends by itself when it had no work for a while, and with its worker. It is killed when nobody wants the program that it
+compiles any more. Other programs do not wait for one that takes very long: another process is started for them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,28 @@ from tensord.workers.threads.turns import Turns
 
 
 class CompilerDied(Exception):
-    """Raised where a process ended while it compiled; the text says how."""
+    """Raised if a compile process ended while it compiled a program; the text says how it ended."""
 
 
 class Compilers:
-    """Up to ``count`` compile processes. Any number of threads may use them; those beyond ``count`` wait."""
+    """Compiles programs in up to ``count`` processes. Any number of threads may use it; threads beyond ``count`` wait."""
 
     def __init__(self, count: int, long_seconds: float = 0.0) -> None:
-        """Starts no process yet. ``long_seconds``: a program that takes longer is not counted (``Turns``)."""
+        """Starts no process yet.
+
+        ``long_seconds``: a program that compiles for longer does not count towards ``count`` (``Turns``).
+        """
         self.count = count
         self._turns = Turns(count, long_seconds)
         # The process that was used last is taken first, so that the others become idle and end.
         self._free: deque[_Process] = deque()
 
     def compile(self, asked: Compile, cancellation: Cancellation) -> Compiled | CompileRefused:
-        """Has a program compiled. Raises CompilerDied; Cancelled: nobody wants it any more; OSError: no process can start."""
+        """Has a process compile a program.
+
+        Raises: CompilerDied: the process ended meanwhile.  Cancelled: nobody wants the program any more.  OSError: no process
+        could be started.
+        """
         with self._turns.turn(cancellation):
             while True:
                 process = self._taken()
@@ -68,7 +75,7 @@ class _Process:
     """One compile process; used by one thread at a time."""
 
     def __init__(self) -> None:
-        """Starts the process. Raises OSError: there is no room for it."""
+        """Starts the process. Raises OSError if the system cannot start it."""
         ours, theirs = Pipe()
         try:
             self._process = subprocess.Popen(
@@ -90,7 +97,11 @@ class _Process:
         threading.Thread(target=self._bury, name="compile process", daemon=True).start()
 
     def compile(self, asked: Compile) -> Compiled | CompileRefused | None:
-        """Has the process compile a program. Returns None if it had ended before. Raises CompilerDied."""
+        """Has the process compile a program.
+
+        Returns: None if the process had ended without work, so that another one has to be asked.
+        Raises: CompilerDied: the process ended while it compiled.
+        """
         if self._process.poll() is not None:
             return None
         with self._lock, contextlib.suppress(EOFError, OSError):
@@ -103,7 +114,7 @@ class _Process:
         raise CompilerDied(f"exited with status {status}")
 
     def kill(self) -> None:
-        """Kills the process, because nobody wants what it compiles; any thread may call this."""
+        """Kills the process, because nobody wants the program that it compiles; any thread may call this."""
         self.killed = True
         self._process.kill()
 

@@ -1,4 +1,4 @@
-"""Records between a worker and its compile processes, each in a message of its own.
+"""Records between a worker and its compile processes; each record is one message.
 
 worker    Compile ─▶
           ◀─ Compiled | CompileRefused        one answer for each, in their order
@@ -12,7 +12,7 @@ from tensord.shm.record import Record
 
 
 class Compile(Record, frozen=True):
-    """Asks for one program to be compiled."""
+    """Asks a compile process to compile one program."""
 
     #: MLIR bytecode of a module of StableHLO.
     module: bytes
@@ -25,13 +25,13 @@ class Compile(Record, frozen=True):
 
 
 class Compiled(Record, frozen=True):
-    """Answers with the executable, as XLA serialises it."""
+    """Answers a Compile record with the executable, as XLA serialises it."""
 
     executable: bytes
 
 
 class CompileRefused(Record, frozen=True):
-    """Answers with what the compiler raised."""
+    """Answers a Compile record with the error that the compiler raised."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Inputs of an executable on a GPU that are gathered in host memory and sent in one transfer."""
+"""Inputs of an executable on a GPU that are gathered in host memory and sent to the GPU in one transfer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from tensord.workers.devices.host_staging import TOGETHER
 
 
 class DeviceInputs:
-    """The inputs of one executable. A thread's executables share the memory: it is filled and sent before the next one's."""
+    """The inputs of one executable on a GPU, laid out in host memory.
+
+    All executables of a thread share this memory: inputs are gathered and sent before those of the next executable are gathered.
+    """
 
     __slots__ = ("_byte_size", "_device", "_parts")
 
     def __init__(self, device: CudaDevice, inputs: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]]) -> None:
-        """Lays inputs out: name, dtype, and shape in the program."""
+        """Lays the inputs out. ``inputs``: name, dtype, and shape in the program of each input."""
         self._device = device
         self._parts: list[tuple[str, np.dtype[Any], tuple[int, ...], int]] = []
         at = 0
@@ -30,12 +33,12 @@ class DeviceInputs:
 
     @property
     def fit(self) -> bool:
-        """True where the host memory has room for the inputs."""
+        """True if the host memory has room for all inputs."""
         return 0 < self._byte_size <= TOGETHER
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """Returns arrays in host memory to gather inputs in. Raises DeviceLost."""
+        """The arrays in host memory to gather the inputs in, by name. Raises DeviceLost if the GPU failed."""
         content = self._device.host.content
         found: dict[str, Array] = {}
         for name, dtype, shape, at in self._parts:
@@ -44,7 +47,10 @@ class DeviceInputs:
         return found
 
     def send(self) -> dict[str, jax.Array]:
-        """Sends the gathered inputs to the device. Returns arguments. Raises Unavailable: it has no memory.  DeviceLost."""
+        """Sends the gathered inputs to the GPU. Returns them as arguments of the program.
+
+        Raises: Unavailable: the GPU has no memory left.  DeviceLost: the GPU failed.
+        """
         return self._device.send(self._parts, self._byte_size)
 
     def __repr__(self) -> str:

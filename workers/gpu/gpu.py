@@ -1,4 +1,4 @@
-"""The GPU as an execution device: one thread's programs, and its copies to and from the GPU."""
+"""The GPU as an execution device: the programs of one thread, and their copies to and from the GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class Gpu(ExecutionDevice):
-    """Runs programs on a GPU. It belongs to one thread, as its ``CudaDevice`` does."""
+    """Runs programs on a GPU. Belongs to one thread, as its ``CudaDevice`` does."""
 
     remote = True
 
@@ -39,7 +39,7 @@ class Gpu(ExecutionDevice):
         return [np.asarray(array) for array in made] if fetched is None else [*fetched]
 
     def small_programs(self, signature: Signature, sets: ParameterSets) -> None:
-        """Returns None: small programs run on the GPU as well."""
+        """Returns None: on a GPU small programs run on the GPU, like all others."""
 
     def keeps(self, request: Request) -> bool:
         return stays(request)

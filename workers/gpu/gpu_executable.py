@@ -1,4 +1,4 @@
-"""A program on a GPU: copies inputs there, and fetches outputs, delivers them to their places, or leaves them on the GPU.
+"""A program on a GPU: copies inputs to the GPU, and fetches outputs, delivers them to their places, or leaves them on the GPU.
 
 large inputs    the device's staging buffer
 small ones      by way of page-locked memory, in one transfer (``device_inputs.py``)
@@ -59,11 +59,10 @@ class GpuExecutable(Executable):
         return [np.asarray(made[name]) for name in self._signature.outputs] if found is None else [*found]
 
     def _fetch(self, made: Mapping[str, Any]) -> list[bytes] | None:
-        """Fetches the outputs' contents from the device, in one transfer where the program has packed them.
+        """Fetches the outputs' contents from the GPU, in one transfer if the program has packed them.
 
-        Returns one content for each output: layouts of a model's programs are alike, packed or not, whatever their rows.
-
-        None: they are too large for one transfer. Raises as ``read``.
+        Returns: one content for each output, whether the program packs them or not; None: they are too large for one transfer.
+        Raises: DeviceLost: the GPU failed; or what the run of the program raised.
         """
         packed = made.get(PACKED)
         if packed is None:
@@ -74,7 +73,7 @@ class GpuExecutable(Executable):
         return self._cuda.take([packed], self._cuts)
 
     def _arrays_in(self, contents: Sequence[bytes], made: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns the outputs as arrays in fetched contents."""
+        """Returns the outputs as arrays, by name, that are views of fetched contents."""
         if self._fetched is None:
             arrays = {name: made[name] for name in self._signature.outputs}
             self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in arrays.items()]
@@ -113,7 +112,7 @@ class GpuExecutable(Executable):
         return RunOutputs(dict(zip(self._signature.outputs, kept, strict=True)), None)
 
     def _delivered(self, made: Mapping[str, Any], request: Request, places: Places) -> RunOutputs:
-        """Has the GPU copy a single request's outputs to their places."""
+        """Has the GPU copy the outputs for a single request to their places."""
         reached = places.reached()
         outputs = self._cuda.deliver({name: made[name] for name in self._signature.outputs}, reached)
         places.written = reached.keys()
@@ -121,20 +120,23 @@ class GpuExecutable(Executable):
         return RunOutputs(cast(dict[str, Array], outputs), None)
 
     def sizes(self, requests: Sequence[Request], whole: bool) -> Mapping[str, int] | None:
-        """Returns the outputs' sizes if they are large, or may be wanted on the GPU; else None."""
+        """Returns output -> bytes, if places should be found for the outputs before the run; otherwise None.
+
+        That is so if one request gets the outputs uncut (``whole``), and they are large or may be wanted on the GPU.
+        """
         if not whole:
             return None
         sizes = self.output_sizes
         return sizes if sum(sizes.values()) > LIMIT or stays(requests[0]) else None
 
     def offer(self, request: Request, places: Places) -> None:
-        """Does nothing: places are given to the GPU with the run."""
+        """Does nothing: on a GPU the places are passed with the run."""
 
     def settle(self, places: Places) -> None:
-        """Does nothing: delivered outputs are copies."""
+        """Does nothing: on a GPU outputs were copied to their places."""
 
     def single_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> None:
-        """Returns None: C runs no request on a GPU."""
+        """Returns None: the C extension runs no requests on a GPU."""
 
     def __repr__(self) -> str:
         return f"<GpuExecutable {self.wanted}>"

@@ -1,11 +1,11 @@
-"""Lists the private interfaces of JAX that a worker uses; each may be gone in any version.
+"""Lists the private interfaces of JAX that a worker uses; any version of JAX may lack some of them.
 
-    user ─▶ COMPILER.find() ─▶ the thing, or Missing: the user goes its other way, and answers stay the same
+    user ─▶ COMPILER.find() ─▶ the interface, or Missing: the user takes its fallback, and answers stay the same
     worker, as it starts ─▶ missing() ─▶ the supervisor's log and ``tensorctl status``
 
 Nothing else may be imported from ``jax._src``, ``jaxlib`` or an underscored name of JAX's (``tests/test_imports.py``). What is
-documented, ``jax.extend`` and ``jax.experimental`` included, is not listed. Interfaces that only show when a program is compiled
-or run say so: whoever uses one tries it, and takes any failure for its absence.
+documented, ``jax.extend`` and ``jax.experimental`` included, is not listed. Some interfaces show only when a program is compiled
+or run whether they exist, and are marked so: code that uses one tries it, and takes any failure for its absence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Missing(Exception):
-    """Raised where this JAX lacks an interface; the text says what it lacks."""
+    """Raised if this version of JAX lacks an interface; the text says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Interface:
     look: Callable[[], Any] | None
 
     def find(self) -> Any:
-        """Returns the interface itself. Raises Missing."""
+        """Returns the private module, class or function of JAX that this interface stands for. Raises Missing if JAX lacks it."""
         assert self.look is not None, f"{self.name} cannot be looked for"
         try:
             return self.look()
@@ -174,7 +174,7 @@ INTERFACES = (
 
 
 def missing() -> tuple[str, ...]:
-    """Returns a sentence for each interface that this JAX lacks: the consequence, and what it lacks."""
+    """Returns a sentence for each interface that this version of JAX lacks: the consequence, and what is missing."""
     found = []
     for interface in INTERFACES:
         try:

@@ -1,4 +1,4 @@
-"""64-bit elements, for which JAX has a mode that is set for each thread."""
+"""JAX's mode for 64-bit elements, which is set for each thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.experimental
 
 
 def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which JAX has 64-bit elements, or has none."""
+    """Returns a context in which JAX has 64-bit elements (``wanted``) or only smaller ones."""
     # Older versions have it among what is experimental.
     library: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
     made: contextlib.AbstractContextManager[object] = library.enable_x64(wanted)
@@ -19,5 +19,8 @@ def enable_x64(wanted: bool = True) -> contextlib.AbstractContextManager[object]
 
 
 def byte_size_of(array: jax.Array) -> int:
-    """Returns the bytes of an array. ``nbytes`` of JAX 0.6 counts 64-bit elements as 32 bits, outside of that mode."""
+    """Returns the bytes of an array.
+
+    JAX 0.6's ``nbytes`` counts 64-bit elements as 32 bits outside of the mode for 64-bit elements.
+    """
     return math.prod(array.shape) * array.dtype.itemsize

@@ -1,1 +1,1 @@
-"""Brings models into memory: reads declarations, creates, compiles and runs them once, until they can serve."""
+"""Loads models: reads their declarations, creates, compiles and runs them once, until they can serve."""

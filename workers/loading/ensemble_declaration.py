@@ -1,4 +1,4 @@
-"""Loads ensembles, which have no code: of their configuration, completed by their members in the same worker."""
+"""Loads ensembles, which have no code: from their configuration, completed by their members in the same worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tensord.workers.tensors.signature import Signature, signature
 
 
 def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """Loads an ensemble; ``joined`` adds what it takes from its members, once it is adopted."""
+    """Loads an ensemble. ``joined`` must add the properties of its members before it can serve."""
     model_config.complete(message)
     model_checks.check(message, whole=True)
     return LoadedModel(
@@ -46,7 +46,7 @@ def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max
 
 
 def _graph(message: ModelConfig) -> EnsembleGraph:
-    """Returns the steps of a checked configuration; ``joined`` finds out which of them stream."""
+    """Returns the graph of steps in a checked configuration; ``joined`` finds out which of the steps stream."""
     scheduling = message.ensemble_scheduling
     steps = [
         EnsembleStep(step.model_name, max(0, step.model_version), dict(step.input_map), dict(step.output_map))
@@ -57,7 +57,7 @@ def _graph(message: ModelConfig) -> EnsembleGraph:
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> LoadedModel:
-    """Completes a loaded ensemble by its members' properties. Raises NotFound: a member is not there."""
+    """Returns a loaded ensemble completed with the properties of its members. Raises NotFound if a member is not loaded."""
     assert loaded.ensemble is not None
     members = [models.find(step.model, step.version) for step in loaded.ensemble.steps]
     graph = loaded.ensemble
@@ -81,7 +81,7 @@ def _in_its_order(step: EnsembleStep, member: ModelVersion) -> dict[str, str]:
 
 
 def _labelled(signature: Signature, graph: EnsembleGraph, members: list[ModelVersion]) -> Signature:
-    """Gives outputs without labels of their own the labels of the members' outputs that they are."""
+    """Returns the signature of an ensemble, in which outputs without a label file get the labels of the members' outputs."""
     outputs = dict(signature.outputs)
     for step, member in zip(graph.steps, members, strict=True):
         for name, tensor in step.outputs.items():

@@ -1,4 +1,4 @@
-"""Exports a version with a model.py: reads it as the loader does, and writes one without (``exporting``)."""
+"""Exports a model version with a model.py: reads it as the loader does, and writes a version without Python (``exporting``)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tensord.workers.tensors.signature import Declared, signature
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
-    """Exports a model into ``folder``.
+    """Exports a model version into ``folder``.
 
     Args:
-      platforms: comma-separated, as jax.export names them; "": the device's.
+      platforms: comma-separated, as jax.export names them; "": the platform of the device.
 
-    Raises: ServingError: it cannot be exported; the reason is one sentence.
+    Raises: ServingError: the version cannot be exported; the message says why in one sentence.
     """
     message = model_config.from_bytes(load.config)
     folders = (Path(load.version_path), Path(load.model_path))
@@ -84,7 +84,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
 
 
 def _copy(message: ModelConfig, source: Path, folder: Path) -> None:
-    """Copies the files beside the versions that the configuration names."""
+    """Copies the files that the configuration names, label files and warmup data, from one model folder to another."""
     for name in {output.label_filename for output in message.output} - {""}:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)

@@ -29,13 +29,13 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def compiling_alone(aside: Aside, turns: Turns, progress: LoadProgress) -> Iterator[None]:
-    """Waits to compile a model and run it for the first time: one model at a time does so, while others are loaded up to there.
+    """Waits for the turn to compile a model and run it for the first time; the turn lasts as long as the context.
 
-    Each model's compilation takes memory of its own, hundreds of megabytes for a large program, and on a GPU also some of the
-    device's, for the kernels that are tried. So a start compiles one model after the other. But a program that takes very long
-    lets the next model begin beside it (``Turns``): a few more at the most, so that what they take stays bounded.
+    One model at a time does so; others are loaded up to this point meanwhile. Each compilation takes memory, hundreds of
+    megabytes for a large program, and on a GPU also some of the device's, for the kernels that are tried. But if a program takes
+    very long, the next model may begin before it is done (``Turns``): only a few more, so that the memory stays bounded.
 
-    Raises Cancelled: the load was given up while it waited.
+    Raises Cancelled: the load was cancelled while it waited.
     """
     with aside(), turns.turn(progress.cancellation) as progress.renew:
         yield
@@ -56,22 +56,23 @@ class Planned:
     priority: int
 
     def is_as(self, instance: Instance) -> bool:
-        """Returns whether an instance that runs is this one already."""
+        """Returns whether a running instance has all properties of this planned one."""
         has = instance.name, instance.place, instance.passive, instance.needs, instance.priority
         return has == (self.name, self.place, self.passive, self.needs, self.priority)
 
 
 class InstanceGroups:
-    """The instances that one completed configuration asks for on this worker."""
+    """The instances that a model's completed configuration asks for on this worker."""
 
     def __init__(
         self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
     ) -> None:
         """
         Args:
-          gpu: the number of the worker's first GPU, and ``devices`` how many it has.
-          limits: resource -> how much the operator allows on this device; None: there is no rate limiter.
-        Raises: InvalidArgument: an instance needs more than there is.
+          gpu: the number of the worker's first GPU; None: the worker runs on the processor.
+          limits: resource -> how much of it the operator allows on this device; None: there is no rate limiter.
+          devices: how many devices the worker has.
+        Raises: InvalidArgument: an instance needs more of a resource than there is.
         """
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
         groups = [
@@ -107,16 +108,19 @@ class InstanceGroups:
 
     @property
     def active(self) -> int:
-        """How many instances take requests."""
+        """The number of instances that take requests."""
         return sum(not planned.passive for planned in self.instances)
 
     @property
     def limited(self) -> bool:
-        """True where any instance needs resources."""
+        """True if any instance needs resources of the rate limiter."""
         return any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str, kind: str) -> None:
-        """Logs that instances of a model of some kind take turns. Raises Unsupported: they also need resources."""
+        """Logs that a model's instances take turns. Raises Unsupported if they also need resources of the rate limiter.
+
+        ``kind``: why they take turns, in words for the error, such as "a model with batch_sets".
+        """
         if self.limited:
             raise Unsupported(f"model '{model}': {kind} cannot wait for resources of the rate limiter")
         _log.info("model '%s': its %d instances take turns", model, self.active)
@@ -130,7 +134,7 @@ class InstanceGroups:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Starts a worker's instances. ``gpu``, ``limits`` and ``devices`` are as in ``InstanceGroups``."""
+    """Starts a worker's instances. ``gpu``, ``limits`` and ``devices`` are those of ``InstanceGroups``."""
 
     gpu: int | None
     limits: Mapping[str, int] | None
@@ -142,7 +146,7 @@ class Starting:
     aside: Aside
 
     def groups(self, message: ModelConfig) -> InstanceGroups:
-        """Returns a model's instances. Raises InvalidArgument: an instance needs more than there is."""
+        """Returns a model's instances. Raises InvalidArgument if an instance needs more of a resource than there is."""
         return InstanceGroups(message, self.gpu, self.limits, self.devices)
 
     def start(
@@ -153,14 +157,13 @@ class Starting:
         cancellation: Cancellation,
         former: Sequence[Instance] = (),
     ) -> tuple[Instance, ...]:
-        """Starts a thread for each configured instance, initialises all at the same time, and warms them up.
-
-        Raises what one instance raises, and ends the others. Cancelled: the load was given up; instances that are being
-        initialised end when that is over.
+        """Starts a thread for each configured instance, initialises all instances at the same time, and warms them up.
 
         Args:
-          jitted: the model that instances run, if it is compiled.
-          former: instances of the version that this one replaces; those that are asked for again are kept as they are.
+          jitted: the compiled model that the instances run; None: they run something else.
+          former: instances of the version that this one replaces; those that are asked for again are taken over unchanged.
+        Raises: whatever an instance raises first; the other new instances are ended.  Cancelled: the load was cancelled;
+        instances that are being initialised end after that.
         """
         cancellation.check()
         create = maker.create(message, jitted)

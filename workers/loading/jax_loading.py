@@ -1,4 +1,4 @@
-"""Makes a jitted model of what model.py created: its programs, and state of its sequences."""
+"""Makes a jitted model from what ``create`` of model.py returned: its programs, and the state of its sequences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ from tensord.workers.tensors.state import initial_state
 def run_samples(
     jitted: JaxModel, prepared: Sequence[Sample], own: ExecutionDevice, model: str, check: CheckDevice
 ) -> None:
-    """Runs each sample once. ``own``: the device for the caller's thread, which is closed afterwards."""
+    """Runs each warm-up sample once on a jitted model.
+
+    Args:
+      prepared: the samples.
+      own: the device for the calling thread; it is closed afterwards.
+      check: raises DeviceLost if the device failed.
+    """
     if jitted.free_state is not None:
         for sample in prepared:
             sample.begin(jitted.free_state.begun)
@@ -44,7 +50,7 @@ def run_samples(
 
 
 def indexed(apply: Callable[..., Any]) -> Apply:
-    """Wraps a function of stacked parameters, inputs and index, as one that is given the index beside the parameters."""
+    """Wraps a function of stacked parameters, inputs and index as a function of (stacked parameters, index) and inputs."""
 
     @functools.wraps(apply)
     def of_pair(parameters: tuple[Any, Any], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -71,10 +77,12 @@ def jitted_model(
     """Makes a jitted model, whose programs are not compiled yet.
 
     Args:
-      described: its tensors and state; ``buckets`` are those of its programs.
-      created: function, parameters, and initial state.
-      instances, alone: as of ``JaxModel``; ``several``, ``mixed``, ``on_demand``: as of ``Executables``.
-    Raises: InvalidArgument, Unsupported: it cannot be served.
+      described: the model's tensors and state.
+      buckets: the shapes of the model's programs.
+      created: the function, its parameters and the initial state.
+      instances, alone: passed to ``JaxModel``.
+      several, mixed, on_demand: passed to ``Executables``.
+    Raises: InvalidArgument, Unsupported: the model cannot be served.  Internal: there is no memory for its parameters.
     """
     apply, parameters, first = created
     limits = target.options.executables

@@ -1,4 +1,4 @@
-"""Brings one model version into memory: its code, its completed configuration, its executables or instances.
+"""Loads one model version: its code, its completed configuration, its executables or instances.
 
     Load record ─▶ model.py in a module of its own ─▶ configuration: given, declared, completed, checked
                 ─▶ jitted function with executables  |  host-side function  |  TritonPythonModel objects
@@ -96,7 +96,10 @@ class Loader:
     ) -> None:
         """
         Args:
-          server: takes models' calls; None: nothing will be served.
+          target: the device, the cache of programs and the limits to load for.
+          inbox: calls from other threads to the worker's loop.
+          page: the worker's status page.
+          server: carries out calls that models make to other models; None: no model is served.
           aside: makes a context that the loader's thread enters while other loads may go on.
         """
         own_flags.prepare()
@@ -118,9 +121,10 @@ class Loader:
         self._starting = Starting(target.gpu, limits, len(self._devices), inbox, page, self._check, aside)
 
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
-        """Brings a version into memory. ``tell`` and ``cancellation`` are those of ``LoadProgress``.
+        """Loads a model version. ``tell`` and ``cancellation`` are those of ``LoadProgress``.
 
-        Raises: ServingError: with one calm sentence, whatever went wrong; details are in the log.  Cancelled: it was given up.
+        Raises: ServingError: loading failed; the message is one sentence, and details are in the log.  Cancelled: the load was
+        cancelled.
         """
         progress = LoadProgress(record.name, record.version, tell, cancellation)
         try:
@@ -384,9 +388,15 @@ class Loader:
         return lambda _: JittedInstance(jitted, self._target.execution.beside())
 
     def regrouped(self, record: Load, former: LoadedModel, cancellation: Cancellation) -> LoadedModel | None:
-        """Returns a serving version with another number of instances, or None where more has changed and it has to be loaded.
+        """Returns a serving version with another number of instances, if nothing else differs between two Load records.
 
-        Instances that stay are kept as they are, and nothing is compiled. Raises as ``load``.
+        Instances that stay are not started again, and nothing is compiled.
+
+        Args:
+          record: the new Load record.
+          former: the version that serves.
+        Returns: None if more has changed, so that the version has to be loaded.
+        Raises: ServingError: an instance could not be started.  Cancelled: the load was cancelled.
         """
         maker, known = former.maker, former.record
         if maker is None or known is None or not record.content or record.config == known.config:
@@ -434,7 +444,7 @@ class Loader:
 
     @staticmethod
     def _completed(message: ModelConfig, record: Load, maker: InstanceMaker) -> ModelConfig:
-        """Returns the configuration with a Load record's instance groups, completed."""
+        """Returns the configuration with the instance groups of a Load record, completed."""
         given, made = model_config.from_bytes(record.config), model_config.empty(message.name)
         made.CopyFrom(message)
         del made.instance_group[:]

@@ -1,4 +1,4 @@
-"""Splits a model's parameters: arrays become arguments of its compiled programs, all other leaves become part of them.
+"""Splits a model's parameters: arrays become arguments of its compiled programs, all other leaves become part of the programs.
 
 A pytree of parameters may hold leaves that cannot be arguments: activation functions, flags that decide a Python branch, names.
 Such a leaf never changes, so the function is compiled with it. ``equinox.partition(model, equinox.is_array)`` does so by hand.
@@ -41,7 +41,7 @@ def warn_of_keys(model: str, parameters: Any) -> None:
 
 
 def warn_of_leaves(model: str, parameters: Any) -> None:
-    """Logs a warning where many parameters are no arrays: each number of a list is a constant in each program."""
+    """Logs a warning if many parameters are not arrays: then each number in a list becomes a constant in each program."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     fixed = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _ARRAYS)]
     byte_size = sum(int(getattr(leaf, "nbytes", 8 * isinstance(leaf, (int, float)))) for _, leaf in fixed)
@@ -60,7 +60,7 @@ def warn_of_leaves(model: str, parameters: Any) -> None:
 
 
 def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> ParameterSets:
-    """Makes the parameter sets of a model that runs on the host, whose parameters may be anything and stay where they are."""
+    """Makes the parameter sets of a model that runs on the host. Its parameters may be any objects, and are not moved."""
     try:
         leaves, structure = jax.tree.flatten(parameters)
         names = array_names(parameters)
@@ -78,12 +78,15 @@ def host_sets(model: str, parameters: Any, room: DeviceRoom | None = None) -> Pa
 
 
 def array_names(parameters: Any) -> list[str]:
-    """Returns the names of the arrays among a model's parameters, in the order in which ``parted`` returns them."""
+    """Returns the names of the arrays among a model's parameters, in the order in which ``parted`` returns the arrays."""
     return names_of(parameters, _ARRAYS)
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns the function of arrays alone, and the arrays; both unchanged where all parameters are arrays."""
+    """Returns a function that takes only the arrays among the parameters, and these arrays in a list.
+
+    If all parameters are arrays, function and parameters are returned unchanged.
+    """
     leaves, structure = jax.tree.flatten(parameters)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
     if len(arrays) == len(leaves):

@@ -1,4 +1,4 @@
-"""Brings a stepped model into memory, for ``tensord.workers.loading.loader``.
+"""Loads a stepped model, for ``tensord.workers.loading.loader``.
 
 model.py ─▶ declared ─▶ checked ─▶ create ─▶ programs: traced, checked, compiled, run once
 """
@@ -45,8 +45,11 @@ def load_stepped(
     """Creates a stepped model and compiles its programs.
 
     Args:
-          described: its signature; inputs include properties of requests that insert asks for.
-    Raises: ServingError, or whatever the model raises.
+      described: the model's signature; its inputs include properties of requests that insert asks for.
+      declared: what model.py declares about slots and steps.
+      asked: properties of requests that insert asks for; None: none.
+      flags: settings of JAX that the model's code has changed for itself.
+    Raises: ServingError: the model cannot be served; or whatever the model's code raises.
     """
     check_stepped(message, described)
     if device_count(message, module) > 1:

@@ -1,4 +1,4 @@
-"""A load target: a worker's device, the cache of its programs, and the limits that the configuration sets."""
+"""What models are loaded for: a worker's device, the cache of its programs, and the limits that the configuration sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tensord.workers.programs.jax_cache import use_persistent_cache
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """Says for what a loader loads model versions; a worker has one."""
+    """The device, cache and limits that a loader loads model versions for; a worker has one target."""
 
     options: Options
     device: jax.Device
@@ -45,12 +45,14 @@ class LoadTarget:
         alone: bool = False,
         pinned: PinnedBudget | None = None,
     ) -> LoadTarget:
-        """Makes the target of a worker process, with the configured cache, and turns JAX's own on in the process.
+        """Makes the target of a worker process, with the configured cache. Also turns on JAX's own cache in the process.
 
         Args:
-          outside: compiles for the cache.
-          alone: whether one model has the process to itself, and may change its state.
-          pinned: host memory that may be page-locked for parameters that leave a GPU.
+          gpu: the device's number among the daemon's GPUs; None: the device is a processor.
+          cuda: the GPU for the loop's thread; None: the device is a processor, or CUDA cannot be used.
+          outside: compiles programs in other processes; None: they are compiled in this process.
+          alone: whether one model has the process to itself, and may change process-wide state.
+          pinned: the host memory that may be page-locked for parameters that leave a GPU; None: none may be.
         """
         directory = cache_directory(options.executables.cache_directory)
         cache = ExecutableCache(directory, use_persistent_cache(directory), outside)
@@ -66,5 +68,5 @@ class LoadTarget:
 
     @property
     def devices(self) -> list[jax.Device]:
-        """The worker's devices, of which a model may have several."""
+        """All devices of the worker; a model may run on several of them."""
         return list(self.device.client.local_devices())

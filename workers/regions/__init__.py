@@ -1,1 +1,1 @@
-"""Clients' memory on the worker's side: mappings, leases, and which objects may be used and how."""
+"""Clients' memory as a worker uses it: mappings, leases, and which objects may be used and how."""

@@ -3,8 +3,8 @@
     SegmentOpened 3 + memfd ──▶ region "@3" of this lane ──SegmentClosed 3, or the lane ends──▶ leaving ──last lease──▶ unmapped
     RegionSlice("@3", ...)  ──▶ that region              RegionSlice("frames", ...) ──▶ a registered region, as for anybody
 
-Nothing is translated: what a record names is looked up here, so answers name segments as their requests did. Another lane's "@3"
-is another region, and what a client registers under such a name no lane finds.
+Names are not translated: they are looked up here as the record has them, so answers name segments as their requests did. Another
+lane's "@3" is another region, and no lane finds a region that a client has registered under such a name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_REFUSED = 256
 
 
 class LaneSegments(ArenaMap):
-    """The segments of one client's lane, in place of the request arena that a front has."""
+    """The segments of one client's lane. A front has a request arena instead."""
 
     def __init__(self, table: RegionTable, limits: LaneLimits) -> None:
         super().__init__()
@@ -38,10 +38,12 @@ class LaneSegments(ArenaMap):
         self._reasons: dict[str, str] = {}
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
-        """Maps a segment and takes the descriptor over.
+        """Maps a segment that the client announced, and takes the descriptor over.
 
-        Raises: InvalidArgument: no number, announced twice, or not the memory that it should be.  Unavailable: it is one too
-          many, or cannot be mapped now; requests that name it are told why.
+        Raises: InvalidArgument: the segment's number or size is invalid, the number is in use, or its memory is not what it
+        should be.
+          Unavailable: the lane has too many segments, or the segment cannot be mapped now; requests that name it get the same
+          error.
         """
         name, limits = f"{_MARK}{segment}", self.limits
         try:
@@ -70,7 +72,10 @@ class LaneSegments(ArenaMap):
         self.byte_size += byte_size
 
     def refuse(self, segment: int) -> None:
-        """Notes that a segment could not be mapped. Raises InvalidArgument: too many of them."""
+        """Notes that the descriptor of a segment could not be received.
+
+        Raises InvalidArgument if too many segments were refused.
+        """
         name = f"{_MARK}{segment}"
         if name not in self._reasons:
             self._note(
@@ -84,7 +89,7 @@ class LaneSegments(ArenaMap):
         self._reasons[name] = reason
 
     def close_segment(self, segment: int) -> None:
-        """Ends a segment; unknown numbers are ignored. Requests that lie there go on with it."""
+        """Closes a segment for new requests; requests that use it keep it mapped. Ignores unknown numbers."""
         name = f"{_MARK}{segment}"
         self._reasons.pop(name, None)
         region = self._regions.pop(name, None)
@@ -92,10 +97,11 @@ class LaneSegments(ArenaMap):
             self._leave(region)
 
     def find(self, name: str) -> AnyRegion:
-        """Returns what a record of this lane names: a segment of it, or a registered region.
+        """Returns the region that a record of this lane names: a segment of the lane, or a registered region.
 
-        Raises: Unavailable: the segment was refused.  InvalidArgument: it is not open, or has lost its memory.  And as
-          ``RegionTable.find``.
+        Raises: Unavailable: the segment was refused.  InvalidArgument: the segment is not open, or the region has lost its
+        memory.
+          NotFound: no region has this name.  DeviceLost: the GPU failed.
         """
         if not name.startswith(_MARK):
             return self._table.find(name)
@@ -109,13 +115,13 @@ class LaneSegments(ArenaMap):
         return region
 
     def view(self, place: Slice) -> memoryview:
-        """Raises InvalidArgument: a client has no arena."""
+        """Raises InvalidArgument: unlike a front, a client has no request arena that a place could be in."""
         raise InvalidArgument(
             f"{place.byte_size} bytes are said to lie in an arena; a client's tensors are in its records or in regions"
         )
 
     def close(self) -> None:
-        """Ends all segments."""
+        """Closes all segments of the lane."""
         for region in self._regions.values():
             self._leave(region)
         self._regions.clear()

@@ -28,12 +28,17 @@ _POPULATE_PRIVATE = 64 << 20
 
 
 class RegionTable:
-    """The client regions of one worker; its loop alone uses it."""
+    """The client regions of one worker, by name; only the worker's loop uses this table."""
 
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """``gpu``: the worker's first GPU, as the daemon counts; None: a CPU worker, which opens any visible GPU's regions."""
+        """
+        Args:
+          gpu: the number of the worker's first GPU, as the daemon counts; None: a CPU worker, which opens regions of any visible
+            GPU.
+          pinned: page-locks the memory of regions; None: nothing is page-locked.
+        """
         self._pinned = pinned
         self._policy = policy
         self._driver = driver
@@ -51,14 +56,17 @@ class RegionTable:
         self.private_byte_size = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
-        """Opens a region: of a descriptor that another worker has checked or that is sealed, or of the object with its key.
+        """Opens a client's system region and adds it to the table.
 
-        One that renews another takes its place when nothing can go wrong any more; where the object is the same and has lost
-        nothing, it stays mapped as it is.
+        A region that renews another one replaces it only once nothing can go wrong any more. If both are of the same object,
+        which has lost no memory, the mapping that exists is kept.
 
+        Args:
+          fd: a descriptor that another worker has checked, or that is sealed; None: this worker opens the object by its key.
         Returns: the region and its access, "guarded", "snapshot" or "sealed".
-        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: as ``tensord.shm.regions`` and the policy say.
-          Unavailable: so many files are open that the rest is kept for requests.
+        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: the object is refused by the policy, or cannot be
+        mapped.
+          Unavailable: the process has too many open files; the rest is kept for requests.
         """
         access = record.access
         try:
@@ -86,10 +94,12 @@ class RegionTable:
         return region, access
 
     def open_private(self, name: str, fd: int, byte_size: int) -> Region:
-        """Maps sealed memory as a region that has no name in this table; takes the descriptor over, also when it refuses.
+        """Maps sealed memory as a region that has no name in this table.
 
-        Raises: InvalidArgument: it is no memfd of ordinary pages that keeps its size and can be written, or has not that many
-          bytes.  Unavailable: no more can be mapped now, or so many files are open that the rest is kept for requests.
+        Takes the descriptor over, also when the memory is refused.
+
+        Raises: InvalidArgument: the descriptor is not a writable memfd of ordinary pages and fixed size, or has another size.
+          Unavailable: no more can be mapped now, or the process has too many open files; the rest is kept for requests.
         """
         try:
             check_sealed(name, fd)
@@ -106,7 +116,7 @@ class RegionTable:
         return region
 
     def leave_private(self, region: Region) -> None:
-        """Closes a lane's region once no request uses it: its lane cannot name it any more."""
+        """Closes a lane's region once no request uses it. The lane cannot name the region any more."""
         self.private_byte_size -= region.byte_size
         self.leaving.append(region)
         self.settle()
@@ -116,9 +126,12 @@ class RegionTable:
             self._pinned.pin(region.view(0, region.byte_size), "a region", region.hold)
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
-        """Opens a client's GPU memory; another GPU's is opened only once a request needs it, because that is costly.
+        """Opens a client's GPU memory as a region, and adds it to the table.
 
-        Raises: AlreadyExists: the name is taken.  InvalidArgument: no such GPU here, or the handle does not open.  DeviceLost.
+        Memory on another GPU than the worker's is opened only once a request needs it, because that is costly.
+
+        Raises: AlreadyExists: the name is taken.  InvalidArgument: the worker has no such GPU, or the handle cannot be opened.
+          DeviceLost: the GPU failed.
         """
         self._check_free(record)
         if record.near:
@@ -131,7 +144,7 @@ class RegionTable:
         self.settle()
 
     def _opened(self, record: RegisterCudaRegion) -> CudaRegion:
-        """Opens a client's GPU memory. Raises as ``register_cuda``."""
+        """Opens a client's GPU memory. Raises InvalidArgument if it cannot be opened; DeviceLost if the GPU failed."""
         own = self._gpu
         try:
             # A GPU worker sees its own devices only, and has a context of the first; the driver finds others by the handle.
@@ -152,7 +165,7 @@ class RegionTable:
             raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
 
     def _adopt(self, region: AnyRegion) -> None:
-        """Adds a region, which requests find from now on; those that use the one it renews go on with that."""
+        """Adds a region, which requests find from now on. Requests that use a region of the same name keep using that one."""
         if (renewed := self._regions.get(region.name)) is not None:
             self.leaving.append(renewed)
         self._regions[region.name] = region
@@ -160,7 +173,11 @@ class RegionTable:
         self.settle()
 
     def find(self, name: str) -> AnyRegion:
-        """Returns a region. Raises NotFound; InvalidArgument: it lost its memory, or cannot be opened here.  DeviceLost."""
+        """Returns the region of this name.
+
+        Raises: NotFound: no region has this name.  InvalidArgument: the region has lost its memory, or cannot be opened here.
+          DeviceLost: the GPU failed.
+        """
         region = self._regions.get(name)
         if region is None:
             return self._find_elsewhere(name)
@@ -178,7 +195,12 @@ class RegionTable:
         return region
 
     def unregister(self, kind: str, name: str) -> int:
-        """Forgets a region at once, and closes it when no request uses it. Returns how many tensors of requests are in it."""
+        """Removes a region from the table at once, and closes it when no request uses it.
+
+        Args:
+          kind: "system" or "cuda"; a region of the other kind is not removed.
+        Returns: how many tensors of requests in flight are in the region; 0 if there is no such region.
+        """
         wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
         region = self._regions.get(name)
         if kind == "cuda" and self._elsewhere.pop(name, None) is not None:
@@ -192,13 +214,18 @@ class RegionTable:
         return region.leases
 
     def when_closed(self, name: str, done: Callable[[], None]) -> None:
-        """Calls ``done`` once all regions of a name that are leaving now are closed."""
+        """Calls ``done`` once all regions that had this name and are waiting to be closed now are closed."""
         leaving = [region for region in self.leaving if region.name == name and not _is_private(region)]
         self._waiting.append((leaving, done))
         self._call_waiters()
 
     def uses(self, name: str) -> dict[str, tuple[int, int]]:
-        """Returns name -> tensors of requests in its region, and in those that had the name before; "": of every name."""
+        """Returns how many tensors of requests in flight are in each region, by name.
+
+        Args:
+          name: only regions of this name; "": all.
+        Returns: name -> tensors in the region of this name, and tensors in former regions of this name.
+        """
         found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
         for region in self.leaving:
             if name in ("", region.name) and not _is_private(region):
@@ -207,14 +234,14 @@ class RegionTable:
         return found
 
     def leases(self) -> dict[str, int]:
-        """Returns kind of region -> tensors of requests in such regions now, leaving ones included."""
+        """Returns kind of region ("system", "cuda") -> tensors of requests in flight in such regions, former ones included."""
         found = {"system": 0, "cuda": 0}
         for region in (*self._regions.values(), *self.leaving):
             found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
         return found
 
     def settle(self) -> None:
-        """Closes leaving regions that no request uses; called in each iteration while there are any."""
+        """Closes unregistered and replaced regions that no request uses; called in each iteration while there are any."""
         if not self.leaving:
             return
         for region in [region for region in self.leaving if not region.leases]:
@@ -223,7 +250,7 @@ class RegionTable:
         self._call_waiters()
 
     def _call_waiters(self) -> None:
-        """Calls the functions that wait for regions that are closed now."""
+        """Calls the functions passed to ``when_closed`` whose regions are all closed now."""
         for entry in list(self._waiting):
             regions, done = entry
             if not any(region in self.leaving for region in regions):
@@ -250,7 +277,7 @@ def _is_private(region: AnyRegion) -> bool:
 
 
 def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
-    """Returns whether a region is of the very object of ``fd``, all of which is still there."""
+    """Returns whether a region maps the same part of the very object that ``fd`` refers to, and has lost no memory."""
     found = os.fstat(fd)
     return (
         region.file == (found.st_dev, found.st_ino)
@@ -261,7 +288,7 @@ def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSyste
 
 
 def check_intact(regions: Iterable[AnyRegion]) -> None:
-    """Raises InvalidArgument if pages of a region were missing when they were touched, so that zeros stand there since."""
+    """Raises InvalidArgument if pages of a region were missing when they were accessed, so that zeros have replaced them."""
     if not guard.any_faults():
         return
     for region in regions:
@@ -273,7 +300,7 @@ def check_intact(regions: Iterable[AnyRegion]) -> None:
 
 
 class RegionPolicy:
-    """Decides whose objects may be registered, and how each is used, by the operator's rules of ``[regions]``.
+    """Decides by the operator's rules of ``[regions]`` whose objects may be registered as regions, and how each is used.
 
     whose    the daemon's own user's and those shared with its groups; the configured users' and groups'
     for whom a client on a unix socket must itself be allowed to read and write the object: the daemon lends nobody its rights
@@ -293,7 +320,7 @@ class RegionPolicy:
         )
 
     def check(self, request: RegisterSystemRegion, found: os.stat_result) -> None:
-        """Raises InvalidArgument if the object's owner may not use this server's regions, or the client not the object."""
+        """Raises InvalidArgument if objects of this owner may not be registered, or if the client may not use the object."""
         welcome = found.st_uid in self._owners or (_group_may(found) and found.st_gid in self._groups)
         if not welcome:
             raise InvalidArgument(
@@ -322,7 +349,7 @@ def _group_may(found: os.stat_result) -> bool:
 
 
 def _may_use(peer: Peer, found: os.stat_result) -> bool:
-    """Returns whether the kernel would let the peer open the object itself."""
+    """Returns whether the kernel would let the client's process read and write the object."""
     if peer.uid == 0:
         return True
     if peer.uid == found.st_uid:

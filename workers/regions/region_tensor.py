@@ -1,7 +1,7 @@
 """A tensor in a snapshot region, which is read only when its batch is gathered.
 
-A request that waits in a queue then holds no copy, and the one copy is made straight into the buffer of the executable. Whoever
-wants an array gets one that is nobody else's.
+So a request in a queue holds no copy, and the tensor is copied once, straight into the buffer of the executable. Code that needs
+an array gets one in memory of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tensord.workers.devices.cuda_tensor import CudaTensor
 
 
 class RegionTensor:
-    """Stands for an array among a request's inputs: it has shape and dtype, and is read later."""
+    """Stands for an array among a request's inputs: it has shape and dtype, and its bytes are read later."""
 
     __slots__ = ("_offset", "_region", "dtype", "nbytes", "shape")
 
     def __init__(self, region: SnapshotRegion, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        """Makes a tensor at ``offset``; the caller has checked that ``nbytes`` from there are inside the region."""
+        """Makes a tensor at ``offset`` of a region; the caller has checked that the tensor is inside the region."""
         self._region = region
         self._offset = offset
         self.dtype = dtype
@@ -39,15 +39,18 @@ class RegionTensor:
         return self.shape[0]
 
     def view(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> RegionTensor:
-        """Returns these bytes as a tensor of another dtype and shape."""
+        """Returns a tensor of another dtype and shape at the same place in the region."""
         return RegionTensor(self._region, self._offset, dtype, shape)
 
     def reshape(self, shape: tuple[int, ...]) -> RegionTensor:
-        """Returns these bytes in another shape."""
+        """Returns a tensor of another shape at the same place in the region."""
         return RegionTensor(self._region, self._offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:
-        """Reads into a contiguous array of the same shape and dtype. Raises InvalidArgument: the bytes are no longer there."""
+        """Reads the tensor into a contiguous array of the same shape and dtype.
+
+        Raises InvalidArgument if its bytes no longer exist.
+        """
         if self.nbytes:
             self._region.read_into(self._offset, array.reshape(-1).view(np.uint8).data)
             if self.dtype == np.bool_:
@@ -55,7 +58,7 @@ class RegionTensor:
                 np.not_equal(array.view(np.uint8), 0, out=array)
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:
-        """Reads the tensor into a new array. Raises InvalidArgument: the bytes are no longer there."""
+        """Reads the tensor into a new array. Raises InvalidArgument if its bytes no longer exist."""
         made = np.empty(self.shape, self.dtype)
         self.copy_into(made)
         return made if dtype is None else made.astype(dtype, copy=False)

@@ -1,8 +1,8 @@
-"""The outputs of one run for all of its requests: small answers are cut out of them as bytes, without an array for each.
+"""The outputs of one run for all of its requests: small answers are cut out of them as bytes, without an array for each request.
 
 content   | row 0 | row 1 | ... |      of one output, or of several whose rows are side by side
 
-Where each output lies is the same in every run of a program: its ``OutputLayout``, by which answers are planned.
+Every run of a program has its outputs at the same places. These places are its ``OutputLayout``, by which answers are planned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIMIT = 1 << 18
 
 
 class PackedTensor(NamedTuple):
-    """The place of one tensor in a ``Packing``."""
+    """Where one tensor is in the rows of a ``Packing``."""
 
     name: str
     #: The number of its row.
@@ -33,18 +33,18 @@ class PackedTensor(NamedTuple):
 
 
 class Packing:
-    """Lays the tensors of a request side by side, one row for each dtype, in place of an array for each tensor.
+    """Lays the tensors of a request side by side, in one row for each dtype, instead of one array for each tensor.
 
     FP32    | a: 3 elements | b: 2 elements |
     INT64   | n: 1 element |
 
-    What a call of a program costs grows with the number of its arguments and results.
+    Calling a program costs more with each argument and each result.
     """
 
     __slots__ = ("parts", "rows")
 
     def __init__(self, tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
-        """Plans the rows. ``tensors``: name, shape and dtype of each, in the order in which they stand."""
+        """Plans the rows. ``tensors``: name, shape and dtype of each tensor, in the order in which they are packed."""
         numbers: dict[np.dtype[Any], int] = {}
         sizes: list[int] = []
         #: Places of the tensors, in the order in which they were given.
@@ -60,14 +60,14 @@ class Packing:
         self.rows = list(zip(numbers, sizes, strict=True))
 
     def pack(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Returns the rows of these tensors; to be traced."""
+        """Returns rows that hold these tensors; called while a function is traced."""
         rows: list[list[Any]] = [[] for _ in self.rows]
         for part in self.parts:
             rows[part.row].append(jnp.ravel(tensors[part.name]))
         return tuple([jnp.concatenate(tensors_of_row) for tensors_of_row in rows])
 
     def unpack(self, rows: Any) -> dict[str, Any]:
-        """Returns the tensors in traced rows, or in numpy's, of which they are views."""
+        """Returns the tensors in these rows, by name. In numpy rows the tensors are views; the rows may also be traced."""
         return {part.name: rows[part.row][part.start : part.stop].reshape(part.shape) for part in self.parts}
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
 
 
 class OutputLayout:
-    """The layout of a program's outputs in its runs' contents; compared by identity."""
+    """The places of a program's outputs in the contents of its runs; layouts are compared by identity."""
 
     __slots__ = ("batches", "outputs", "row_byte_size")
 
@@ -105,7 +105,10 @@ class BatchOutputs(NamedTuple):
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Returns the layout of arrays that are one content each. ``slots``: their first dimension is rows; else each is one row."""
+    """Returns the layout of a run whose outputs are one content each.
+
+    ``slots``: whether the first dimension of each array is rows; otherwise each array is one row.
+    """
     outputs: list[Output] = []
     for number, (name, array) in enumerate(arrays.items()):
         size = array.nbytes // len(array) if slots else array.nbytes
@@ -115,7 +118,7 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
-    """Returns the layout of packed outputs, with a row for each request."""
+    """Returns the layout of packed outputs, where each row holds all outputs of one dtype for one request."""
     outputs: list[Output] = []
     for name, row, start, stop, shape in packing.parts:
         dtype, elements = packing.rows[row]
@@ -126,7 +129,7 @@ def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
 
 
 def uncut(layout: OutputLayout, contents: Sequence[Array | bytes]) -> BatchOutputs | None:
-    """Returns a run's outputs as bytes, or None where they are too large for this."""
+    """Returns a run's outputs as bytes with their layout, or None if they are too large to be copied twice."""
     if sum([len(content) if isinstance(content, bytes) else content.nbytes for content in contents]) > LIMIT:
         return None
     return BatchOutputs(layout, [content if isinstance(content, bytes) else content.tobytes() for content in contents])

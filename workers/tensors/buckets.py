@@ -1,11 +1,11 @@
-"""Shape buckets: the few shapes that a model version is compiled for, and how a request is padded to one.
+"""Shape buckets: the few shapes that a model version is compiled for, and how a request is padded to one of them.
 
     batch axis      powers of two up to max_batch_size, or what the model or its configuration lists
     named axes      buckets = {"sequence": (16, 32, 64)} in model.py; of a ragged input, for all requests of a batch together
                     buckets = {"sequence": "auto"}: powers of two, each compiled when it is first asked for
     other axes      as the request has them
 
-Padding is zeros; outputs are sliced back to what the request brought.
+Padding is zeros; outputs are sliced back to the size of the request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_EXECUTABLES = 512
 
 
 def powers_of_two(limit: int) -> tuple[int, ...]:
-    """Returns 1, 2, 4 ... and ``limit`` itself."""
+    """Returns all powers of two below ``limit``, and ``limit`` itself."""
     sizes = [1]
     while sizes[-1] * 2 < limit:
         sizes.append(sizes[-1] * 2)
@@ -39,7 +39,10 @@ def powers_of_two(limit: int) -> tuple[int, ...]:
 
 
 def check_sizes(what: str, sizes: object, limit: int = 1 << 31) -> tuple[int, ...]:
-    """Returns sizes as a tuple. Raises InvalidArgument unless they are ascending whole numbers from 1 to ``limit``."""
+    """Returns sizes as a tuple. Raises InvalidArgument unless they are ascending whole numbers from 1 to ``limit``.
+
+    ``what``: names the sizes in errors.
+    """
     if isinstance(sizes, Sequence) and all(type(size) is int for size in sizes) and sizes:
         ascending = all(a < b for a, b in itertools.pairwise(sizes))
         if ascending and sizes[0] >= 1 and sizes[-1] <= limit:
@@ -58,18 +61,21 @@ class Buckets:
     axes: Mapping[str, tuple[int, ...]]
 
     def rows(self, rows: int) -> int:
-        """Returns the smallest batch bucket that holds so many rows."""
+        """Returns the smallest batch bucket that holds ``rows`` rows."""
         return self.batch[bisect.bisect_left(self.batch, rows)]
 
     @property
     def fixed(self) -> bool:
-        """True where every input has one shape only."""
+        """True if every input has only one possible shape, apart from the batch dimension."""
         return not self.signature.ragged and all(
             -1 not in spec.model_dims and not spec.optional for spec in self.signature.inputs.values()
         )
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """Returns how many requests, from the first one on, fit together into the last bucket of each ragged input."""
+        """Returns how many of these requests, counted from the first, fit together into the last bucket of each ragged input.
+
+        The first request always counts.
+        """
         for spec in self.signature.inputs.values():
             sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
             units = 0
@@ -81,7 +87,10 @@ class Buckets:
         return len(requests)
 
     def settled(self, key: Shapes, requests: Sequence[Request]) -> tuple[int, Shapes]:
-        """Returns rows and shapes of the program that runs requests with ragged inputs; ``key``: their shapes."""
+        """Returns rows and shapes of the program that runs these requests, which have ragged inputs.
+
+        ``key``: the shapes that the requests have in common (``RequestShapes.key``).
+        """
         rows = self.rows(sum(request.rows for request in requests))
         shapes = list(key)
         for number, spec in enumerate(self.signature.inputs.values()):
@@ -95,7 +104,7 @@ class Buckets:
         return rows, tuple(shapes)
 
     def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
-        """Returns the bucket, in units, that so many units of a ragged input go into."""
+        """Returns the bucket, in units of elements, that ``count`` units of a ragged input go into."""
         if -1 not in spec.model_dims:
             return rows
         sizes = self.axes.get(_ragged_axis(spec) or "", ())
@@ -104,14 +113,17 @@ class Buckets:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Names of axes that vary and are padded."""
+        """The names of all axes that vary and are padded."""
         specs = self.signature.inputs.values()
         return tuple(
             dict.fromkeys(axis for spec in specs for axis in spec.axes if axis is not None and axis in self.axes)
         )
 
     def padded(self, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that a tensor is padded to: its own beyond the last bucket, and where there is none."""
+        """Returns the shape that a tensor of this shape is padded to.
+
+        A dim stays as it is if its axis has no buckets, or if it is larger than the last bucket.
+        """
         return tuple(self._bucket(axis, size) for axis, size in zip(spec.axes, shape, strict=True))
 
     def _bucket(self, axis: str | None, size: int) -> int:
@@ -122,7 +134,10 @@ class Buckets:
         return sizes[at] if at < len(sizes) else size
 
     def planned(self) -> Iterator[tuple[int, Shapes]]:
-        """Iterates over rows and shapes to compile before the version is ready; none where an axis has no buckets."""
+        """Iterates over rows and shapes of the programs to compile before the version is ready.
+
+        Empty if a varying axis has no buckets.
+        """
         inputs = self.signature.inputs
         #: Axis -> its sizes; also name of a ragged input's largest request -> its sizes, where an input says how large that is.
         choices: dict[str, tuple[int, ...]] = {}
@@ -147,7 +162,7 @@ class Buckets:
                 yield rows, tuple(self._shape(spec, rows, chosen) for spec in inputs.values())
 
     def _source(self, spec: TensorSpec) -> TensorSpec:
-        """Returns the input that a batch input describes; any other input is its own source."""
+        """Returns the ragged input that a batch input describes; for any other input the input itself."""
         return spec if spec.of_batch is None else self.signature.inputs[spec.of_batch.source]
 
     def _shape(self, spec: TensorSpec, rows: int, chosen: Mapping[str, int]) -> tuple[int, ...]:
@@ -161,18 +176,21 @@ class Buckets:
 
 
 def _ragged_axis(spec: TensorSpec) -> str | None:
-    """Returns the name of the one axis of a ragged input that varies; None: it has none, or several vary."""
+    """Returns the name of the axis of a ragged input that varies; None: it has no name, or several axes or none vary."""
     names = [axis for axis, dim in zip(spec.axes, spec.model_dims, strict=True) if dim == -1]
     return names[0] if len(names) == 1 else None
 
 
 def _most_of(spec: TensorSpec) -> str:
-    """Returns a name, which no axis can have, for the size of a ragged input's largest request."""
+    """Returns a name, which no axis can have, for the size of the largest request in a ragged input."""
     return f"most of {spec.name}"
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:
-    """Returns the slices of a padded output, without the batch dimension, for a request whose named axes have ``lengths``."""
+    """Returns the slices that remove the padding from an output, without the batch dimension.
+
+    ``lengths``: axis name -> its size in the request.
+    """
     return tuple(
         slice(None, lengths[axis]) if axis is not None and lengths.get(axis, size) < size else slice(None)
         for axis, size in zip(spec.axes, shape, strict=True)
@@ -192,9 +210,9 @@ class RequestShapes:
         self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns a request's shapes after bucketing: requests of equal keys may run together.
+        """Returns a request's input shapes after bucketing: requests with equal keys may share a batch.
 
-        Raises: InvalidArgument: axes of one name have different sizes.
+        Raises: InvalidArgument: axes of the same name have different sizes.
         """
         if self._fixed is not None:
             return self._fixed
@@ -214,7 +232,7 @@ class RequestShapes:
         return tuple(shapes)
 
     def lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Returns axis name -> its size in a request. Raises as ``key``."""
+        """Returns axis name -> its size in a request. Raises InvalidArgument if axes of the same name have different sizes."""
         lengths: dict[str, int] = {}
         for spec in self._signature.inputs.values():
             array = arrays.get(spec.name)

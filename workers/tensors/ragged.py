@@ -1,10 +1,10 @@
-"""Ragged batching: inputs of different lengths share a batch, one behind the other, and further inputs say where each begins.
+"""Ragged batching: inputs of different lengths share a batch, one behind the other, and batch inputs say where each begins.
 
     input x       | request 0: its elements | request 1: ... | request 2 | zeros |      one dimension, its size a bucket
-    batch inputs  counts, ends, shapes or row numbers: made here of the requests in a batch
+    batch inputs  counts, ends, shapes or row numbers: made here from the requests in a batch
     output y      cut like x: each request gets as many elements, in the shape of its own x
 
-The elements of a row stand in its own order, and rows in theirs, so whoever knows the dims that do not vary can fold them again.
+The elements of a row keep their order, and rows keep theirs, so code that knows the dims that do not vary can fold them again.
 Source: Triton's model_config.proto, BatchInput and BatchOutput.
 """
 
@@ -42,13 +42,13 @@ _ITEM_SHAPE, _ITEM_SHAPE_FLATTEN = "BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN
 
 
 def elements(request: Request, name: str) -> int:
-    """Returns how many elements of an input a request has; 0 where it leaves the input out."""
+    """Returns how many elements a request has in the input ``name``; 0 if the request leaves the input out."""
     array = request.arrays.get(name)
     return 0 if array is None else math.prod(array.shape)
 
 
 def unit(spec: TensorSpec) -> int:
-    """Returns how many elements always stand together: the product of the dims that do not vary."""
+    """Returns how many elements of a ragged input always stand together: the product of its dims that do not vary."""
     return math.prod(dim for dim in spec.model_dims if dim != -1)
 
 
@@ -61,8 +61,9 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
     """Returns the shape of a ragged input, or of a batch input, for a whole batch.
 
     Args:
-      source: the ragged input that a batch input describes, or the input itself.
-      rows, units: room in the program.  most: room for elements of the largest request.
+      source: the ragged input that a batch input describes; for a ragged input the input itself.
+      rows, units: how many rows, and how many units of elements (``unit``), the program has room for.
+      most: how many elements of the largest request the program has room for.
     """
     if spec.of_batch is None:
         return (units * unit(spec),)
@@ -80,7 +81,14 @@ def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, mos
 def batch_input(
     spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[Request]
 ) -> Array:
-    """Makes a batch input, which describes these requests. ``rows``: as many as the program has room for."""
+    """Makes a batch input, which describes the requests of a batch.
+
+    Args:
+      spec: the batch input.
+      source: the ragged input that it describes.
+      shape: the shape of the batch input in the program.
+      rows: the number of rows that the program has room for.
+    """
     assert spec.of_batch is not None
     kind, name = spec.of_batch.kind, source.name
     counts = [elements(request, name) for request in requests]
@@ -108,7 +116,7 @@ def batch_input(
 
 
 def cut(output: Array, source: TensorSpec, requests: Sequence[Request]) -> list[Array]:
-    """Cuts an output like a ragged input: returns each request's part, in the shape of its input."""
+    """Cuts an output like the ragged input ``source``. Returns the part of each request, in the shape of its input."""
     content = np.asarray(output).reshape(-1)
     parts: list[Array] = []
     at = 0
@@ -124,8 +132,9 @@ def cut(output: Array, source: TensorSpec, requests: Sequence[Request]) -> list[
 
 
 def declare_ragged(message: ModelConfig, module: ModuleType) -> dict[str, str]:
-    """Completes a configuration with what model.py declares of ragged inputs. Returns segment ids -> ragged input.
+    """Adds what model.py declares about ragged inputs to a configuration.
 
+    Returns: name of a SEGMENT_IDS input -> the ragged input that it describes. Triton's configuration has no such kind.
     Raises: InvalidArgument: a declaration is malformed, or contradicts the configuration.
     """
     what, types = f"model '{message.name}'", model_config_pb2
@@ -181,9 +190,11 @@ def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
 
 
 def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
-    """Adds batch inputs, and outputs that are cut like an input, to a signature; the configuration has been checked.
+    """Returns a signature with batch inputs, and with outputs that are cut like an input, added from a checked configuration.
 
-    Raises: InvalidArgument: their source is not ragged, or has axes that cannot be laid out so.
+    Args:
+      segments: name of a SEGMENT_IDS input -> the ragged input that it describes.
+    Raises: InvalidArgument: the described input is not ragged, or has axes that cannot be laid out one behind the other.
     """
     what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [

@@ -29,7 +29,7 @@ WIDE = {"INT64", "UINT64", "FP64"}
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """Says what a batch input describes: an input that is made of the requests in a batch."""
+    """Says what a batch input describes. A batch input is made from the requests in a batch, not sent by clients."""
 
     #: A kind of Triton's ``BatchInput``, or ``SEGMENT_IDS``.
     kind: str
@@ -72,19 +72,19 @@ class TensorSpec:
         object.__setattr__(self, "plain", not self.reshaped and self.datatype not in ("BYTES", "BOOL"))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether a client's shape, without the batch dimension, fits this tensor."""
+        """Returns whether a shape that a client sends, without the batch dimension, fits this tensor."""
         return _fits(shape, self.dims)
 
     def fits_model(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether a model's shape, without the batch dimension, fits this tensor."""
+        """Returns whether a shape that the model uses, without the batch dimension, fits this tensor."""
         return _fits(shape, self.model_dims)
 
     def to_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the model's shape of a tensor that a client sent in ``shape``."""
+        """Returns the shape that the model sees for a tensor that a client sent in ``shape``."""
         return _refill(shape, self.dims, self.model_dims) if self.reshaped else shape
 
     def to_client(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the client's shape of a tensor that the model has in ``shape``."""
+        """Returns the shape that a client sees for a tensor that the model has in ``shape``."""
         return _refill(shape, self.model_dims, self.dims) if self.reshaped else shape
 
 
@@ -153,26 +153,26 @@ class Signature:
         object.__setattr__(self, "wide", self.doubles or any(spec.datatype in WIDE for spec in specs))
 
     def with_states(self, states: tuple[StateSpec, ...], slots: int) -> Signature:
-        """Returns a signature with state for ``slots`` sequences at a time."""
+        """Returns this signature with state for ``slots`` sequences at a time."""
         return replace(self, states=states, slots=slots)
 
     @property
     def required(self) -> int:
-        """How many inputs are not optional."""
+        """The number of inputs that are not optional."""
         return sum(not spec.optional for spec in self.inputs.values())
 
     def with_inputs(self, specs: Mapping[str, TensorSpec]) -> Signature:
-        """Returns a signature with further inputs."""
+        """Returns this signature with further inputs."""
         return replace(self, inputs={**self.inputs, **specs})
 
     def without_inputs(self, names: Container[str]) -> Signature:
-        """Returns a signature without some inputs."""
+        """Returns this signature without the inputs of these names."""
         return replace(self, inputs={name: spec for name, spec in self.inputs.items() if name not in names})
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A tensor as model.py declares it: ``"INT64[sequence]"``."""
+    """A tensor as model.py declares it, such as ``"INT64[sequence]"``."""
 
     datatype: str
     dims: tuple[int, ...]
@@ -180,7 +180,10 @@ class Declared:
 
 
 def _meant(text: str) -> str:
-    """Suggests a declaration to somebody who wrote numpy's name of a datatype; "" without an idea."""
+    """Suggests the right declaration to an author who wrote numpy's name of a datatype.
+
+    Returns "" if nothing can be suggested.
+    """
     name, bracket, dims = text.replace(" ", "").partition("[")
     datatype: str | None = name.upper()
     if datatype not in datatypes.ELEMENT_SIZES:
@@ -192,9 +195,11 @@ def _meant(text: str) -> str:
 
 
 def parse_declaration(what: str, text: object) -> Declared:
-    """Reads ``DATATYPE[dims]``; a dim is a number, a name or -1.
+    """Parses a declaration ``DATATYPE[dims]``; a dim is a number, a name or -1.
 
-    Raises: InvalidArgument: names the tensor and what is expected.
+    Args:
+      what: the tensor's name in errors.
+    Raises: InvalidArgument: the text is malformed; the message names the tensor and what is expected.
     """
     match = _DECLARATION.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
     if match is None or match[1] not in datatypes.ELEMENT_SIZES:
@@ -219,9 +224,9 @@ def parse_declaration(what: str, text: object) -> Declared:
 def declare(
     message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
 ) -> None:
-    """Completes a configuration with what the model declares, in the file ``where``.
+    """Adds the tensors that a model declares in the file ``where`` to its configuration.
 
-    Raises: InvalidArgument: both speak of a tensor and contradict each other.
+    Raises: InvalidArgument: declaration and configuration contradict each other.
     """
     for kind, fields, declared in (("input", message.input, inputs), ("output", message.output, outputs)):
         known = {field.name: field for field in fields}
@@ -237,7 +242,12 @@ def declare(
 
 
 def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
-    """Completes a field of a configuration with what ``where`` declares. Raises InvalidArgument: they contradict each other."""
+    """Completes a tensor of a configuration with its declaration in the file ``where``.
+
+    Args:
+      what: the tensor's name in errors.
+    Raises: InvalidArgument: declaration and configuration contradict each other.
+    """
     if not field.data_type:
         field.data_type = model_config_pb2.DataType.Value(datatypes.to_model_config(declared.datatype))
     given = datatypes.from_model_config(data_type_name(field))
@@ -258,11 +268,11 @@ def signature(
     declared_axes: Mapping[str, tuple[str | None, ...]],
     labels: Mapping[str, tuple[str, ...]],
 ) -> Signature:
-    """Returns the signature of a completed and checked configuration.
+    """Returns the signature of a model with this completed and checked configuration.
 
     Args:
-      declared_axes: names of the model's axes by tensor, where model.py gives any.
-      labels: lines of the label files by output.
+      declared_axes: tensor name -> the names of its axes on the model's side, where model.py gives any.
+      labels: output name -> the lines of its label file.
     """
     inputs = {field.name: _spec(field, declared_axes, ()) for field in message.input}
     outputs = {field.name: _spec(field, declared_axes, labels.get(field.name, ())) for field in message.output}

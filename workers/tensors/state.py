@@ -1,9 +1,9 @@
 """State of a JAX model with sequences: named arrays that its function takes and returns, from its completed ModelConfig.
 
-    config.pbtxt      sequence_batching.state: names, datatype and dims, and where they begin
+    config.pbtxt      sequence_batching.state: names, datatype, dims and initial values
     model.py          state = {"h": "FP32[256]"}: where config.pbtxt is silent
 
-Where all dims are fixed, every sequence has one row of each, and those of all sequences lie in one array. Where any varies, each
+Where all dims are fixed, the state of all sequences lies in one array, with one row for each sequence. Where any dim varies, each
 sequence has arrays of its own (``workers/models/free_state.py``).
 """
 
@@ -26,9 +26,9 @@ from tensord.workers.tensors.signature import StateSpec, agree, parse_declaratio
 
 
 def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
-    """Completes a configuration with the state that model.py declares. Returns the names of its axes.
+    """Adds the state that model.py declares to a configuration. Returns state name -> the names of its axes.
 
-    Raises: InvalidArgument: both speak of it and contradict each other, or there are no sequences to keep it of.
+    Raises: InvalidArgument: declaration and configuration contradict each other, or the model has no sequences.
     """
     declared = getattr(module, "state", {})
     what = f"model '{message.name}': state"
@@ -58,7 +58,12 @@ def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[s
 
 
 def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
-    """Returns the state of a completed and checked configuration. Raises Unsupported: a jitted function cannot keep it."""
+    """Returns the state that a completed and checked configuration declares.
+
+    Args:
+      axes: state name -> the names of its axes, where model.py gives any.
+    Raises: Unsupported: a jitted function cannot keep state of this datatype.
+    """
     made: list[StateSpec] = []
     for field in message.sequence_batching.state:
         datatype, what = datatypes.from_model_config(data_type_name(field)), _name(message, field)
@@ -74,24 +79,25 @@ def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """The state with which every sequence begins."""
+    """The state that every sequence begins with."""
 
     #: Input name -> initial state; state that is not there begins as zeros.
     values: Mapping[str, Array]
 
     def row(self, spec: StateSpec) -> Array:
-        """Returns the initial array of one state."""
+        """Returns the initial array for one state."""
         given = self.values.get(spec.name)
         return np.zeros(spec.dims, spec.dtype) if given is None else given
 
 
 def initial_state(message: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path) -> InitialState:
-    """Reads the initial state that the configuration gives, and what the model's ``create`` returned.
+    """Returns the initial state, from the configuration and from what the model's ``create`` returned.
 
     Args:
-      created: what ``create`` returned for it: arrays by name, or None.
-      folder: the model's.
-    Raises: InvalidArgument: one does not fit, cannot be read, or was given twice.
+      specs: the declared state.
+      created: the initial state that ``create`` returned: arrays by name; None: it returned none.
+      folder: the model's folder.
+    Raises: InvalidArgument: an initial state does not fit its declaration, cannot be read, or is given twice.
     """
     values: dict[str, Array] = {}
     for field, spec in zip(message.sequence_batching.state, specs, strict=True):

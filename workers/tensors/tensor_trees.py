@@ -3,7 +3,7 @@
     {"image": a, "text": {"ids": b, "mask": c}}    image, text.ids, text.mask
     (a, (b, c))                                    input_0, 1.0, 1.1
 
-Names are the keys on the way to an array, joined by dots; a number that is all there is becomes ``input_0`` or ``output_0``.
+A name is the path of keys to an array, joined by dots; a path that is only one number becomes ``input_0`` or ``output_0``.
 Programs of ``jax.export`` are read by the same rule. A dict of names to arrays is the ordinary case, and costs nothing here.
 """
 
@@ -28,12 +28,18 @@ def name_of(keys: Any, kind: str) -> str:
 
 
 def parameter_name(keys: Any) -> str:
-    """Returns a parameter's name in files: its keys, joined by dots; ``array`` where parameters are no tree."""
+    """Returns a parameter's name in files: its keys joined by dots; ``array`` if the parameters are one array, without keys."""
     return jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
 
 
 def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
-    """Returns name -> declaration, in order. ``what``: their owner, for errors. Raises InvalidArgument: two have one name."""
+    """Returns name -> declaration for each tensor in a tree of declarations, in order.
+
+    Args:
+      what: the model's name in errors.
+      kind: "input" or "output".
+    Raises: InvalidArgument: two tensors have the same name.
+    """
     if _is_flat(declared):
         assert isinstance(declared, Mapping)
         return {str(name): text for name, text in declared.items()}
@@ -41,7 +47,7 @@ def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
 
 
 def is_tree(module: ModuleType) -> bool:
-    """Returns whether model.py declares anything but dicts of names to declarations."""
+    """Returns whether model.py declares its inputs or its outputs as anything but a dict of names to declarations."""
     return not all(_is_flat(getattr(module, kind, {})) for kind in ("inputs", "outputs"))
 
 
@@ -53,14 +59,15 @@ def taking_trees(
     added: Iterable[str] = (),
     stateful: bool = False,
 ) -> Callable[..., Any]:
-    """Wraps a function of trees as one that takes and returns dicts of named arrays.
+    """Wraps a function of trees as a function that takes and returns dicts of named arrays.
 
     Args:
-      what: the function's owner, for errors.
-      inputs: as they are declared; ``outputs`` as well, None: they are not, and what is returned says it.
-      added: names of what the worker puts among the inputs; further keys of the dict that they are.
-      stateful: it returns outputs and state; state is left as it is.
-    Raises: InvalidArgument: the inputs have no place for what is added.
+      what: the model's name in errors.
+      inputs: the declared tree of inputs.
+      outputs: the declared tree of outputs; None: outputs are named after the tree that the function returns.
+      added: names of inputs that the worker adds; the function finds them as further keys of its dict of inputs.
+      stateful: whether the function returns outputs and state; the wrapper does not change the state.
+    Raises: InvalidArgument: the inputs are not a dict, so that nothing can be added to them.
     """
     flat = _is_flat(inputs)
     names, _, structure = ([], [], None) if flat else _leaves(what, inputs, "input")
@@ -93,12 +100,12 @@ def _is_flat(declared: object) -> bool:
 
 
 def _is_none(leaf: object) -> bool:
-    """Returns whether a leaf is None, which JAX takes for a tree without leaves and which is refused here."""
+    """Returns whether a leaf is None. JAX takes None for a tree without leaves; here it is refused as a declaration."""
     return leaf is None
 
 
 def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
-    """Returns names, declarations and the structure of a tree."""
+    """Returns names, declarations and structure of a tree of declarations. Raises InvalidArgument if two names are the same."""
     found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_is_none)
     names = [name_of(keys, kind) for keys, _ in found]
     for name, (_, leaf) in zip(names, found, strict=True):
@@ -113,7 +120,7 @@ def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[obj
 
 
 def _named(what: str, made: object) -> dict[str, Any]:
-    """Returns outputs by name. Raises Internal: two have one name."""
+    """Returns the arrays in a tree of outputs by name. Raises Internal if two names are the same."""
     found = jax.tree_util.tree_leaves_with_path(made)
     arrays = {name_of(keys, "output"): array for keys, array in found}
     if len(arrays) < len(found):
