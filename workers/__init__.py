@@ -1,1 +1,1 @@
-"""The worker process: queues, batches and runs models on one device. The only room that may import jax."""
+"""The worker process: queues, batches and runs models on one device. Only this package may import jax."""

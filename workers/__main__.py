@@ -1,4 +1,7 @@
-"""Runs a worker: ``python -m tensord.workers --control-fd N --device cpu:0``. Only the supervisor starts it, with the channel."""
+"""Runs a worker: ``python -m tensord.workers --control-fd N --device cpu:0``.
+
+Only the supervisor starts it, with the control channel.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +93,10 @@ def main() -> None:
 
 
 def _outlive_signals() -> None:
-    """Handles signals to the process group, which must not end the worker: the supervisor says when to stop.
+    """Has the process ignore signals to its process group: the supervisor says when to stop.
 
-    They are handled, not ignored: ignoring is inherited by the processes that a model starts, which then could not be ended.
+    The signals get handlers that do nothing. If they were set to be ignored, the processes that a model starts would inherit
+    this, and could not be ended.
     """
     former = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
 
@@ -112,7 +116,10 @@ def _outlive_signals() -> None:
 
 
 def _receive_start(channel: Channel) -> Start:
-    """Waits for the first record, which travels alone, with a descriptor for stack reports. Raises ChannelClosed."""
+    """Waits for the supervisor's first record, and turns on stack reports with the descriptor that comes with it.
+
+    Raises: ChannelClosed: the supervisor is gone.
+    """
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     while True:

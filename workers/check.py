@@ -1,10 +1,10 @@
-"""Loads models as a worker does, serves nothing, and ends: ``python -m tensord.workers.check --device cpu:0``.
+"""Loads models like a worker, serves nothing, and ends: ``python -m tensord.workers.check --device cpu:0``.
 
     stdin   CheckLoads: the configuration, and what to load, one version after the other; each stays, as in a worker
-    stdout  LoadSteps, and one LoadOutcome a version that is done
+    stdout  LoadSteps, and one LoadOutcome for each version that is done
 
-Started by ``tensord.daemon.check``, which knows by a missing line which version ended the process. What the model prints goes
-to stderr.
+``tensord.daemon.check`` starts this process; if it ends early, a missing line shows which version ended it. What the models print
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ if TYPE_CHECKING:
 
 
 class Apart:
-    """Answers calls of a model that is only being checked, as if all other models were served."""
+    """Answers calls of a model that is only checked: every model counts as ready, and requests to other models are refused."""
 
     def __init__(self, explicit: bool) -> None:
-        """``explicit``: whether models are loaded on request."""
+        """``explicit``: whether the daemon's repository is configured to load models on request."""
         self._explicit = explicit
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Answers an operation. Raises Unavailable, as the server would."""
+        """Answers an operation as if it had succeeded; every model is ready.
+
+        Raises: Unavailable: the server does not load models on request.
+        """
         if isinstance(operation, ModelReady):
             return b"true"
         if not self._explicit:

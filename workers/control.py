@@ -1,14 +1,14 @@
 """Acts on the supervisor's records in a worker, on its loop.
 
-LaneOpened + fd                 one more submitter, which may be a client
-LaneClosed                      a client's lane ends; said of each that has ended, too
-Load, Unload                    one version more or less; answered with Loaded (after Loading), Unloaded
-ServeLoaded                     requests find a version that was loaded and held back
-CancelLoad                      loads of a version are not wanted any more; each Load still has its answer
+LaneOpened + fd                 takes requests from one more submitter, which may be a client
+LaneClosed                      ends a client's lane; a worker also sends this record for each client's lane that has ended
+Load, Unload                    loads or unloads a version; answered with Loaded (after Loading), Unloaded
+ServeLoaded                     lets requests find a version that was loaded and held
+CancelLoad                      cancels all loads of a version; each Load still gets its answer
 Call                            answered with Reply: statistics, figures for metrics, register and unregister regions, parameters
-Reply                           to a Call of this worker's models
-LogChanged                      another level or format of the log
-Stop                            finish, then exit
+Reply                           answers a Call of this worker's models
+LogChanged                      changes level or format of the log
+Stop                            ends the worker once all requests are answered
 """
 
 from __future__ import annotations
@@ -111,7 +111,10 @@ class Control:
         self._running: dict[tuple[str, int], deque[_Running]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
-        """Acts on a record, and closes descriptors that it does not keep. Raises InvalidArgument: the record is unexpected."""
+        """Acts on a record from the supervisor, and closes descriptors that are not kept.
+
+        Raises InvalidArgument on an unexpected record.
+        """
         try:
             if isinstance(record, LaneOpened) and len(fds) == 1:
                 self._worker.open_lane(record.peer, socket.socket(fileno=fds.pop()), record)
@@ -186,7 +189,7 @@ class Control:
         outcome: LoadedModel | Exception,
         cancellation: Cancellation,
     ) -> None:
-        """Sends a Load's one answer."""
+        """Sends the one answer to a Load record; none if the device is lost."""
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:
@@ -220,7 +223,7 @@ class Control:
         )
 
     def _cancel(self, key: tuple[str, int]) -> None:
-        """Cancels a version's loads, running and waiting ones."""
+        """Cancels all loads of a version, the running one and those that wait."""
         for load in self._running.get(key, ()):
             load.cancellation.cancel()
 
@@ -276,9 +279,9 @@ class Control:
             self._channel.put(Reply(call_id, result=outcome), *(() if fd is None else (fd,)))
 
     def refuse(self, lost: DescriptorsLost) -> None:
-        """Answers a call, or a client's lane, whose descriptor this process could not take.
+        """Refuses a call, or a client's lane, whose descriptor this process could not receive.
 
-        Raises: InvalidArgument: it was neither.
+        Raises: InvalidArgument: the record is neither of them.
         """
         for record in lost.records:
             if isinstance(record, LaneOpened) and record.client is not None:
@@ -290,7 +293,10 @@ class Control:
             self._channel.put(Reply(record.call_id, Unavailable.code, message))
 
     def _register(self, call: ControlCall, operation: RegisterSystemRegion, fds: list[int]) -> None:
-        """Registers a region. The first worker opens the object by its key and replies with the descriptor, which others get."""
+        """Registers a system region.
+
+        The first worker opens the object by its key and replies with the descriptor for the other workers.
+        """
         given = fds.pop(0) if fds else None
         region, access = self._regions.register(operation, given)
         if given is None:
@@ -299,7 +305,7 @@ class Control:
             self._channel.put(Reply(call.call_id))
 
     def _ask_ready(self, call: ControlCall, operation: ModelReady) -> None:
-        """Replies whether a model is ready, once the model itself has said so."""
+        """Replies whether a model is ready. If the model itself decides this, it is asked first."""
 
         def answered(ready: bool) -> None:
             self._channel.put(Reply(call.call_id, result=b"true" if ready else b"false"))
@@ -317,7 +323,7 @@ class Control:
         self._worker.profiler.take(operation.seconds, operation.folder, taken)
 
     def _sequences(self) -> list[dict[str, Any]]:
-        """Describes the sequences of each model version, those with a slot first."""
+        """Describes the sequences of each model version; sequences with a slot come first."""
         now_ns = time.monotonic_ns()
         return [
             {"model": version.name, "version": version.version, **record}

@@ -1,9 +1,10 @@
-"""Passes models' operations on to the daemon: load, unload, and ask whether a model is ready.
+"""Passes operations that models ask for on to the daemon: load or unload a model, and ask whether a model is ready.
 
     thread of a model ─▶ loop ─▶ Call to the supervisor ─▶ Load to this and other workers ─▶ Reply ─▶ that thread
 
-A model may ask while it is being loaded itself. Its load then waits in the loader's thread, and another thread takes those that
-come after it, so that the one it waits for is among them. Two that wait for each other the supervisor tells apart.
+A model may ask while it is being loaded itself. Its load then waits in the loader's thread, and another thread takes the loads
+that come after it, so that the load it waits for is among them. If two loads wait for each other, the supervisor notices and
+refuses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MAX_WAITING = 16
 
 
 class DaemonOperations:
-    """The operations that a worker's models have asked the daemon for. ``ask`` is for any thread, the rest for the loop."""
+    """Passes operations that a worker's models ask for on to the daemon. ``ask`` is for any thread, the rest for the loop."""
 
     def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
         self._channel = channel
@@ -37,7 +38,13 @@ class DaemonOperations:
         self._asked: dict[int, tuple[Callable[[Reply], None], bool]] = {}
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """Has the daemon carry out an operation, and waits for the answer. Raises ServingError."""
+        """Has the daemon carry out an operation, and waits for its answer.
+
+        Args:
+          port: the model that asks.
+        Returns: the result in the daemon's reply.
+        Raises: ServingError: the daemon refused, or the operation failed.
+        """
         answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         waits = port.loading and isinstance(operation, LoadModel)
         if isinstance(operation, LoadModel) and waits:
@@ -49,7 +56,7 @@ class DaemonOperations:
         return reply.result
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
-        """Asks whether any worker serves a version, or any (0). Calls ``answered`` on the loop."""
+        """Asks the daemon whether any worker serves a version of a model (0: any version). Calls ``answered`` on the loop."""
         self._ask(ModelReady(name, version), False, lambda reply: answered(reply.result == b"true"))
 
     def _ask(
@@ -66,7 +73,7 @@ class DaemonOperations:
         self._channel.put(ControlCall(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
-        """Passes the supervisor's reply on to who has asked."""
+        """Passes the supervisor's reply to the function that waits for it."""
         answered, waits = self._asked.pop(reply.call_id)
         if waits:
             self._loader.step_back()

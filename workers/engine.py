@@ -1,4 +1,4 @@
-"""The parts that serve requests, in a worker's process or in another one: models, their sequences, and the dispatcher."""
+"""The parts that serve requests, in a worker process or in any other process: models, their sequences, and the dispatcher."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tensord.workers.threads.work_thread import WorkThread
 
 
 class Engine:
-    """The models, sequences and dispatcher of one loop; its thread alone uses them."""
+    """The models, sequences and dispatcher of one loop; only the loop's thread uses them."""
 
     def __init__(
         self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
     ) -> None:
         """
         Args:
-          inbox: calls of other threads to the loop.
-          gpu: the device's number; None: the processor.
-          check: raises if the device is lost.
+          inbox: calls from other threads to the loop.
+          gpu: the number of the device's GPU; None: the device is a processor.
+          check: raises DeviceLost if the device failed.
         """
         most = options.requests.max_sequences
         self._buckets = options.metrics.buckets
@@ -41,7 +41,7 @@ class Engine:
         )
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes a version of a loaded model; its instances take part in the rate limiter while it lives."""
+        """Makes a version of a loaded model; its instances take part in the rate limiter while the version lives."""
         version = ModelVersion(loaded, self.sequences, self._buckets)
         self.dispatcher.limiter.add([instance for instance in loaded.instances if not instance.closing])
         version.when_closed(lambda: self.dispatcher.limiter.remove(version.ended_instances))

@@ -66,7 +66,7 @@ class Answers:
         self.moments: Moments | None = None
 
     def take(self, request: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
-        """Takes a response from the loop."""
+        """Receives a response from the loop, for the asking thread."""
         self._came.put((result, moments, final))
 
     def fail(self, error: ServingError) -> None:
@@ -79,8 +79,8 @@ class Answers:
     def __next__(self) -> dict[str, Array]:
         """Waits for the next response.
 
-        Raises: ServingError: it is an error, which need not be the last response.  DeadlineExceeded: none came within the
-        timeout; the request is cancelled.
+        Raises: ServingError: the response is an error; further responses may follow.  DeadlineExceeded: no response came within
+        the timeout; the request is cancelled.
         """
         while not self._over:
             try:
@@ -106,7 +106,7 @@ class Answers:
 
 
 class LocalWorker:
-    """Serves models on one device; any thread may call any method."""
+    """Serves models on one device, in the caller's process; any thread may call any method."""
 
     def __init__(self, options: Options, device: jax.Device) -> None:
         import_system.prepare()
@@ -135,11 +135,11 @@ class LocalWorker:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Has the loop call a function."""
+        """Has the loop call a function; does not wait for it."""
         self._inbox.post(call)
 
     def load(self, record: Load) -> ModelVersion:
-        """Brings a version into memory. Raises ServingError: it cannot be loaded."""
+        """Loads a version and serves it. Raises ServingError if the version cannot be loaded."""
 
         def adopt() -> ModelVersion:
             self._check_open()
@@ -160,7 +160,7 @@ class LocalWorker:
         return self._engine.adopt(loaded)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Runs a function on the loop and returns its result. Raises what it raises there."""
+        """Has the loop call a function, waits, and returns the function's result. Raises what the function raises."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -180,7 +180,13 @@ class LocalWorker:
         arrays: Mapping[str, Array],
         outputs: Collection[str],
     ) -> Answers:
-        """Begins a request. ``arrays``: of the shapes that clients send; nobody may write to them any more."""
+        """Sends a request to a model. Returns its responses, which may not have arrived yet.
+
+        Args:
+          own: the request's id, priority, timeout, sequence and so on.
+          arrays: the inputs, in the shapes that clients send; nobody may write to them any more.
+          outputs: names of the wanted outputs; empty: all.
+        """
         answers = Answers(self)
         self._check_open()
         self._inbox.post(lambda: self._enter(answers, prepared, own, arrays, outputs))
@@ -191,7 +197,7 @@ class LocalWorker:
             raise Unavailable("the model was closed")
 
     def close(self) -> None:
-        """Answers what is under way, ends the models and the thread. Idempotent."""
+        """Answers all requests in flight, then ends the models and the thread. Idempotent."""
         if not self._closing:
             self._closing = True
             self._inbox.post(self._remove_all)

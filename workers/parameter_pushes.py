@@ -2,9 +2,9 @@
 
     MakeParameters    ─▶ thread: copied, sealed ─▶ Reply with the memory
     StageParameters   ─▶ thread: checked, placed beside what is in use ─▶ staged ─▶ Reply
-    CommitParameters  ─▶ exchanged here, between two batches ─▶ Reply
+    CommitParameters  ─▶ exchanged on the loop, between two batches ─▶ Reply
 
-The thread is one of its own: a model that is being loaded keeps no push waiting. What was in use is freed there, too.
+The thread does nothing else, so that a push never waits for a model to be loaded. It also frees parameters that were replaced.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class _Staged(NamedTuple):
 
 
 class ParameterPushes:
-    """Carries out operations on the parameter sets of a worker's models; belongs to its loop."""
+    """Carries out operations on the parameter sets of a worker's models; belongs to the worker's loop."""
 
     def __init__(self, models: ModelTable, regions: RegionTable, thread: WorkThread, options: Workers) -> None:
-        """``thread``: makes and stages; it is used for nothing else."""
+        """``thread``: makes, stages and frees parameters; used for nothing else."""
         self._models = models
         self._regions = regions
         self._thread = thread
@@ -64,7 +64,12 @@ class ParameterPushes:
         self._staged: dict[int, list[_Staged]] = {}
 
     def carry_out(self, operation: ParameterOperation, fds: list[int], answer: Answer) -> None:
-        """Carries out an operation, and answers it now or later. Takes the descriptors that it keeps. Raises ServingError."""
+        """Carries out an operation, and calls ``answer`` now or later.
+
+        Args:
+          fds: descriptors that came with the operation; those that are kept are removed from this list.
+        Raises: ServingError: the operation failed, and ``answer`` is not called.
+        """
         if isinstance(operation, MakeParameters):
             self._make(operation, fds, answer)
         elif isinstance(operation, StageParameters):
@@ -81,7 +86,7 @@ class ParameterPushes:
             answer(_DONE, None)
 
     def _find(self, model: str, version: int) -> ModelVersion:
-        """Returns a version that serves or is held. Raises NotFound."""
+        """Returns a version that serves or is held. Raises NotFound if it does neither."""
         found = self._models.held.get((model, version)) or self._models.serving(model, version)
         if found is None:
             raise NotFound(f"{UNKNOWN_MODEL}'{model}' version {version} is not found")
@@ -89,7 +94,7 @@ class ParameterPushes:
 
     @staticmethod
     def _sets(version: ModelVersion) -> ParameterSets:
-        """Returns a version's parameter sets. Raises Unsupported: it has none."""
+        """Returns a version's parameter sets. Raises Unsupported if the version has none."""
         if version.sets is None:
             kind = "an ensemble" if version.loaded.ensemble is not None else "a Triton Python model"
             raise Unsupported(f"model '{version.name}' is {kind}, which has no parameters that the server knows")
@@ -167,7 +172,12 @@ class ParameterPushes:
         self._thread.do(stage, done)
 
     def _checked(self, fd: int, sets: ParameterSets, operation: StageParameters, what: str) -> list[Array | None]:
-        """Returns the leaves in memory, which are those of a set of the model. Raises ServingError."""
+        """Returns the leaves in the sealed memory of ``fd``, checked to fit the model.
+
+        Args:
+          what: names the pushed set in errors.
+        Raises: ServingError: the memory is too large or malformed, or its leaves do not fit the model.
+        """
         memory = SealedMemory(fd)
         layout.check_size(memory.byte_size, self._limit, what)
         leaves = sets.leaves.fitted(layout.read(memory.view, what), what, operation.set != MAIN_SET)
@@ -176,7 +186,10 @@ class ParameterPushes:
         return leaves
 
     def _commit(self, operation: CommitParameters) -> None:
-        """Puts what is staged for a push into use, where its version is still there. Raises NotFound: nothing is staged."""
+        """Puts the parameters that were staged for a push into use; skips versions that are gone.
+
+        Raises NotFound if nothing is staged.
+        """
         staged = self._staged.pop(operation.push, [])
         if not staged:
             raise NotFound(f"nothing is staged for push {operation.push}")
@@ -197,17 +210,20 @@ class ParameterPushes:
                 self._unstage(version.sets, parameters)
 
     def _unstage(self, sets: ParameterSets, parameters: ParameterSet) -> None:
-        """Forgets staged parameters, unless they are in use or kept besides."""
+        """Forgets staged parameters, and frees them unless they are in use."""
         sets.staged.discard(parameters)
         if not parameters.is_newest:
             self._let_go([parameters.leave()])
 
     def _let_go(self, unused: list[object]) -> None:
-        """Has the thread free what is not used any more: it takes long, and there is no other reference to it than the list."""
+        """Has the thread free objects that are not used any more, which takes long.
+
+        ``unused`` must hold the only reference to them.
+        """
         self._thread.do(unused.clear, lambda _: None)
 
     def _is_here(self, version: ModelVersion) -> bool:
-        """Returns whether a version is neither unloaded nor loaded anew."""
+        """Returns whether this very version still serves or is held: it was neither unloaded nor loaded anew."""
         key = version.name, version.version
         return version is (self._models.held.get(key) or self._models.serving(*key))
 
@@ -216,7 +232,7 @@ class ParameterPushes:
 
 
 def _error(error: Exception, what: str) -> ServingError:
-    """Returns the answer for whoever pushes. The frames of the error are let go of: they hold memory."""
+    """Returns an error as the answer to a push. Its traceback is removed, because frames keep memory in use."""
     if isinstance(error, ServingError):
         return error.with_traceback(None)
     _log.error("%s could not be placed", what, exc_info=error)

@@ -1,6 +1,6 @@
 """Takes a profile of a worker while it serves: jax.profiler records what XLA and its threads do, and writes it to a folder.
 
-One at a time. A thread waits beside the loop, so requests are answered meanwhile.
+Only one profile is taken at a time. It is taken in a thread of its own, so requests are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ class Profiler:
         self._thread = WorkThread("profiler", inbox)
 
     def take(self, seconds: float, folder: str, done: Callable[[ServingError | None], None]) -> None:
-        """Records for so many seconds, and writes below ``folder``, which is made; then calls back.
+        """Records a profile for ``seconds``, writes it below ``folder``, which is made if needed, and then calls ``done`` on the
+        loop.
 
-        Raises: InvalidArgument: the time is out of bounds, or a profile is being taken.
+        ``done`` gets None, or an error if the profile failed.
+
+        Raises: InvalidArgument: the time is out of bounds, or another profile is being taken.
         """
         if not 0 < seconds <= MAX_SECONDS:
             raise InvalidArgument(f"a profile of {seconds:g} s is asked for, at most {MAX_SECONDS:g} s are recorded")

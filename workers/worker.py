@@ -5,12 +5,13 @@
           ─▶ inbox: what other threads have finished
     then     what is on the agenda (``dispatch/dispatcher.py``), what waits for an end or a flush, statistics
 
-One such iteration of the loop asks only who has work: every part of the worker that could have some keeps a list of it, which is
-empty most of the time (regions and models that are leaving, lanes with answers, sequences that changed), or a due time on the
-agenda. An iteration in which nothing is due waits, beats on the status page, and makes eight calls of ours at most.
+An iteration of the loop asks only those parts of the worker that have work. Each part that could have some keeps a list of it,
+which is empty most of the time (regions and models that are leaving, lanes with answers, sequences that changed), or a due time
+on the agenda. An iteration in which nothing is due waits, beats on the status page, and makes at most eight calls of our
+functions.
 
-Beside it: a loader thread, a compiler thread, one thread per instance of a model that is not jitted or has several, and on a GPU
-one that page-locks memory. None of them touches the loop's state; they post to the inbox.
+Other threads of the worker: a loader, a compiler, one per instance of a model that is not jitted or has several, and on a GPU one
+that page-locks memory. None of them touches the loop's state; they post to the inbox.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ _LOG_WINDOW_NS = 10_000_000_000
 
 
 class Worker:
-    """Made with an open device; ``run`` returns when the supervisor said stop, or is gone."""
+    """A worker on an open device; ``run`` returns when the supervisor has said stop, or is gone."""
 
     def __init__(
         self,
@@ -196,9 +197,11 @@ class Worker:
         self._window_ns = self._lines = self._left_out = 0
 
     def run(self, incarnation: int) -> None:
-        """Serves until told to stop.
+        """Serves requests until the supervisor says stop, or is gone.
 
-        Raises: DeviceLost: the GPU failed for good; what it failed is answered, what waits will run elsewhere.
+        ``incarnation``: the number that the supervisor gave this process.
+
+        Raises: DeviceLost: the GPU failed for good. Requests that it failed are answered; those that wait will run elsewhere.
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
         pages = self._page.fd, self._sequences.page.fd
@@ -212,7 +215,10 @@ class Worker:
             pass
 
     def iterate(self) -> bool:
-        """Waits for something to do, and does what is due. False: this was the last iteration. Raises as ``run``."""
+        """Waits for something to do, and does what is due. Returns False if this was the last iteration.
+
+        Raises: DeviceLost: the GPU failed for good.
+        """
         for fd, events in self._wait():
             self._handle(fd, events)
         if self._gathers:
@@ -245,7 +251,7 @@ class Worker:
         return not at_once and self._dispatcher.idle
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Returns events; what else came is taken care of."""
+        """Waits for events, and returns those that are not yet handled: (descriptor, epoll events)."""
         now_ns, next_ns = time.monotonic_ns(), self._next_ns
         until_ns = now_ns + self._beat_ns if next_ns is None else min(next_ns, now_ns + self._beat_ns)
         if self._stop_ns:
@@ -274,7 +280,10 @@ class Worker:
         return woken.events
 
     def _drains(self, at_once: bool) -> bool:
-        """Returns whether this iteration only runs what waits, and receives nothing. ``at_once``: something is to be run."""
+        """Returns whether this iteration receives nothing and only runs the requests that wait.
+
+        ``at_once``: a request is to be run now.
+        """
         if self._poller.missed >= _MISSED:
             self._poller.missed, self._draining = 0, _MAX_DRAINING
         if not self._draining:
@@ -299,7 +308,10 @@ class Worker:
             self._receive_control()
 
     def _receive(self, submitter: SubmitterLink[Request], datagram: Datagram | None = None) -> None:
-        """Takes what came on a lane. ``datagram``: it was received already."""
+        """Handles what came on a lane, and closes the lane if that is malformed.
+
+        ``datagram``: a datagram that was received already; None: it is to be received.
+        """
         now_ns = time.monotonic_ns()
         try:
             if datagram is not None:
@@ -323,7 +335,10 @@ class Worker:
             self._close_lane(submitter)
 
     def _may_log(self, now_ns: int) -> bool:
-        """Returns whether the log takes a line about a client's lane now: who sends garbage may come again and again."""
+        """Returns whether another line about a client's lane may be logged now.
+
+        A client that sends garbage may do so endlessly.
+        """
         if now_ns - self._window_ns >= _LOG_WINDOW_NS:
             self._window_ns, self._lines = now_ns, 0
         self._lines += 1
@@ -331,7 +346,10 @@ class Worker:
         return self._lines <= _MAX_LINES
 
     def _receive_all(self, submitter: SubmitterLink[Request], now_ns: int) -> None:
-        """Takes the datagrams that are there, up to a bound. Raises: as ``WorkerLane.receive``."""
+        """Handles the datagrams that have arrived on a lane, up to a bound.
+
+        Raises: ChannelClosed: the submitter is gone.  InvalidArgument: a record is malformed.
+        """
         count = 0
         for _ in range(_MAX_DATAGRAMS):
             records = submitter.lane.receive() or ()
@@ -391,7 +409,12 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------------ lanes
 
     def open_lane(self, peer: int, sock: socket.socket, opened: LaneOpened) -> None:
-        """Takes the requests of one more submitter: a front, or a client on a lane of its own."""
+        """Takes the requests of one more submitter from its lane: a front, or a client that has a lane.
+
+        Args:
+          peer: the submitter's number.
+          sock: the worker's end of the lane.
+        """
         client = opened.client
         if client is None:
             self._open(SubmitterLink(peer, self._front_lane(sock), self._unflushed, protocol=opened.protocol or "http"))
@@ -434,13 +457,16 @@ class Worker:
         self._poller.open(submitter)
 
     def end_lane(self, peer: int) -> None:
-        """Ends a client's lane, by its number. Ignores one that has ended."""
+        """Ends the client's lane with the number ``peer``. Does nothing if the lane has ended."""
         submitter = self._clients.get(peer)
         if submitter is not None:
             self._close_lane(submitter)
 
     def end_idle_lanes(self) -> int:
-        """Ends the clients' lanes on which nothing is in flight, neither a request nor an answer. Returns how many are left."""
+        """Ends all clients' lanes on which neither a request nor an answer is in flight.
+
+        Returns how many clients' lanes remain.
+        """
         for submitter in list(self._clients.values()):
             if not (submitter.in_flight or submitter.lane.waiting or submitter.lane.ready(0)):
                 self._close_lane(submitter)
@@ -495,24 +521,27 @@ class Worker:
             self._control_writing = writing
 
     def _watch(self, fd: int, writing: bool) -> None:
-        """Asks for EPOLLOUT only while a peer is slow."""
+        """Watches a descriptor for input; while ``writing`` is set, also for room to write (EPOLLOUT)."""
         self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
 
     @property
     def lane_requests(self) -> int:
-        """Counts requests that came on clients' lanes, ever."""
+        """The number of requests that have come on clients' lanes since the worker started."""
         return self._dispatcher.lane_requests + self._poller.lane_requests
 
     @property
     def lane_answers(self) -> dict[str, int]:
-        """Counts final answers on clients' lanes, ever, by code; "OK" are the good ones, which alone the C part gives."""
+        """Code -> number of final answers on clients' lanes since the worker started; "OK" counts those without error."""
         answers = self._dispatcher.lane_answers
         return {**answers, "OK": answers["OK"] + self._poller.lane_requests}
 
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Gives each instance a slot on the status page for as long as it lives."""
+        """Makes a version of a loaded model, which may serve then.
+
+        Gives each instance a slot on the status page as long as it lives.
+        """
         for instance in loaded.instances:
             # Those of the version before it have one.
             instance.status_slot = instance.status_slot or (self._free_slots.pop() if self._free_slots else SLOTS)
@@ -532,7 +561,7 @@ class Worker:
         return version
 
     def stop(self, grace_ns: int) -> None:
-        """Ends the loop once all is answered, or when that time has passed."""
+        """Has the loop end once all requests are answered, or when ``grace_ns`` has passed."""
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
         self._page.resting = WorkerState.STOPPING
@@ -542,7 +571,7 @@ class Worker:
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:
-        """First every request in flight is answered and sent, then every model has ended."""
+        """Returns whether the worker may end: every request in flight is answered and sent, and then every model has ended."""
         for fd, submitter in self._submitters.items():
             if submitter.in_flight or (submitter.lane.waiting and fd not in self._stalled):
                 return False
@@ -552,7 +581,7 @@ class Worker:
         return not self._models.draining
 
     def close(self) -> None:
-        """Lets go of everything. The process ends after this; its threads may still be inside models."""
+        """Closes all lanes, memory and descriptors. The process ends after this; its threads may still be inside models."""
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
         self._poller.close()
