@@ -189,7 +189,7 @@ class Control:
         outcome: LoadedModel | Exception,
         cancellation: Cancellation,
     ) -> None:
-        """Sends the one answer to a Load record; none if the device is lost."""
+        """Sends the answer to a Load record to the supervisor; sends none if the device is lost."""
         if isinstance(outcome, DeviceLost):
             return  # nothing is said of the model: this process ends, and its replacement loads it
         if cancellation.cancelled:

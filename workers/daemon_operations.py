@@ -3,8 +3,7 @@
     thread of a model ─▶ loop ─▶ Call to the supervisor ─▶ Load to this and other workers ─▶ Reply ─▶ that thread
 
 A model may ask while it is being loaded itself. Its load then waits in the loader's thread, and another thread takes the loads
-that come after it, so that the load it waits for is among them. If two loads wait for each other, the supervisor notices and
-refuses.
+that come after it, so that the load it waits for is among them. The supervisor refuses a load that would wait for itself.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ class Profiler:
         self._thread = WorkThread("profiler", inbox)
 
     def take(self, seconds: float, folder: str, done: Callable[[ServingError | None], None]) -> None:
-        """Records a profile for ``seconds``, writes it below ``folder``, which is made if needed, and then calls ``done`` on the
-        loop.
+        """Records a profile for ``seconds``, writes it below ``folder``, and then calls ``done`` on the loop.
 
-        ``done`` gets None, or an error if the profile failed.
-
+        Args:
+          folder: is made if it does not exist.
+          done: gets None, or an error if the profile failed.
         Raises: InvalidArgument: the time is out of bounds, or another profile is being taken.
         """
         if not 0 < seconds <= MAX_SECONDS:

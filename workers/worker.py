@@ -7,11 +7,10 @@
 
 An iteration of the loop asks only those parts of the worker that have work. Each part that could have some keeps a list of it,
 which is empty most of the time (regions and models that are leaving, lanes with answers, sequences that changed), or a due time
-on the agenda. An iteration in which nothing is due waits, beats on the status page, and makes at most eight calls of our
-functions.
+on the agenda. An iteration in which nothing is due waits, beats on the status page, and makes at most eight calls.
 
-Other threads of the worker: a loader, a compiler, one per instance of a model that is not jitted or has several, and on a GPU one
-that page-locks memory. None of them touches the loop's state; they post to the inbox.
+Other threads of the worker: a loader, a compiler, one per instance of a model that is not jitted or has several, and on a GPU
+one that page-locks memory. None of them touches the loop's state; they post to the inbox.
 """
 
 from __future__ import annotations
@@ -538,10 +537,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- models, the end
 
     def adopt(self, loaded: LoadedModel) -> ModelVersion:
-        """Makes a version of a loaded model, which may serve then.
-
-        Gives each instance a slot on the status page as long as it lives.
-        """
+        """Turns a loaded model into a model version. Gives each instance a slot on the status page as long as it lives."""
         for instance in loaded.instances:
             # Those of the version before it have one.
             instance.status_slot = instance.status_slot or (self._free_slots.pop() if self._free_slots else SLOTS)
@@ -581,7 +577,10 @@ class Worker:
         return not self._models.draining
 
     def close(self) -> None:
-        """Closes all lanes, memory and descriptors. The process ends after this; its threads may still be inside models."""
+        """Closes all lanes, regions and descriptors of the worker.
+
+        The process ends after this; its threads may still be inside models.
+        """
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
         self._poller.close()

@@ -44,8 +44,8 @@ class Compilers:
     def compile(self, asked: Compile, cancellation: Cancellation) -> Compiled | CompileRefused:
         """Has a process compile a program.
 
-        Raises: CompilerDied: the process ended meanwhile.  Cancelled: nobody wants the program any more.  OSError: no process
-        could be started.
+        Raises: CompilerDied: the process ended meanwhile.  Cancelled: nobody wants the program.  OSError: no process could be
+        started.
         """
         with self._turns.turn(cancellation):
             while True:

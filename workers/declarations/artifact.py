@@ -116,7 +116,10 @@ class _Artifact:
         raise ValueError(f"no program of this model takes {shapes}")
 
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
-        """Returns number of a tensor -> its name in the configuration, for inputs or outputs that the program only numbers."""
+        """Returns the configuration's names for inputs or outputs that a program only numbers, by number.
+
+        Empty: they have names.
+        """
         found: dict[str, str] = {}
         for kind, leaves, names in (
             ("input", program.inputs, [field.name for field in self._message.input]),
@@ -143,8 +146,7 @@ class _Artifact:
     def _has_batch(self) -> bool:
         """Returns whether the first dim of every tensor is the batch: the configuration says so, or the dim's name does.
 
-        Rows may depend on each other along any other varying dim; filling it with rows of other clients would then give wrong
-        results.
+        Rows may depend on each other along any other varying dim; filled with rows of other clients, it would give wrong results.
         """
         if self._message.max_batch_size > 0:
             return True

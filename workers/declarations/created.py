@@ -22,7 +22,7 @@ def created(
     Args:
       module: model.py; if it declares trees, the function is wrapped to take and return dicts of named arrays.
       returned: what ``create`` returned.
-      asked: properties of requests that the function asks for; the function is wrapped to find them among its inputs. None: none.
+      asked: properties of requests that the function asks for (None: none); it is wrapped to find them among its inputs.
       indexed: whether the function has an argument ``index``, with the parameter set of each row.
     Raises: InvalidArgument: ``create`` returned something else.
     """

@@ -74,8 +74,7 @@ def given_devices(
     Args:
       gpu: the number of the worker's first GPU; None: the worker runs on the processor.
       keeps_state: whether the model keeps state of sequences.
-    Raises: InvalidArgument: the number of devices is malformed or too large.  Unsupported: a model with state can run only on the
-    worker's first device.
+    Raises: InvalidArgument: the number of devices is malformed or too large.  Unsupported: state needs the worker's first device.
     """
     count = device_count(message, module)
     chosen = chosen_devices(message, count, devices, gpu)

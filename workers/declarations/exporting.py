@@ -64,13 +64,12 @@ def write(
     inputs: Mapping[str, Declared],
     platforms: Sequence[str] | None = None,
 ) -> Path:
-    """Writes a model folder with a given configuration, after adding the program's tensors to the configuration.
-
-    Returns the folder.
+    """Writes a model folder with this configuration, to which it adds the tensors of the program. Returns the folder.
 
     Args:
       function: takes parameters and a dict of inputs, returns a dict of outputs.
-      platforms: the platforms to export for, as jax.export names them; None: this process's.
+      inputs: the declared inputs.
+      platforms: the platforms to export for, as jax.export names them; None: the platform of this process.
     Raises: InvalidArgument: the folder has a version 1 already, or the function cannot be exported.
     """
     version = folder / "1"
@@ -119,10 +118,9 @@ def _umask() -> int:
 def _programs(
     message: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
 ) -> dict[str, export.Exported]:
-    """Returns the exported programs by file name: one for all sizes, or one for each batch size if the function needs it as a
-    number.
+    """Returns the exported programs by file name: one for all sizes, or one for each batch size.
 
-    The latter is possible only if no other size varies.
+    The latter if the function needs the batch size as a number, which is possible only if no other size varies.
     """
     try:
         return {"model": exported(_BATCH)}

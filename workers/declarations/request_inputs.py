@@ -81,10 +81,7 @@ class RequestInputs:
         return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the model's function.
-
-        The wrapper finds these properties among its inputs, and passes them as the last argument.
-        """
+        """Wraps the model's function to find these properties among its inputs, and to pass them as the last argument."""
 
         def of_inputs(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
             own, request = self.parted(inputs)

@@ -87,10 +87,9 @@ def _number(what: str, module: ModuleType, name: str, most: int, default: int | 
 
 
 def check_stepped(message: ModelConfig, described: Signature) -> None:
-    """Checks a completed configuration for what a stepped model cannot have.
+    """Checks that a completed configuration has nothing that a stepped model cannot have.
 
-    Raises: InvalidArgument: the configuration contradicts a stepped model.  Unsupported: it asks for something stepped models
-    lack.
+    Raises: InvalidArgument, Unsupported: it has; the message says what.
     """
     what = f"model '{message.name}'"
     if message.max_batch_size:

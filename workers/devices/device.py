@@ -1,8 +1,7 @@
 """The device that a worker runs on: named on its command line, and opened once.
 
 The device's environment is set before jax is imported, so that a CPU worker never looks for GPUs. The supervisor decides which
-GPU
-a worker sees: it starts the worker with ``CUDA_VISIBLE_DEVICES`` naming one, and to CUDA and JAX that is device 0.
+GPU a worker sees: it starts the worker with ``CUDA_VISIBLE_DEVICES`` naming one, and to CUDA and JAX that is device 0.
 """
 
 from __future__ import annotations

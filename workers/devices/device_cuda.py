@@ -300,11 +300,11 @@ class CudaDevice:
     ) -> dict[str, DeviceArray | Array]:
         """Copies outputs to their places, in host memory or a region on the device, with one wait for all.
 
-        The outputs need not be computed yet. Outputs without a place are copied to host memory if they are small, and otherwise
-        stay on the device.
+        The outputs need not be computed yet. Outputs without a place are copied to host memory if they are small; others stay
+        where they are, on the device.
 
         Returns: all outputs; an output that was copied to its place is returned as an array on the device.
-        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed; or what the run of the program
+        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost: the GPU failed; or what running the program
         raised.
         """
         left = [(name, array) for name, array in made.items() if name not in places and byte_size_of(array)]

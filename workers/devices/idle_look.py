@@ -35,7 +35,7 @@ class IdleLook:
         Args:
           idle: returns whether the loop has nothing else to do.
           post: has the loop call a function; for any thread.
-          patience: seconds after which a mark that the GPU has not reached means that the GPU failed; 0: never.
+          patience: seconds after which the GPU counts as failed if it has not reached the last mark in its queue; 0: never.
           interval: seconds between two checks.
         Raises: DeviceLost: the GPU failed.
         """
@@ -59,7 +59,9 @@ class IdleLook:
                 self._post(self.look)
 
     def look(self) -> None:
-        """Checks whether the GPU has reached the last mark, and sets another one. Does nothing if the loop is not idle.
+        """Checks whether the GPU has reached the last mark in its queue, and adds another one.
+
+        Does nothing if the loop is not idle.
 
         Raises: DeviceLost: the GPU has failed, or has not reached the mark for too long.
         """

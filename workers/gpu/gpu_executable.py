@@ -133,7 +133,7 @@ class GpuExecutable(Executable):
         """Does nothing: on a GPU the places are passed with the run."""
 
     def settle(self, places: Places) -> None:
-        """Does nothing: on a GPU outputs were copied to their places."""
+        """Does nothing: outputs that the GPU delivers are copies, which no later run can change."""
 
     def single_run(self, execution: Execution, preparation: Preparation, regions: Mapping[str, Region]) -> None:
         """Returns None: the C extension runs no requests on a GPU."""

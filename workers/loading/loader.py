@@ -123,7 +123,7 @@ class Loader:
     def load(self, record: Load, tell: Tell = nobody, cancellation: Cancellation | None = None) -> LoadedModel:
         """Loads a model version. ``tell`` and ``cancellation`` are those of ``LoadProgress``.
 
-        Raises: ServingError: loading failed; the message is one sentence, and details are in the log.  Cancelled: the load was
+        Raises: ServingError: loading failed; the message is one sentence, and details are in the log.  Cancelled: it was
         cancelled.
         """
         progress = LoadProgress(record.name, record.version, tell, cancellation)

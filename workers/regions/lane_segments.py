@@ -40,10 +40,8 @@ class LaneSegments(ArenaMap):
     def open(self, segment: int, byte_size: int, fd: int) -> None:
         """Maps a segment that the client announced, and takes the descriptor over.
 
-        Raises: InvalidArgument: the segment's number or size is invalid, the number is in use, or its memory is not what it
-        should be.
-          Unavailable: the lane has too many segments, or the segment cannot be mapped now; requests that name it get the same
-          error.
+        Raises: InvalidArgument: number or size are invalid, the number is in use, or the memory is not what it should be.
+          Unavailable: the lane has too many segments, or the segment cannot be mapped now; requests that name it fail likewise.
         """
         name, limits = f"{_MARK}{segment}", self.limits
         try:
@@ -99,8 +97,7 @@ class LaneSegments(ArenaMap):
     def find(self, name: str) -> AnyRegion:
         """Returns the region that a record of this lane names: a segment of the lane, or a registered region.
 
-        Raises: Unavailable: the segment was refused.  InvalidArgument: the segment is not open, or the region has lost its
-        memory.
+        Raises: Unavailable: the segment was refused.  InvalidArgument: the segment is not open, or the region lost its memory.
           NotFound: no region has this name.  DeviceLost: the GPU failed.
         """
         if not name.startswith(_MARK):

@@ -35,8 +35,7 @@ class RegionTable:
     ) -> None:
         """
         Args:
-          gpu: the number of the worker's first GPU, as the daemon counts; None: a CPU worker, which opens regions of any visible
-            GPU.
+          gpu: the number of the worker's first GPU, as the daemon counts; None: a CPU worker, which opens regions of any GPU.
           pinned: page-locks the memory of regions; None: nothing is page-locked.
         """
         self._pinned = pinned
@@ -59,13 +58,12 @@ class RegionTable:
         """Opens a client's system region and adds it to the table.
 
         A region that renews another one replaces it only once nothing can go wrong any more. If both are of the same object,
-        which has lost no memory, the mapping that exists is kept.
+        which has lost no memory, the existing mapping is kept.
 
         Args:
           fd: a descriptor that another worker has checked, or that is sealed; None: this worker opens the object by its key.
         Returns: the region and its access, "guarded", "snapshot" or "sealed".
-        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: the object is refused by the policy, or cannot be
-        mapped.
+        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: the object is refused, or cannot be mapped.
           Unavailable: the process has too many open files; the rest is kept for requests.
         """
         access = record.access

@@ -38,7 +38,7 @@ _ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000
 
 
 class PlannedOutput(NamedTuple):
-    """Where an output's bytes are in a run's contents, and where they go. Row n begins at ``start + n * step``.
+    """Says where the bytes of one output are in the buffers of a run, and where they go. Row n begins at ``start + n * step``.
 
     An output in a lease begins at ``start`` of the lease; its program writes all its rows there.
     """
@@ -54,7 +54,7 @@ class PlannedOutput(NamedTuple):
 
 
 class AnswerPlan(NamedTuple):
-    """How to make the answers to requests of one preparation out of outputs of one layout: everything but the bytes."""
+    """Says how the answers to one kind of request are made from the outputs of a run: everything but the bytes."""
 
     #: As the record has it: its number, or all of it where it has none.
     said: int | PreparedAnswer
@@ -69,7 +69,7 @@ class AnswerPlan(NamedTuple):
     told: Mapping[str, Parameter]
 
     def number(self, numbered: Numbered[PreparedAnswer]) -> AnswerPlan:
-        """Returns this plan for answers that name their prepared answer by number."""
+        """Returns a copy of this plan, whose answers refer to the prepared answer ``numbered`` by its number."""
         return self._replace(said=numbered.number, numbered=numbered)
 
     def write(self, request: Request, made: BatchOutputs, row: int) -> AnswerRecord | None:

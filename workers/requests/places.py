@@ -106,7 +106,7 @@ class Places:
         return found
 
     def take_lease(self) -> LeaseKey | None:
-        """Returns the key of the lease, which the submitter gives back from now on; None: there is no lease."""
+        """Hands the lease over to the submitter, which gives it back later. Returns its key; None: there is no lease."""
         lease, self.lease = self.lease, None
         return None if lease is None else lease.key
 

@@ -101,7 +101,7 @@ class CheckedInputs(dict[Inputs, Checked]):
     __slots__ = ()
 
     def learn(self, inputs: Inputs, checked: Checked) -> None:
-        """Stores what inputs that were found valid come to. A full cache is cleared first."""
+        """Stores the result of checking inputs that were found valid. Clears the cache first if it is full."""
         if len(self) >= _MAX_CHECKED:
             self.clear()
         self[inputs] = checked
@@ -144,9 +144,9 @@ class Preparation:
         self.large = None
 
     def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
-        """Stores the plan of answers that are cut from outputs of this layout.
+        """Stores how answers are made from a run's outputs with this layout.
 
-        Each program that ran such requests adds a layout.
+        Clears the stored plans first if there are too many.
         """
         if len(self.plans) >= _MAX_PLANS:
             self.plans.clear()
@@ -361,8 +361,7 @@ def _check(
     """Checks names, datatypes and shapes of inputs, unless the load's cache has the result for them.
 
     Args:
-      contents: the bytes of the inputs. Where an input is refused, the bytes of those behind it are checked first, as Triton
-        does.
+      contents: the bytes of the inputs. If an input is refused, the bytes of those behind it are checked first, as in Triton.
     Raises: ServingError: the inputs do not fit the model.
     """
     described = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs])

@@ -85,8 +85,7 @@ class Request(Sequenced):
         preparation: Preparation | None = None,
     ) -> None:
         """
-        Either ``arrays`` or ``contents`` is given; ``contents`` where all tensors are plain, so that their bytes are the arrays'
-        bytes.
+        Either ``arrays`` or ``contents`` is given; ``contents`` if all tensors are plain: their bytes are those of the arrays.
 
         Args:
           prepared: what the request has in common with others.
@@ -94,7 +93,7 @@ class Request(Sequenced):
           key: requests with equal keys may share a batch.
           outputs: the requested outputs by name; empty: all.
           regions: the client regions that the request has leased, once per tensor.
-          now_ns: when the request arrived, where its record does not say so.
+          now_ns: when the request arrived, if its record does not say so.
           copied_byte_size: bytes of its tensors that were copied so far.
           preparation: results of validating earlier requests like this one; None: there are none that may be used.
         """

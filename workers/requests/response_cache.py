@@ -26,7 +26,7 @@ _DIGEST_BYTE_SIZE = 16
 
 
 class Input(NamedTuple):
-    """One input of a question."""
+    """One input tensor of a request, as the response cache compares it."""
 
     name: str
     dtype: str
@@ -113,9 +113,9 @@ class ResponseCache:
     """Stores answers by their questions, within a bound of bytes. A worker has one response cache, which belongs to its loop."""
 
     def __init__(self, max_byte_size: int) -> None:
-        """
-        ``max_byte_size``: bytes of inputs and outputs of all entries, and ``ENTRY_BYTE_SIZE`` for each entry; 0: there is no
-        cache.
+        """Makes an empty cache for ``max_byte_size`` bytes; 0: there is no cache.
+
+        An entry counts with the bytes of its inputs and outputs, and ``ENTRY_BYTE_SIZE`` on top.
         """
         #: The bytes that all entries together may take; 0: there is no cache.
         self.max_byte_size = max_byte_size

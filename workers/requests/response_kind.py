@@ -26,7 +26,7 @@ def describe(
       wanted: names of the requested outputs; empty: all.
       most: bytes that fit into a record.
       strings: whether BYTES outputs are allowed, whose size differs from response to response.
-    Returns: None if the outputs do not fit into a record, or have a datatype that does not go there.
+    Returns: None if the outputs do not fit into a record, or if one has a datatype that is not allowed.
     """
     described: list[tuple[str, str, tuple[int, ...]]] = []
     contents: list[bytes] = []

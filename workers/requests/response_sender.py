@@ -50,9 +50,9 @@ class Taker(Protocol):
     max_ahead: int
 
     def alike(self, sender: ResponseSender, result: dict[str, Array]) -> ResponsesAlike | None:
-        """Returns an encoder for responses with the same outputs as ``result``, or None if the loop has to place them.
+        """Returns an encoder for responses with the same outputs as ``result``; for any thread.
 
-        For any thread.
+        Returns None if such responses cannot be encoded in the sending thread.
         """
 
     def put(self, sender: ResponseSender, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
@@ -171,10 +171,9 @@ class ResponseSender:
         """Sends a response, or with ``final`` and None only the mark that there is no further one.
 
         Args:
-          result: outputs of the client's shapes, a dict that the sender may change from now on; or an error, which does not end
-            the request.
-          wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. Where ``send`` does
-            not wait, a client that is far too slow has its request ended with an error.
+          result: the outputs in the client's shapes, a dict that may be changed from now on; or an error, which is no final mark.
+          wait: whether to wait while the client is slow; None: wait unless this thread runs an event loop. If ``send`` does not
+            wait, a client that is far too slow has its request ended with an error.
         Raises: SenderClosed: the final mark was sent before.
         """
         with self._lock:
@@ -254,7 +253,7 @@ class ResponseSender:
         self._taker.put(self, encoded, False, size)
 
     def _record(self, result: dict[str, Array]) -> bytes | None:
-        """Returns the encoded record of a response, or None if the loop has to place the response."""
+        """Returns the encoded record of a response, or None if the response cannot be encoded in this thread."""
         alike = self.alike
         record = None if alike is None else alike.record(result)
         if record is None:
@@ -309,7 +308,10 @@ class ResponseSender:
         return self._max_ahead - (self._posted - self._settled)
 
     def posted(self, result: Result | None, final: bool) -> int:
-        """Counts a response that the loop itself sends, and that never waits. Returns the bytes that it counts for."""
+        """Counts a response that the loop itself sends, without waiting for room.
+
+        Returns the bytes that the response counts for.
+        """
         size = 0 if result is None else _BYTE_SIZE
         if result is not None and not isinstance(result, ServingError):
             for array in result.values():

@@ -92,8 +92,7 @@ class SubmitterLink(Generic[R]):
           peer: the number that the supervisor gave this submitter.
           due: the loop's list of submitters whose lanes are to be flushed.
           segments: the segments of a client that has a lane; None: the submitter is a front, which is trusted.
-          protocol: the protocol that a front serves, one of ``durations.PROTOCOLS``; ignored for a client's lane, which counts as
-            "lane".
+          protocol: the protocol that a front serves, one of ``durations.PROTOCOLS``; ignored for clients.
           owner: the user whose client has the lane; None: the submitter is a front.
         """
         self.peer = peer
@@ -157,7 +156,7 @@ class SubmitterLink(Generic[R]):
         return self.lane.arena.returned if self.owner is None else self.owner.returned
 
     def count_waiting(self) -> None:
-        """Updates how many bytes of answers wait for this client in the sum of its user."""
+        """Updates how many bytes of answers that wait for this client are counted for its user."""
         if self.owner is not None:
             waiting = 0 if self.closed else self.blocked_byte_size + self.unsent_byte_size
             self.owner.waiting_byte_size += waiting - self._waiting_byte_size

@@ -81,7 +81,7 @@ Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
 
 
 class OutputLayout:
-    """The places of a program's outputs in the contents of its runs; layouts are compared by identity."""
+    """Says where each output of a program is in the buffers that a run returns; layouts are compared by identity."""
 
     __slots__ = ("batches", "outputs", "row_byte_size")
 
@@ -105,7 +105,7 @@ class BatchOutputs(NamedTuple):
 
 
 def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
-    """Returns the layout of a run whose outputs are one content each.
+    """Returns the layout of a program's outputs if each output is in a buffer of its own.
 
     ``slots``: whether the first dimension of each array is rows; otherwise each array is one row.
     """
@@ -118,7 +118,7 @@ def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) ->
 
 
 def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
-    """Returns the layout of packed outputs, where each row holds all outputs of one dtype for one request."""
+    """Returns the layout of a program's packed outputs. Each buffer holds all outputs of one dtype, one row for each request."""
     outputs: list[Output] = []
     for name, row, start, stop, shape in packing.parts:
         dtype, elements = packing.rows[row]
