@@ -7,7 +7,7 @@
 
 An iteration of the loop asks only those parts of the worker that have work. Each part that could have some keeps a list of it,
 which is empty most of the time (regions and models that are leaving, lanes with answers, sequences that changed), or a due time
-on the agenda. An iteration in which nothing is due waits, beats on the status page, and makes at most eight calls.
+on the agenda. An iteration in which nothing is due waits, beats on the status page, and makes eight calls of ours at most.
 
 Other threads of the worker: a loader, a compiler, one per instance of a model that is not jitted or has several, and on a GPU
 one that page-locks memory. None of them touches the loop's state; they post to the inbox.
