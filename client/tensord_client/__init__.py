@@ -1,10 +1,10 @@
-"""The client of tensord: JAX models of this host as functions of numpy arrays.
+"""The client of tensord: calls JAX models that a server on this host, or elsewhere, serves, as functions of numpy arrays.
 
     client = tensord_client.connect()
     policy = client.model("policy", timeout=0.2)
     actions = policy({"image": frame, "state": q})["actions"]
 
-It has the surface of ``tensord.testing``, and needs numpy alone.
+Models have the methods of ``tensord.testing.Model``. Only numpy must be installed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ _ASYNCHRONOUS = ("AsyncClient", "AsyncModel", "connect_async")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what needs asyncio or JAX when it is first asked for, and computes ``__version__``, the distribution's."""
+    """Imports the asynchronous client or ``jax`` when it is first asked for, and looks up ``__version__``, the installed version.
+
+    Raises: AttributeError: this module has no attribute of that name.
+    """
     if name in _ASYNCHRONOUS:
         from tensord_client import asynchronous
 

@@ -1,4 +1,4 @@
-"""One request as it is handed to a connection, whichever way it goes to the server."""
+"""One request, in the form in which every kind of connection accepts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SequenceId = Union[int, str]
 
 
 class Own(TypedDict, total=False):
-    """Keyword arguments of a request besides its tensors."""
+    """The keyword arguments that a request may have besides its tensors. Each has the meaning that ``Call`` gives it."""
 
     parameters: Mapping[str, Parameter]
     request_id: str
@@ -24,10 +24,11 @@ class Own(TypedDict, total=False):
 
 
 class Call:
-    """A request.
+    """A request: the model, its input arrays and everything else that is sent with them.
 
-    ``inputs`` are C-contiguous arrays. Those of a connection's ``empty`` are used where they lie, any others are copied, or sent
-    at once. Arrays of kinds S, U and O are BYTES. ``places`` are arrays that outputs are written to.
+    ``inputs`` are C-contiguous arrays by name. Arrays of the connection's ``empty`` are used where they lie; any others are
+    copied, or sent at once. Arrays of numpy's kinds S, U and O (strings, objects) are BYTES. ``places`` are the arrays that
+    outputs are written to.
     """
 
     __slots__ = (
@@ -69,17 +70,22 @@ class Call:
         streams: bool = False,
         pure: bool = False,
     ) -> None:
-        """Takes what the request says.
+        """Makes a request; nothing is sent.
 
         Args:
-          version: 0 is the newest.
-          outputs: which are wanted; none: all.
-          timeout_us: how long it may wait in the model's queue; 0: as long as its policy says.
-          sequence_id: 0 or "": it belongs to no sequence.
-          replace_key: while it waits the next request of that key takes its place (Replaced); "": none.
-          deadline: seconds of ``time.monotonic()``, after which nobody waits; None: never.
-          streams: any number of responses is expected.
-          pure: running it twice harms nobody.
+          version: the model's version; 0: the newest.
+          outputs: names of the outputs to return; empty: all of them.
+          places: output name -> the array that the output is written to.
+          parameters: the request's parameters, for the model.
+          request_id: a text that the server notes with the request; "": none.
+          priority: the level in the model's queue, 1 is the first to run; 0: the model's default.
+          timeout_us: microseconds that the request may wait in the model's queue; 0: as long as the model's queue policy says.
+          sequence_id: the sequence that the request belongs to; 0 or "": none.
+          sequence_start, sequence_end: whether the request is the first, and the last, of its sequence.
+          replace_key: while the request is in the queue, the next request with the same key replaces it (Replaced); "": never.
+          deadline: seconds of ``time.monotonic()``, after which the caller does not wait any more; None: no deadline.
+          streams: whether any number of responses is expected, in place of exactly one.
+          pure: whether running the request twice does no harm, so that it may be sent again after a failure.
         """
         self.model = model
         self.inputs = inputs
@@ -100,7 +106,7 @@ class Call:
 
     @property
     def is_bare(self) -> bool:
-        """Returns whether its tensors are all that it says."""
+        """Returns whether the request has no parameters, id, priority, queue timeout, sequence or replace key."""
         return not (
             self.parameters
             or self.request_id

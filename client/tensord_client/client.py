@@ -1,6 +1,6 @@
-"""The client: finds a server, and gives its models as functions of arrays.
+"""Finds a server and connects to it; the ``Client`` gives the server's models as functions of arrays.
 
-    connect()   $TENSORD, else /run/tensord, else the user's own daemon, else localhost:8000
+    connect()   tries $TENSORD alone if it is set; else /run/tensord, then the user's own daemon, then localhost:8000
 
 An address is a folder (one with a daemon's sockets, or a repository of models, which this process then serves by itself), the
 path of a socket, ``unix:PATH``, ``HOST:PORT`` or ``http://HOST:PORT``.
@@ -40,21 +40,22 @@ Place = Union[str, "os.PathLike[str]"]
 
 
 class Client:
-    """A server's models, whichever way leads to it. Any thread may use it; a process that is forked off connects anew."""
+    """A connection to a server, which gives the server's models. Thread-safe; after a fork the child process connects anew."""
 
     def __init__(self, connection: Connection) -> None:
-        """Takes the way to the server; ``connect`` finds one."""
+        """Uses a connection that is already open; programs call ``connect`` instead."""
         self._connection = connection
 
     def model(self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = "") -> Model:
-        """Returns a model.
+        """Looks up a model on the server and returns it as a function of arrays.
 
         Args:
-          version: 0 is the newest at the time of each call.
-          parameter_set: of its parameter sets the one that its calls are answered with; "": ``main``.
-          timeout: seconds that a call waits for its answer, and a stream for each response; None: any time.
+          version: the version that is called; 0: the newest at the time of each call.
+          parameter_set: the model's parameter set that calls are answered with; "": ``main``.
+          timeout: seconds that a call waits for its answer, and a stream for each response; None: without limit.
 
-        Raises: NotFound: it is not served.  ServingError.
+        Raises: NotFound: the server does not serve this model or version.  Unavailable: the model is not ready, or no server
+          answers.  ServingError: any other error of the server.
         """
         return Model(self._connection, self._connection.open(name, version), version, timeout, parameter_set)
 
@@ -66,16 +67,21 @@ class Client:
         shape: Sequence[int] | None = None,
         device: str = "",
     ) -> Any:
-        """Makes an array for an input, or for an output's place, which the server reads and writes where it lies.
+        """Makes an array for an input or an output (``out``) in memory that the server reads and writes without a copy.
+
+        Where the server shares no memory with this process (HTTP, or a model served by this process), it is an ordinary array.
 
         Args:
-          tensor: of ``Model.inputs`` or ``outputs``, with every size that varies taken as 1; or a shape, and then ``dtype``.
-          shape: the whole shape, where a size of the tensor varies.
-          device: a GPU, "cuda:0", as this process counts them; "": the host.
+          tensor: an entry of ``Model.inputs`` or ``Model.outputs``, with every size that varies (-1) taken as 1; or a shape.
+          dtype: the numpy dtype, needed where ``tensor`` is a shape and ignored otherwise.
+          shape: the complete shape, where a size of the entry varies; ignored where ``tensor`` is a shape.
+          device: a GPU, such as "cuda:0", as this process counts GPUs; "": host memory.
 
-        Returns: a numpy array; on a GPU a ``DeviceArray``, which frameworks view by DLPack and ``copy_from`` fills.
-        Raises: InvalidArgument: strings have no such memory, there is no more of it, or the server cannot reach that GPU's.
-          Unsupported: this process serves the models itself.  Unavailable: this process has no CUDA driver.
+        Returns: a numpy array with any content; on a GPU a ``DeviceArray``, which frameworks view by DLPack and ``copy_from``
+          fills.
+        Raises: InvalidArgument: the datatype has no fixed size (strings), the array can never fit into the memory that the server
+          allows, or the server cannot reach that GPU.  Unsupported: a GPU was asked for, and this process serves the models
+          itself.  Unavailable: there is no memory for the array now, or this process has no CUDA driver.
         """
         if isinstance(tensor, Tensor):
             dtype = dtype_of(tensor.datatype)
@@ -87,7 +93,7 @@ class Client:
         return self._connection.empty_on(device, wanted, dtype) if device else self._connection.empty(wanted, dtype)
 
     def close(self) -> None:
-        """Ends the connection; models that are served by this process end as well. Idempotent."""
+        """Closes the connection; models that this process serves itself are unloaded. Idempotent."""
         self._connection.close()
 
     def __enter__(self) -> Client:
@@ -103,20 +109,21 @@ class Client:
 
 
 def connect(address: Place | None = None, *, wait: float = 0.0, patience: float = 30.0) -> Client:
-    """Finds a server and connects to it.
+    """Finds a server, connects to it and returns the client.
 
     Args:
-      address: where it is; None: ``$TENSORD``, else the service of this host, the user's own daemon, or localhost:8000.
-      wait: seconds to wait for it to be there.
-      patience: seconds that a call waits for a server that is gone, within its own timeout.
+      address: where the server is (this module's description has the forms); None: ``$TENSORD`` if it is set, else the first that
+        answers of: the service of this host (/run/tensord), the user's own daemon, localhost:8000.
+      wait: seconds to wait for a server to appear at the address; 0: each address is tried once.
+      patience: seconds that a call without a deadline waits for a server that has gone away to come back.
 
-    Raises: Unavailable: nobody is there, with what was tried.
+    Raises: Unavailable: no server answers; the message lists what was tried.  InvalidArgument: the address has none of the forms.
     """
     return Client(connection(address, wait, patience))
 
 
 def connection(address: Place | None, wait: float, patience: float) -> Connection:
-    """Finds the way to a server. Raises as ``connect``."""
+    """Finds a server and returns an open connection to it. Arguments and errors are those of ``connect``."""
     until = time.monotonic() + wait
     named = address if address is not None else os.environ.get("TENSORD") or None
     while True:
@@ -132,7 +139,7 @@ def connection(address: Place | None, wait: float, patience: float) -> Connectio
 
 
 def _usual() -> Iterator[str]:
-    """Names where a server usually is. A folder that somebody else could have made is not looked into."""
+    """Yields the addresses where a server usually is. Skips folders that another user may have made."""
     yield f"{SERVICE}/{CLIENTS}"
     user = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -147,7 +154,7 @@ def _usual() -> Iterator[str]:
 
 
 def _way(address: str, patience: float) -> Connection:
-    """Connects to one address. Raises Unavailable: nobody is there; InvalidArgument: it is none."""
+    """Connects to one address. Raises Unavailable: no server answers there; InvalidArgument: the text is no address."""
     path = address[len("unix:") :] if address.startswith("unix:") else address
     try:
         kind = os.stat(path).st_mode
@@ -202,7 +209,10 @@ def _who_may(path: str, found: os.stat_result, wanted: int) -> str:
 
 
 def _on_socket(path: str, patience: float) -> Connection:
-    """Connects to a unix socket: one for clients of this host, or one of HTTP."""
+    """Connects to a unix socket, whose kind says whether clients' messages (SEQPACKET) or HTTP (STREAM) go over it.
+
+    Raises: Unavailable: no server answers there.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         try:
             probe.connect(path)
@@ -214,7 +224,13 @@ def _on_socket(path: str, patience: float) -> Connection:
 
 
 def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connection:
-    """Connects to where a daemon says that it serves HTTP, to a unix socket first. Raises Unavailable."""
+    """Connects to an HTTP address of the daemon that answered at ``path``, trying unix sockets before TCP.
+
+    Args:
+      told: the daemon's answer to ``hello``; its "http" lists the addresses where the daemon serves HTTP.
+
+    Raises: Unavailable: none of the addresses answers.
+    """
     tried = []
     for each in sorted(told.get("http", ()), key=lambda each: not each.startswith("unix:")):
         try:
@@ -227,7 +243,10 @@ def _over_http(path: str, told: Mapping[str, Any], patience: float) -> Connectio
 
 
 def _over_tcp(address: str, patience: float) -> HttpConnection:
-    """Connects over TCP. A name may stand for several addresses: the first that answers."""
+    """Connects to an HTTP server over TCP. If the host's name stands for several addresses, the first that answers is used.
+
+    Raises: Unavailable: none of the addresses answers; InvalidArgument: the text is no HOST:PORT.
+    """
     text = (address[len("http://") :] if address.startswith("http://") else address).rstrip("/")
     host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:

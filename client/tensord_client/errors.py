@@ -1,4 +1,4 @@
-"""The exceptions of the client: one family, whichever way a request went, with the server's own sentences."""
+"""The exceptions of the client. They are the same over every kind of connection; messages are the server's own sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 
 class ServingError(Exception):
-    """An error with a sentence; ``code`` is the server's name for its kind."""
+    """Base class of the client's errors. ``message``: a sentence for people; ``code``: the kind of error, such as "NOT_FOUND"."""
 
     code: ClassVar[str] = "INTERNAL"
 
@@ -16,49 +16,52 @@ class ServingError(Exception):
 
 
 class InvalidArgument(ServingError):
-    """The request is wrong and will stay wrong."""
+    """The request is wrong, and sending it again cannot succeed."""
 
     code = "INVALID_ARGUMENT"
 
 
 class NotFound(ServingError):
-    """The named model, version or region does not exist."""
+    """The model, version, parameter set or region that the request names does not exist."""
 
     code = "NOT_FOUND"
 
 
 class AlreadyExists(ServingError):
-    """The name is taken."""
+    """Something with the name that the request wants to give exists already."""
 
     code = "ALREADY_EXISTS"
 
 
 class Unavailable(ServingError):
-    """Nothing is wrong with the request; the server cannot take it now. A retry is safe."""
+    """The server cannot answer now, or was lost; the request itself is not wrong.
+
+    Sending the request again is safe unless the message says that it may have run.
+    """
 
     code = "UNAVAILABLE"
 
 
 class Unsupported(ServingError):
-    """The request was understood, and is deliberately not offered."""
+    """The request was understood, but this server or this kind of connection does not offer what it asks for."""
 
     code = "UNSUPPORTED"
 
 
 class Cancelled(ServingError):
-    """The request was cancelled."""
+    """The request was cancelled, by its caller or because the connection was closed."""
 
     code = "CANCELLED"
 
 
 class Replaced(ServingError):
-    """The request waited, and a newer one of its key took its place."""
+    """A newer request with the same ``replace_key`` took this one's place, or a newer push overtook this one."""
 
     code = "REPLACED"
 
 
 class DeadlineExceeded(Cancelled):
-    """The deadline of the request has passed."""
+    """No answer came before the request's deadline, or within the time that the caller waits."""
 
     code = "DEADLINE_EXCEEDED"
 
@@ -67,19 +70,22 @@ class DeadlineExceeded(Cancelled):
 
 
 class Internal(ServingError):
-    """The server or the model has a defect, or the worker ended under a request that may not be run twice."""
+    """The server or the model has a defect, or a worker process ended while it had a request that may not be run twice."""
 
     code = "INTERNAL"
 
 
 class Unknown(ServingError):
-    """A failure nobody could classify."""
+    """An error whose kind the client does not know."""
 
     code = "UNKNOWN"
 
 
 class ResultsHeld(ServingError):
-    """The program holds as many results in the server's memory as it may: release some of them."""
+    """The program holds as many answers in the server's memory as it may; release some of them (``Answer.release``).
+
+    ``held``: answers that are held; ``limit``: the most that may be.
+    """
 
     code = "RESULTS_HELD"
 
@@ -111,10 +117,10 @@ _BY_STATUS = {403: Unavailable, 404: NotFound, 409: Replaced, 501: Unsupported, 
 
 
 def from_code(code: str, message: str) -> ServingError:
-    """Makes the exception of an error that the server told by its code; an unknown code becomes ``Unknown``."""
+    """Makes the exception for an error code of the server, such as "NOT_FOUND"; for an unknown code an ``Unknown``."""
     return _BY_CODE.get(code, Unknown)(message)
 
 
 def from_status(status: int, message: str) -> ServingError:
-    """Makes the exception that an HTTP status stands for."""
+    """Makes the exception for an HTTP status that is no success."""
     return _BY_STATUS.get(status, Internal if status >= 500 else InvalidArgument)(message)

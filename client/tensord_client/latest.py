@@ -1,9 +1,9 @@
-"""A model that is asked with the newest inputs and answers with the newest outputs: what comes too fast is left out.
+"""Calls a model with the newest inputs only, and returns the newest answer: inputs that come too fast are dropped.
 
-put ─▶ two under way? ─ no ─▶ model ─▶ newest answer ─▶ get
-             ╰─ yes: it waits, in the place of the one that waited
+put ─▶ two requests in flight? ─ no ─▶ model ─▶ newest answer ─▶ get
+             ╰─ yes: the inputs wait, and replace inputs that waited
 
-``tensord.testing`` has the same (``tensord/latest.py``), and the same tests run against both.
+``tensord.testing`` has the same class (``tensord/latest.py``), and the same tests run against both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _UNDER_WAY = 2
 
 
 class Newest:
-    """Asks with the newest of the inputs that were put; the base of who waits in a thread and who waits on a loop."""
+    """Base class of ``Latest`` and ``AsyncLatest``: sends the newest inputs, and keeps the newest answer for ``get``."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
-        """``submit``: begins a request, and returns a future of its answer."""
+        """``submit``: a function that sends a request with the inputs given, and returns a future of the answer."""
         self._submit = submit
         self._lock = threading.RLock()
         #: Futures of what is under way, by number.
@@ -42,9 +42,11 @@ class Newest:
         self.replaced = 0
 
     def put(self, inputs: Mapping[str, Any]) -> None:
-        """Asks the model, or waits to do so in the place of what waits. The arrays may be written to as soon as this returns.
+        """Sends the inputs to the model; if two requests are in flight, keeps a copy of them until one is answered.
 
-        Raises: InvalidArgument: an input cannot be an array.  Cancelled: it was closed.
+        Inputs that are kept replace those that were kept before. The arrays may be written to as soon as this returns.
+
+        Raises: InvalidArgument: an input cannot be an array.  Cancelled: ``close`` was called.
         """
         with self._lock:
             if self._closed:
@@ -62,7 +64,7 @@ class Newest:
         future.add_done_callback(lambda future: self._over(number, future))
 
     def _over(self, number: int, future: Any) -> None:
-        """Takes an answer, and asks with what waits."""
+        """Stores the answer of a request that has ended, unless a newer one is there. Sends the inputs that wait, if any."""
         asked: Any = None
         with self._lock:
             del self._under_way[number]
@@ -82,17 +84,20 @@ class Newest:
             self._watch(number, asked)
 
     def _notify(self) -> None:
-        """Wakes who waits for an answer."""
+        """Wakes the threads or tasks that wait in ``get``. Subclasses implement it."""
         raise NotImplementedError
 
     def _has_newer(self) -> bool:
-        """Returns whether an answer has come that was not taken. Raises Cancelled: none will, this was closed."""
+        """Returns whether an answer has come that ``get`` has not returned yet.
+
+        Raises: Cancelled: there is none, and none will come, because ``close`` was called.
+        """
         if self._came == self._taken and self._closed:
             raise Cancelled("it was closed")
         return self._came != self._taken
 
     def _take(self) -> Answer:
-        """Takes the newest answer. Raises ServingError: it is one."""
+        """Returns the newest answer and marks it as returned; if it is an error, raises it (ServingError)."""
         self._taken = self._came
         newest, self._newest = self._newest, None
         if isinstance(newest, ServingError):
@@ -102,14 +107,14 @@ class Newest:
 
     @property
     def behind(self) -> int:
-        """Returns how many of the inputs that were put, and not replaced, have no answer that was taken or is newer."""
+        """Returns how many inputs still have an answer to come from ``get``; inputs that newer ones replaced do not count."""
         with self._lock:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)
             )
 
     def _end(self) -> None:
-        """Cancels what is under way. Idempotent."""
+        """Cancels the requests in flight, and drops the inputs that wait. Idempotent."""
         with self._lock:
             self._closed = True
             self._waiting = None
@@ -120,7 +125,7 @@ class Newest:
 
 
 class Latest(Newest):
-    """Answers to the newest of the inputs that were put. Any thread may put, and any may get."""
+    """Sends the newest of the inputs given to ``put`` to a model; ``get`` returns the newest answer. Thread-safe."""
 
     def __init__(self, submit: Callable[[Mapping[str, Any]], Any]) -> None:
         super().__init__(submit)
@@ -130,9 +135,13 @@ class Latest(Newest):
         self._changed.notify_all()
 
     def get(self, timeout: float | None = None) -> Answer:
-        """Waits for an answer that is newer than the last one that was taken, and returns the newest.
+        """Waits until there is an answer newer than the last one that ``get`` returned, and returns the newest.
 
-        Raises: ServingError: the newest is one.  DeadlineExceeded: none came within so many seconds.  Cancelled: it was closed.
+        Args:
+          timeout: seconds to wait; None: without limit.
+
+        Raises: ServingError: the newest answer is an error.  DeadlineExceeded: no answer came in time.  Cancelled: ``close`` was
+          called.
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -144,7 +153,7 @@ class Latest(Newest):
             return self._take()
 
     def close(self) -> None:
-        """Cancels what is under way. Idempotent."""
+        """Cancels the requests in flight; ``put`` and a ``get`` without an answer raise Cancelled from now on. Idempotent."""
         self._end()
 
     def __enter__(self) -> Latest:
@@ -157,7 +166,7 @@ class Latest(Newest):
 
 
 def _copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies arrays, which their owner may write to."""
+    """Copies all arrays in a (nested) mapping of inputs, because the caller may write to them afterwards."""
     return {
         name: _copied(value) if isinstance(value, Mapping) else np.array(value) if hasattr(value, "dtype") else value
         for name, value in inputs.items()

@@ -1,4 +1,4 @@
-"""A served model as a function of arrays, with the surface of ``tensord.testing.Model``, whichever way leads to it."""
+"""A served model as a function of arrays, over any kind of connection. Its methods are those of ``tensord.testing.Model``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Calls:
-    """Makes calls of what the caller gives; the base of a model and of an asynchronous one."""
+    """Base class of ``Model`` and ``AsyncModel``: holds a model's description, and makes a ``Call`` of a caller's arguments."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Calls:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Returns the completed configuration, as the protocol has it."""
+        """Returns the model's configuration (ModelConfig as JSON) with defaults filled in; empty if the server keeps it back."""
         return self._connection.config(self.name, self._asked_version)
 
     def call(
@@ -65,7 +65,17 @@ class Calls:
         places: Mapping[str, Array] | None = None,
         streams: bool = False,
     ) -> Call:
-        """Makes a call. Raises InvalidArgument: an input cannot be an array.  TypeError: a request has no such argument."""
+        """Makes the ``Call`` of one request to this model.
+
+        Args:
+          inputs, outputs: as for a call of ``Model``.
+          own: the request's other fields, as ``Own`` lists them.
+          places: output name -> the array that the output is written to.
+          streams: whether the caller accepts any number of responses.
+
+        Raises: InvalidArgument: an input cannot be an array, or the model gives several responses and ``streams`` is False.
+          TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this model.
+        """
         if self._closed:
             raise Unavailable("the model was closed")
         if not streams and self._description.streams:
@@ -92,7 +102,7 @@ class Calls:
         )
 
     def sequence_id(self) -> int:
-        """Returns an id that no other client takes: 63 random bits, and never 0."""
+        """Returns a new sequence id that no other client will choose: 63 random bits, never 0."""
         import os
 
         return int.from_bytes(os.urandom(8), "little") >> 1 | 1
@@ -104,33 +114,38 @@ class Calls:
 
 
 class Model(Calls):
-    """A model. Calls may come from any thread."""
+    """A served model: call it with arrays by input name. Thread-safe."""
 
     def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
-        """Answers one request.
+        """Sends one request, waits for its answer and returns it.
 
         Args:
-          inputs: name -> array, with the batch dimension where the model has one; nested mappings are flattened, with "/"
-            between their keys. What is no array yet, such as a list of numbers, becomes one of the input's datatype.
-          outputs: which are wanted; none: all.
+          inputs: input name -> array, with the batch dimension where the model has one. Nested mappings are flattened, with "/"
+            between their keys. Anything that is no array, such as a list of numbers, becomes an array of the input's datatype.
+          outputs: names of the outputs to return; empty: all of them.
+          own: the request's other fields, such as ``parameters`` or ``priority``: see ``Own``.
 
-        Raises: ServingError: what the server says; DeadlineExceeded: no answer within ``timeout``.
+        Raises: InvalidArgument: an input cannot be an array, or the model gives several responses (use ``stream``).
+          DeadlineExceeded: no answer came within the model's ``timeout``.  ServingError: any other error of the server.
         """
         return self._connection.ask(self.call(inputs, outputs, own)).result()
 
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> concurrent.futures.Future[Answer]:
-        """Begins a request and returns its answer to come. Arguments are those of a call; ``cancel()`` cancels the request.
+        """Sends one request and returns a future of its answer; ``cancel()`` on the future cancels the request.
 
-        The arrays may be written to as soon as this returns.
+        Arguments are those of a call. The input arrays may be written to as soon as this returns, except for arrays of
+        ``Client.empty``, which must stay as they are until the answer has come. Errors of the server are raised by the future's
+        ``result()``.
         """
         return promised(self._connection.ask(self.call(inputs, outputs, own)))
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
-        """Returns an iterator over the responses to one request, as the model makes them; stopping early cancels it.
+        """Sends one request and returns an iterator over its responses, in the order in which the model makes them.
 
-        Arguments are those of a call. Raises: ServingError: with the response that is one.
+        Leaving the iteration early cancels the request. Arguments are those of a call; each response must come within the model's
+        ``timeout``. The iterator raises a ServingError where a response is an error.
         """
         return self._connection.ask(self.call(inputs, outputs, own, streams=True)).responses(self.timeout)
 
@@ -142,10 +157,17 @@ class Model(Calls):
         outputs: Sequence[str] = (),
         **own: Unpack[Own],
     ) -> Prepared:
-        """Prepares a request that is asked again and again: ``call()`` sends what the arrays hold then.
+        """Prepares a request that is sent many times: each ``call()`` of what this returns sends what the input arrays hold then.
 
         Args:
-          out: output -> the array that each answer is written to.
+          inputs: as for a call; keep the arrays and write new values into them.
+          out: output name -> the array that each answer's output is written to, of the output's shape and dtype. With a daemon on
+            this host it must be an array of ``Client.empty``.
+          outputs: names of the outputs to return; empty: those of ``out``, or all if ``out`` is empty too.
+          own: as for a call.
+
+        Raises: InvalidArgument: an input cannot be an array, the model gives several responses, or an array of ``out`` cannot be
+          used.
         """
         call = self.call(inputs, outputs or tuple(out or ()), own, out)
         call.deadline = None
@@ -153,25 +175,32 @@ class Model(Calls):
 
     @property
     def parameters(self) -> ModelParameters:
-        """Returns the model's parameter sets, into which new ones are pushed while it is served."""
+        """Returns the model's parameter sets, through which new parameters are pushed into the model while it is served."""
         from tensord_client.parameters import ModelParameters
 
         return ModelParameters(self._connection, self.name, self._asked_version)
 
     def latest(self) -> Latest:
-        """Makes a ``Latest``: it takes inputs at any rate, drops those that newer ones replace, and returns the newest answer."""
+        """Makes a ``Latest``: it accepts inputs at any rate, calls the model with the newest, and returns the newest answer."""
         return Latest(self.submit)
 
     def sequence(self, sequence_id: SequenceId = 0) -> ModelSequence:
-        """Makes a sequence of requests to a model that keeps state of it. ``sequence_id`` 0: an unused one."""
+        """Begins a sequence: requests that share state in the model and are sent one after the other.
+
+        ``sequence_id``: the sequence's id, an integer or a string; 0 or "": a new random one.
+        """
         return ModelSequence(self, sequence_id or self.sequence_id())
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Ends a sequence without a further request; over HTTP it ends by itself, once it has been idle for long enough."""
+        """Forgets a sequence without sending a request with ``end``.
+
+        A server then ends the sequence once it has been idle for long enough; a model that this process serves itself ends it at
+        once.
+        """
         self._connection.end_sequence(self.name, sequence_id)
 
     def close(self) -> None:
-        """Ends the use of the model; the client stays. Idempotent."""
+        """Makes every later call of this object raise Unavailable; the client stays connected. Idempotent."""
         self._closed = True
 
     def __enter__(self) -> Model:
@@ -184,19 +213,22 @@ class Model(Calls):
 
 
 class Prepared:
-    """A request that is asked again and again with what its arrays hold then."""
+    """A prepared request: each call sends what its input arrays hold at that time. Made by ``Model.prepare``."""
 
     def __init__(self, prepared: PreparedCall, timeout: float | None) -> None:
         self._prepared = prepared
         self._timeout = timeout
 
     def __call__(self) -> Mapping[str, Array]:
-        """Sends the request, waits and returns the outputs by name. Raises as a call of the model."""
+        """Sends the request, waits for the answer and returns the outputs by name. Raises what a call of the model raises."""
         return self._prepared(self._timeout)
 
 
 class ModelSequence:
-    """A sequence of requests, one after the other: the first begins it, the one with ``end`` ends it."""
+    """A sequence of requests to a model that keeps state: the first call begins it, the call with ``end=True`` ends it.
+
+    Made by ``Model.sequence``. Leaving its ``with`` block without an ``end`` call calls ``Model.end_sequence``.
+    """
 
     def __init__(self, model: Model, sequence_id: SequenceId) -> None:
         self._model = model
@@ -205,7 +237,10 @@ class ModelSequence:
         self._ended = False
 
     def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
-        """Runs the next step. Arguments and errors as for a call of the model."""
+        """Sends the sequence's next request and returns its answer. ``end``: this request is the last one.
+
+        Other arguments and the errors are those of a call of the model.
+        """
         start, self._begun = not self._begun, True
         self._ended = end
         own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
@@ -222,7 +257,7 @@ class ModelSequence:
 
 
 def promised(pending: Pending) -> concurrent.futures.Future[Answer]:
-    """Makes a future of a request under way."""
+    """Returns a future of the answer to a request that was sent; cancelling the future cancels the request."""
     import concurrent.futures
 
     future: concurrent.futures.Future[Answer] = concurrent.futures.Future()

@@ -1,4 +1,4 @@
-"""What a model is described by, and what it answers with."""
+"""What a client receives: the description of a model, and the answers to requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Tensor(NamedTuple):
-    """A tensor that a model takes or gives."""
+    """Describes an input or output of a model: its name, its datatype in the protocol (such as "FP32") and its shape."""
 
     name: str
     datatype: str
@@ -22,7 +22,7 @@ class Tensor(NamedTuple):
 
 
 class Tensors(tuple):  # type: ignore[type-arg]
-    """The tensors of a model in its order, which are found by name as well: ``inputs["image"]``."""
+    """The inputs or the outputs of a model, in the model's order; found by position or by name: ``inputs["image"]``."""
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -34,7 +34,7 @@ class Tensors(tuple):  # type: ignore[type-arg]
 
 
 class Timing(NamedTuple):
-    """Says what a request took in the server: nanoseconds that it waited and that its execution took, and bytes copied for it."""
+    """What one request took in the server: nanoseconds in the queue, nanoseconds of execution, and bytes copied for it."""
 
     queue_ns: int
     compute_ns: int
@@ -42,9 +42,10 @@ class Timing(NamedTuple):
 
 
 class Answer(dict):  # type: ignore[type-arg]
-    """Outputs by name. Large ones are read-only views of the server's memory, which is theirs until they are collected.
+    """The answer to a request: output name -> array.
 
-    ``with answer:`` and ``release()`` give that memory back at once; the arrays must not be looked at afterwards.
+    Large outputs are read-only views of the server's memory, which stays reserved until the arrays are collected. ``with
+    answer:`` and ``release()`` give that memory back at once; the arrays must not be used afterwards.
     """
 
     #: The version of the model that answered.
@@ -58,11 +59,14 @@ class Answer(dict):  # type: ignore[type-arg]
 
     @property
     def copied_bytes(self) -> int | None:
-        """Returns how many bytes the server copied for the request; None: it did not say."""
+        """Returns how many bytes the server copied for the request; None: the server did not say."""
         return None if self.timing is None else self.timing.copied_bytes
 
     def release(self) -> None:
-        """Gives the memory of the outputs back. Idempotent."""
+        """Gives the server's memory that outputs lie in back, and removes all outputs from this answer. Idempotent.
+
+        Does nothing where no output lies in the server's memory.
+        """
         if self.lease is not None:
             self.clear()
             self.lease.release()
@@ -78,7 +82,7 @@ class Answer(dict):  # type: ignore[type-arg]
 
 
 class Description:
-    """Describes a model: what the server says when a client opens it."""
+    """Describes one version of a model, as the server's answer to opening it does."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         self.model: str = answer["model"]
@@ -99,12 +103,15 @@ class Description:
 
 
 def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
-    """Reads the ``inputs`` or ``outputs`` of V2 metadata."""
+    """Makes ``Tensors`` of the "inputs" or "outputs" of a model's metadata, as the Open Inference Protocol writes them."""
     return Tensors(Tensor(each["name"], each["datatype"], tuple(map(int, each["shape"]))) for each in described)
 
 
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
-    """Copies outputs to the places that they are wanted in, and returns those. Raises InvalidArgument: one has no room."""
+    """Copies outputs into the arrays that the caller gave for them. Returns all outputs, with those arrays in their stead.
+
+    Raises: InvalidArgument: an array has not its output's shape and dtype.
+    """
     from tensord_client.errors import InvalidArgument
 
     for name, place in places.items():
