@@ -1,4 +1,4 @@
-"""The client for programs on an event loop of asyncio: the names of ``Client`` and ``Model``, to be awaited."""
+"""The client for programs on an asyncio event loop: the methods of ``Client`` and ``Model``, to be awaited."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """Connects an event loop to a server, as ``Client`` does a thread; any number of requests may be in flight."""
+    """A connection to a server for programs on an event loop; any number of requests may be in flight.
+
+    Made by ``connect_async``.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -35,7 +38,10 @@ class AsyncClient:
     async def model(
         self, name: str, version: int = 0, *, timeout: float | None = None, parameter_set: str = ""
     ) -> AsyncModel:
-        """Returns a model. As ``Client.model``."""
+        """Looks up a model on the server; calls of what this returns are awaited.
+
+        Arguments and errors are those of ``Client.model``.
+        """
         loop = asyncio.get_running_loop()
         description = await loop.run_in_executor(None, self._connection.open, name, version)
         return AsyncModel(self._connection, description, version, timeout, parameter_set)
@@ -48,11 +54,14 @@ class AsyncClient:
         shape: Sequence[int] | None = None,
         device: str = "",
     ) -> Any:
-        """Makes an array in memory that the server shares. As ``Client.empty``."""
+        """Makes an array in memory that the server reads and writes without a copy.
+
+        Arguments and errors are those of ``Client.empty``.
+        """
         return self._client.empty(tensor, dtype, shape=shape, device=device)
 
     async def close(self) -> None:
-        """Ends the connection. Idempotent."""
+        """Closes the connection; models that this process serves itself are unloaded. Idempotent."""
         await asyncio.get_running_loop().run_in_executor(None, self._client.close)
 
     async def __aenter__(self) -> AsyncClient:
@@ -68,16 +77,22 @@ class AsyncClient:
 
 
 class AsyncModel(Calls):
-    """Represents a served model whose calls are awaited, as ``Model`` otherwise. A cancelled task cancels its request."""
+    """A served model whose calls are awaited; otherwise as ``Model``.
+
+    Cancelling a task that awaits an answer cancels the request.
+    """
 
     async def __call__(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Answer:
-        """Answers one request. As a call of ``Model``."""
+        """Sends one request, awaits its answer and returns it. Arguments and errors are those of a call of ``Model``."""
         return await self._connection.ask(self.call(inputs, outputs, own))
 
     def submit(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> asyncio.Future[Answer]:
-        """Begins a request and returns its answer to come. The arrays may be written to as soon as this returns."""
+        """Sends one request and returns a future of its answer; cancelling the future cancels the request.
+
+        Arguments, errors, and when the input arrays may be written to, are as for ``Model.submit``.
+        """
         pending = self._connection.ask(self.call(inputs, outputs, own))
 
         async def answer() -> Answer:
@@ -88,7 +103,10 @@ class AsyncModel(Calls):
     def stream(
         self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]
     ) -> AsyncIterator[Answer]:
-        """Iterates over the responses to one request; ``aclose()`` cancels it. As ``Model.stream``."""
+        """Sends one request and returns an asynchronous iterator over its responses; ``aclose()`` of it cancels the request.
+
+        Arguments and errors are those of ``Model.stream``.
+        """
         return self._connection.ask(self.call(inputs, outputs, own, streams=True)).async_responses(self.timeout)
 
     def prepare(
@@ -99,32 +117,39 @@ class AsyncModel(Calls):
         outputs: Sequence[str] = (),
         **own: Unpack[Own],
     ) -> AsyncPrepared:
-        """Prepares a request that is asked again and again: ``await call()`` sends what the arrays hold then.
+        """Prepares a request that is sent many times: each ``await call()`` of the result sends what the input arrays hold then.
 
-        Arguments are those of ``Model.prepare``.
+        Arguments are those of ``Model.prepare``; an array of ``out`` that cannot be used raises InvalidArgument at the first
+        call.
         """
         return AsyncPrepared(self._connection, self.call(inputs, outputs or tuple(out or ()), own, out), self.timeout)
 
     def latest(self) -> AsyncLatest:
-        """Makes something that is given inputs at any rate, and answers to the newest of them."""
+        """Makes an ``AsyncLatest``, which sends the newest of the inputs given to it and returns the newest answer."""
         return AsyncLatest(self.submit)
 
     @property
     def parameters(self) -> AsyncModelParameters:
-        """Returns the model's parameter sets. As ``Model.parameters``."""
+        """Returns the model's parameter sets, through which new parameters are pushed into the model while it is served."""
         return AsyncModelParameters(ModelParameters(self._connection, self.name, self._asked_version))
 
     def sequence(self, sequence_id: SequenceId = 0) -> AsyncModelSequence:
-        """Makes a sequence of requests. As ``Model.sequence``."""
+        """Begins a sequence: requests that share state in the model and are sent one after the other.
+
+        Arguments as for ``Model.sequence``.
+        """
         return AsyncModelSequence(self, sequence_id or self.sequence_id())
 
     async def end_sequence(self, sequence_id: SequenceId) -> None:
-        """Ends a sequence without a further request. As ``Model.end_sequence``."""
+        """Forgets a sequence without sending a request with ``end``.
+
+        What becomes of the sequence is as for ``Model.end_sequence``.
+        """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._connection.end_sequence, self.name, sequence_id)
 
     async def close(self) -> None:
-        """Ends the use of the model. Idempotent."""
+        """Makes every later call of this object raise Unavailable; the client stays connected. Idempotent."""
         self._closed = True
 
     async def __aenter__(self) -> AsyncModel:
@@ -137,7 +162,7 @@ class AsyncModel(Calls):
 
 
 class AsyncPrepared:
-    """A request that is asked again and again with what its arrays hold then. Several may be under way."""
+    """A prepared request: each awaited call sends what its input arrays hold at that time. Several calls may be in flight."""
 
     def __init__(self, connection: Connection, call: Call, timeout: float | None) -> None:
         self._connection = connection
@@ -145,7 +170,7 @@ class AsyncPrepared:
         self._timeout = timeout
 
     async def __call__(self) -> Answer:
-        """Sends the request, waits and returns the outputs by name. Raises as a call of the model."""
+        """Sends the request, awaits the answer and returns the outputs by name. Raises what a call of the model raises."""
         call = self._call
         if self._timeout is not None:
             call = copy.copy(call)
@@ -154,7 +179,10 @@ class AsyncPrepared:
 
 
 class AsyncLatest(Newest):
-    """Answers to the newest of the inputs that were put, for one event loop. ``put`` does not wait, ``get`` is awaited."""
+    """Sends the newest of the inputs given to ``put`` to a model; ``await get()`` returns the newest answer. For one event loop.
+
+    ``put`` is an ordinary method and does not wait.
+    """
 
     #: Set when an answer came, or this was closed; made anew for each wait.
     _came_or_closed: asyncio.Event | None = None
@@ -164,7 +192,10 @@ class AsyncLatest(Newest):
             self._came_or_closed.set()
 
     async def get(self, timeout: float | None = None) -> Answer:
-        """Waits for an answer that is newer than the last one that was taken, and returns the newest. As ``Latest.get``."""
+        """Waits until there is an answer newer than the last one that ``get`` returned, and returns the newest.
+
+        Arguments and errors are those of ``Latest.get``.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         while not self._has_newer():
             self._came_or_closed = self._came_or_closed or asyncio.Event()
@@ -177,7 +208,7 @@ class AsyncLatest(Newest):
         return self._take()
 
     async def close(self) -> None:
-        """Cancels what is under way. Idempotent."""
+        """Cancels the requests in flight; ``put`` and a ``get`` without an answer raise Cancelled from now on. Idempotent."""
         self._end()
 
     async def __aenter__(self) -> AsyncLatest:
@@ -190,7 +221,10 @@ class AsyncLatest(Newest):
 
 
 class AsyncModelSequence:
-    """A sequence of requests, one after the other: the first begins it, the one with ``end`` ends it."""
+    """A sequence of requests to a model that keeps state: the first call begins it, the call with ``end=True`` ends it.
+
+    Made by ``AsyncModel.sequence``. Leaving its ``async with`` block without an ``end`` call calls ``AsyncModel.end_sequence``.
+    """
 
     def __init__(self, model: AsyncModel, sequence_id: SequenceId) -> None:
         self._model = model
@@ -199,7 +233,10 @@ class AsyncModelSequence:
         self._ended = False
 
     async def __call__(self, inputs: Mapping[str, Any], *, end: bool = False, **own: Unpack[Own]) -> Answer:
-        """Runs the next step. Arguments and errors as for a call of the model."""
+        """Sends the sequence's next request, awaits its answer and returns it. ``end``: this request is the last one.
+
+        Other arguments and the errors are those of a call of the model.
+        """
         start, self._begun = not self._begun, True
         self._ended = end
         own["sequence_id"], own["sequence_start"], own["sequence_end"] = self.sequence_id, start, end
@@ -216,25 +253,34 @@ class AsyncModelSequence:
 
 
 class AsyncModelParameters:
-    """The parameter sets of one model, each change to be awaited; it goes on in a thread of the loop. As ``ModelParameters``."""
+    """The parameter sets of one model, as ``ModelParameters``.
+
+    Its methods are awaited and run in a thread of the event loop's executor.
+    """
 
     def __init__(self, sets: ModelParameters) -> None:
         self._sets = sets
 
     async def update(self, parameters: Any, **how: Any) -> int:
-        """Pushes parameters, which may not be written to meanwhile. Arguments and errors as of ``ModelParameters.update``."""
+        """Pushes parameters into a set of the model. Arguments, result and errors are those of ``ModelParameters.update``.
+
+        ``parameters`` must not be written to until this has returned.
+        """
         return await _in_a_thread(functools.partial(self._sets.update, parameters, **how))
 
     async def list(self) -> list[dict[str, Any]]:
-        """Returns what there is, an entry for each set."""
+        """Returns the parameter sets that the model has, each described as by ``ModelParameters.list``."""
         return await _in_a_thread(self._sets.list)
 
     async def drop(self, set: str) -> None:
-        """Drops a set, which is not ``main``."""
+        """Drops a parameter set. ``set``: its name; ``main`` cannot be dropped. Raises as ``ModelParameters.drop``."""
         await _in_a_thread(functools.partial(self._sets.drop, set))
 
     async def roll_back(self, set: str = "main") -> int:
-        """Puts a set's parameters before the newest into use again. Returns their number."""
+        """Puts the parameters that a set had before the newest push into use again.
+
+        Returns and raises as ``ModelParameters.roll_back``.
+        """
         return await _in_a_thread(functools.partial(self._sets.roll_back, set))
 
 
@@ -243,6 +289,6 @@ async def _in_a_thread(change: Callable[[], T]) -> T:
 
 
 async def connect_async(address: Place | None = None, *, wait: float = 0.0, patience: float = 30.0) -> AsyncClient:
-    """Finds a server and connects to it. As ``connect``."""
+    """Finds a server, connects to it and returns the client. Arguments and errors are those of ``connect``."""
     loop = asyncio.get_running_loop()
     return AsyncClient(Client(await loop.run_in_executor(None, connection, address, wait, patience)))

@@ -1,4 +1,4 @@
-"""Protocols of a connection to a server; three modules implement them: ``http``, ``local`` and ``lane``."""
+"""Protocols that every kind of connection to a server implements, in ``http``, ``local``, ``lane`` and ``service``."""
 
 from __future__ import annotations
 
@@ -11,56 +11,80 @@ from tensord_client.results import Answer, Array, Description
 
 
 class Pending(Protocol):
-    """A request that was sent. ``await`` gives the answer as well; cancelling the task cancels the request."""
+    """A request that was sent. ``await`` returns its answer as well; cancelling the task that awaits cancels the request."""
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Waits for the answer. Raises ServingError.  DeadlineExceeded: none came in time; the request is cancelled."""
+        """Waits for the answer and returns it, or raises it if it is an error (ServingError).
+
+        Args:
+          timeout: seconds to wait; None: until the request's deadline.
+
+        Raises: DeadlineExceeded: no answer came in time; the request is cancelled.
+        """
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses, waiting for each at most so long; stopping early cancels the request."""
+        """Iterates over the responses, waiting at most ``timeout`` seconds for each.
+
+        Leaving the iteration early cancels the request.
+        """
 
     def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates as ``responses`` on the running loop."""
+        """Iterates over the responses on the running event loop. ``timeout`` and leaving early are as for ``responses``."""
 
     def __await__(self) -> Generator[Any, None, Answer]: ...
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Has a function called with this once ``result`` does not wait any more, in whatever thread."""
+        """Has ``callback`` called with this request once ``result`` would not wait any more, in any thread, perhaps at once."""
 
     def cancel(self) -> None:
-        """Tells the server that nobody waits any more. Idempotent; from any thread."""
+        """Cancels the request: nobody waits for its answer any more. Idempotent; from any thread."""
 
 
 class PreparedCall(Protocol):
-    """A request that is asked again and again."""
+    """A request that was prepared once and is sent many times."""
 
     def __call__(self, timeout: float | None = None) -> Mapping[str, Array]:
-        """Sends what its arrays hold now, waits, and returns the outputs. Raises as ``Pending.result``."""
+        """Sends the request with what its arrays hold now, waits for the answer and returns the outputs.
+
+        Raises as ``Pending.result``.
+        """
 
 
 class Connection(Protocol):
-    """A way to a server. Any thread may use it."""
+    """A connection to a server, over which requests are sent. Thread-safe."""
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Describes a model; version 0 is the newest. Raises ServingError: it is not served."""
+        """Returns the description of a model; version 0: of its newest version. Raises ServingError: the model is not served."""
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's completed configuration; empty where it is not to be had."""
+        """Returns the configuration of a model with defaults filled in; empty if the server does not give it."""
 
     def ask(self, call: Call) -> Pending:
-        """Begins a request. Arrays may be written to afterwards, unless their memory is the connection's (``empty``)."""
+        """Sends a request and returns it, to wait for its answer.
+
+        The input arrays may be written to afterwards, except for arrays of ``empty``, which must stay as they are until the
+        answer has come.
+
+        Raises: ServingError: the request cannot be sent.
+        """
 
     def prepare(self, call: Call) -> PreparedCall:
-        """Prepares a request that is asked again and again."""
+        """Prepares a request that is sent many times, each time with what its arrays hold then. Raises ServingError."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an array in memory that the server reads and writes where it lies, as far as there is any."""
+        """Makes an array in memory that the server reads and writes without a copy; without such memory an ordinary array."""
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU, "cuda:0", which workers use where it is. Raises Unsupported: without a daemon."""
+        """Makes an array on a GPU, such as "cuda:0", in memory that workers use without a copy.
+
+        Raises: Unsupported: this process serves the models itself.  Other errors are those of ``DeviceMemory.empty``.
+        """
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request, as far as that can be said."""
+        """Forgets a sequence without sending a request with ``end``.
+
+        A server ends the sequence once it has been idle for long enough.
+        """
 
     def push(
         self,
@@ -71,19 +95,31 @@ class Connection(Protocol):
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters into a set, ``name``: ``pieces`` of safetensors' layout, or those that ``said`` names.
+        """Pushes parameters into the parameter set ``name`` of a model.
 
-        Raises: ServingError.
+        Returns the server's answer, whose "number" identifies the push.
+
+        Args:
+          said: the other fields of the push, such as "number", "partial" or "file".
+          pieces: the tree's bytes in safetensors' layout; empty: ``said`` names a file with the parameters.
+          timeout: seconds to wait for the server's answer; None: without limit.
+
+        Raises: ServingError: the server refuses the parameters, or does not answer in time.
         """
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns what parameter sets a model has. Raises ServingError."""
+        """Returns the parameter sets that a model has, each as ``ModelParameters.list`` describes it. Raises ServingError."""
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops a parameter set. Raises ServingError."""
+        """Drops the parameter set ``name`` of a model. Raises ServingError."""
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Puts the former parameters of a set into use again. Raises ServingError."""
+        """Puts the parameters that the set ``name`` had before its newest push into use again.
+
+        Returns the server's answer, with their "number".
+
+        Raises: ServingError: nothing was pushed into the set, or the server has not kept the earlier parameters.
+        """
 
     def close(self) -> None:
-        """Ends the connection. Idempotent."""
+        """Closes the connection. Idempotent."""

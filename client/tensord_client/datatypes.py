@@ -1,9 +1,9 @@
-"""The protocol's datatypes as numpy's, and the encoding of BYTES.
+"""Maps the protocol's datatypes to numpy's dtypes, and encodes BYTES.
 
     BYTES element   | length u32 little-endian | length bytes |      elements follow each other without padding
 
-BF16 has no dtype in numpy: arrays of ``ml_dtypes.bfloat16`` are taken where that is installed, and given where it is; without it
-they are arrays of uint16 with the same bits.
+BF16 has no dtype in numpy. Where ``ml_dtypes`` is installed, BF16 arrays have its dtype ``bfloat16``; elsewhere they are uint16
+arrays with the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _UINT16 = DTYPES["UINT16"]
 
 
 def dtype_of(datatype: str) -> np.dtype:
-    """Returns the dtype of a datatype; of BYTES it is object. Raises InvalidArgument: there is no such datatype."""
+    """Returns the numpy dtype of a datatype; for BYTES it is object.
+
+    Raises: InvalidArgument: the protocol has no such datatype.
+    """
     found = DTYPES.get(datatype)
     if found is not None:
         return found
@@ -57,7 +60,10 @@ def _bfloat16() -> np.dtype:
 
 
 def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
-    """Returns the datatype of an array's dtype; None: it has none. ``declared``: what the model's metadata says of the tensor."""
+    """Returns the protocol's datatype for arrays of a dtype, in any byte order; None: there is none.
+
+    ``declared``: the datatype in the model's metadata; with "BF16" a uint16 array is BF16.
+    """
     found = _DATATYPES.get(dtype)
     if found is not None:
         return "BF16" if declared == "BF16" and found == "UINT16" else found
@@ -70,7 +76,10 @@ def datatype_of(dtype: np.dtype, declared: str = "") -> str | None:
 
 
 def encode_strings(array: np.ndarray) -> bytes:
-    """Encodes an array of bytes or str (UTF-8) as BYTES, in row-major order."""
+    """Encodes an array of bytes or str (as UTF-8) as BYTES, in row-major order.
+
+    Elements of other types are encoded as ``str(element)``.
+    """
     pieces = []
     for value in array.ravel().tolist():
         element = value if isinstance(value, bytes) else str(value).encode()
@@ -80,7 +89,10 @@ def encode_strings(array: np.ndarray) -> bytes:
 
 
 def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
-    """Decodes BYTES into an object array of bytes. Raises ValueError: the content is not what the shape needs."""
+    """Decodes BYTES into an object array of ``bytes``.
+
+    Raises: ValueError: the content is cut off, or has not the elements of the shape.
+    """
     view = memoryview(content)
     values = []
     at = 0
@@ -99,14 +111,17 @@ def decode_strings(content: Any, shape: Sequence[int]) -> np.ndarray:
 
 
 def decode(content: Any, datatype: str, shape: Sequence[int]) -> np.ndarray:
-    """Makes an array of a tensor's bytes: a view of them, but for BYTES. Raises ValueError: their number is another one."""
+    """Makes an array of a tensor's bytes: a view of them, or a copy if the datatype is BYTES.
+
+    Raises: ValueError: the bytes are not as many as the shape needs.  InvalidArgument: the protocol has no such datatype.
+    """
     if datatype == "BYTES":
         return decode_strings(content, shape)
     return np.frombuffer(content, dtype_of(datatype)).reshape(tuple(shape))
 
 
 def typestr(dtype: np.dtype) -> tuple[str, bool]:
-    """Returns the name of a dtype in numpy's array interface, and whether the array must then be viewed as that dtype."""
+    """Returns a dtype's name in numpy's array interface, and whether the array must then be viewed as that dtype."""
     if dtype.kind == "V" and dtype.names is None:
         return f"|V{dtype.itemsize}", True
     return dtype.str, False

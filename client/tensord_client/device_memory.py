@@ -1,11 +1,11 @@
-"""Memory on GPUs that this process shares with workers: an allocation of its own for each array, registered as a CUDA region.
+"""Arrays on GPUs that this process shares with workers: each is one allocation, registered with the daemon as a CUDA region.
 
-    cuMemAlloc ─▶ cuIpcGetMemHandle ─▶ registered over HTTP ─▶ requests name it, workers use it where it is
+    cuMemAlloc ─▶ cuIpcGetMemHandle ─▶ registered over HTTP ─▶ requests name the region, workers use it in place
         ▲                                                       │
-        ╰── copied in on the device: arrays of PyTorch, JAX     ╰── collected ─▶ unregistered and freed, with the next one
+        ╰── copied in on the device: arrays of PyTorch, JAX     ╰── collected ─▶ unregistered and freed at the next allocation
 
-An IPC handle stands for a whole allocation, and frameworks take theirs from pools: exporting one would show a worker what lies
-beside the array. So their arrays are copied in, and never exported; they view ours by DLPack.
+An IPC handle gives access to a whole allocation, and frameworks take their arrays from pools: exporting such an allocation would
+show workers other arrays, too. So arrays of frameworks are copied into ours, and never exported; frameworks view ours by DLPack.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ _exported: dict[int, tuple[Any, ...]] = {}
 
 
 def _let_go(address: int) -> None:
-    """Ends a view, which its consumer says from any thread."""
+    """Forgets an exported tensor because its consumer has released it, from any thread. ``address``: of its DLManagedTensor."""
     _exported.pop(address, None)
 
 
 def _never_consumed(capsule: int) -> None:
-    """Ends a view that nobody took out of its capsule."""
+    """Forgets an exported tensor whose capsule is destroyed before a consumer has taken the tensor. ``capsule``: its address."""
     if _is_valid(capsule, _NAME):
         _exported.pop(_pointer_of_dying(capsule, _NAME), None)
 
@@ -91,10 +91,10 @@ _DESTRUCTOR = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_never_consumed)
 
 
 class Driver:
-    """The CUDA driver as this process uses it, with the primary contexts, which frameworks have as well."""
+    """The CUDA driver library, called by ctypes, with each device's primary context, which frameworks use as well."""
 
     def __init__(self) -> None:
-        """Loads it. Raises Unavailable: there is none, or no device."""
+        """Loads and initializes the driver. Raises Unavailable: this process has no CUDA driver, or no CUDA device."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -111,7 +111,10 @@ class Driver:
 
     @contextmanager
     def on(self, ordinal: int) -> Iterator[None]:
-        """Makes a device's context the thread's own within the block. Raises Unavailable: there is no such device."""
+        """Makes the primary context of CUDA device ``ordinal`` current in this thread within the block.
+
+        Raises: Unavailable: there is no such device.
+        """
         context = self._contexts.get(ordinal)
         if context is None:
             device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -125,7 +128,10 @@ class Driver:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def allocate(self, byte_size: int) -> tuple[int, bytes]:
-        """Allocates memory of the present device. Returns its address and its IPC handle."""
+        """Allocates memory on the current device. Returns its address and its CUDA IPC handle (64 bytes).
+
+        Raises: Unavailable: the device has no memory left, or cannot share it.
+        """
         address, handle = ctypes.c_uint64(), (ctypes.c_ubyte * 64)()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(byte_size))
         try:
@@ -145,13 +151,13 @@ class Driver:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(byte_size))
 
     def within(self, address: int, source: int, byte_size: int) -> None:
-        """Copies on the device, and waits for it."""
+        """Copies bytes from one address to another on the current device, and waits until they are copied."""
         self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(address), ctypes.c_uint64(source), ctypes.c_size_t(byte_size))
         self._call("cuCtxSynchronize")
 
 
 class DeviceArray:
-    """An array on a GPU, for an input or an output's place. Frameworks view it by DLPack."""
+    """An array on a GPU for a model's input or output (``out``). Made by ``Client.empty``; frameworks view it by DLPack."""
 
     def __init__(
         self, memory: DeviceMemory, name: str, ordinal: int, address: int, shape: tuple[int, ...], dtype: np.dtype
@@ -169,13 +175,14 @@ class DeviceArray:
 
     @property
     def device(self) -> str:
-        """Returns where it is, as the daemon numbers GPUs: "cuda:0"."""
+        """Returns the GPU that the array lies on, such as "cuda:0"."""
         return f"cuda:{self._ordinal}"
 
     def copy_from(self, value: Any) -> None:
-        """Copies an array in: on the device where it lies on this one (DLPack), else from the host.
+        """Copies another array's values into this one: within the GPU if the other array is on it (DLPack), else from the host.
 
-        Raises: InvalidArgument: it has another shape or dtype, is not contiguous, or lies on another device.
+        Raises: InvalidArgument: the other array has another shape or dtype, or it lies on another GPU or is not contiguous on
+          this one.
         """
         kind, number = value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (1, 0)
         with self.memory.driver.on(self._ordinal):
@@ -201,7 +208,7 @@ class DeviceArray:
             raise InvalidArgument(f"{dtype}{list(shape)} cannot be copied to {self.dtype}{list(self.shape)}")
 
     def numpy(self) -> Array:
-        """Copies it to the host."""
+        """Copies the values to the host. Returns a new numpy array of the same shape and dtype."""
         made = np.empty(self.shape, self.dtype)
         with self.memory.driver.on(self._ordinal):
             self.memory.driver.to_host(made.ctypes.data, self._address, self.nbytes)
@@ -211,7 +218,10 @@ class DeviceArray:
         return _CUDA, self._ordinal
 
     def __dlpack__(self, **_: Any) -> Any:
-        """Exports a view, which keeps the memory. Nothing of it is under way on any stream between two requests."""
+        """Exports a view of the array by DLPack; the GPU's memory lives as long as the view.
+
+        No stream is synchronized, since no work on the array is under way between two requests.
+        """
         shape = (ctypes.c_int64 * max(1, len(self.shape)))(*self.shape)
         tensor = _Tensor(
             self._address, _Device(_CUDA, self._ordinal), len(self.shape), _data_type(self.dtype), shape, None, 0
@@ -231,10 +241,10 @@ class DeviceArray:
 
 
 class DeviceMemory:
-    """The arrays of a connection on GPUs. Thread-safe; a process that is forked off has none of them."""
+    """All arrays on GPUs of one connection. Thread-safe. A process that is forked off has none of its parent's arrays."""
 
     def __init__(self, http: HttpConnection) -> None:
-        """``http``: the way to the daemon, for registrations."""
+        """``http``: the HTTP connection over which arrays are registered with the daemon, whatever connection requests take."""
         self._http = http
         self._lock = threading.Lock()
         self._driver: Driver | None = None
@@ -245,16 +255,21 @@ class DeviceMemory:
 
     @property
     def driver(self) -> Driver:
-        """Returns the driver, which is loaded first. Raises Unavailable."""
+        """Returns the CUDA driver, loading it at the first use in this process.
+
+        Raises: Unavailable: this process has no CUDA driver, or no CUDA device.
+        """
         if self._driver is None or self._pid != os.getpid():
             self._pid, self._driver = os.getpid(), Driver()
             self.returned = deque()
         return self._driver
 
     def empty(self, shape: Sequence[int], dtype: Any, device: str) -> DeviceArray:
-        """Allocates an array on a GPU, "cuda:0", and registers it.
+        """Allocates an array on a GPU and registers it with the daemon. ``device``: the GPU, such as "cuda:0".
 
-        Raises: InvalidArgument: there is no such device, or the daemon refuses.  Unavailable: the driver has none, or no memory.
+        Raises: InvalidArgument: ``device`` names no GPU, or the array has no bytes or a dtype that DLPack lacks.  Unavailable:
+          there is no CUDA driver, no such GPU, or no memory left on it.  Cancelled: ``close`` was called.  ServingError: the
+          daemon refuses the array.
         """
         kind, _, number = device.partition(":")
         if kind != "cuda" or not (number or "0").isdigit():
@@ -286,7 +301,7 @@ class DeviceMemory:
         return DeviceArray(self, name, ordinal, address, wanted, dtype)
 
     def _collect(self) -> None:
-        """Gives back what was collected."""
+        """Unregisters and frees the memory of all arrays that have been collected."""
         while self.returned:
             name, ordinal, address = self.returned.popleft()
             try:
@@ -297,7 +312,7 @@ class DeviceMemory:
                 self.driver.free(address)
 
     def close(self) -> None:
-        """Gives back what was collected; arrays that are still held stay until the process ends. Idempotent."""
+        """Frees the memory of arrays that have been collected; arrays still in use stay until the process ends. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._driver is not None and self._pid == os.getpid():
@@ -305,7 +320,7 @@ class DeviceMemory:
 
 
 def _data_type(dtype: np.dtype) -> _DataType:
-    """Returns DLPack's name of a dtype. Raises InvalidArgument: it has none."""
+    """Returns a dtype as DLPack's DLDataType. Raises InvalidArgument: DLPack has no such type."""
     code = _CODE_BFLOAT if dtype.name == "bfloat16" else _CODES.get(dtype.kind)
     if code is None:
         raise InvalidArgument(f"an array of {dtype} cannot lie on a GPU")

@@ -1,8 +1,8 @@
-"""A served model inside of a program that JAX compiles: the program leaves to the host, asks, and goes on with the answer.
+"""Calls a served model from inside a program that JAX compiles: the program calls back to the host, which sends the requests.
 
-    jitted program ─▶ jax.pure_callback ─▶ Model.submit, one or many ─▶ outputs of the shapes that the metadata give
+    jitted program ─▶ jax.pure_callback ─▶ Model.submit, once or often ─▶ outputs of the shapes in the model's metadata
 
-Of a model with a batch dimension, what ``vmap`` adds goes into the batch; of another one each element is a request.
+Axes that ``vmap`` adds go into the batch of a model with a batch dimension; without one each element is sent as a request.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 def jax(
     model: Model, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> Callable[[Mapping[str, Any]], dict[str, jax_library.Array]]:
-    """Makes a function of a model that may be called within ``jax.jit``, ``vmap`` and ``scan``. It has no derivative.
+    """Makes a function of a served model that may be called inside ``jax.jit``, ``vmap`` and ``scan``. It has no derivative.
 
     Args:
-      shapes: output -> its shape (without what ``vmap`` adds), where the metadata leave more open than the batch.
-    Returns: a function from inputs by name to outputs by name. It raises InvalidArgument, as it is traced, where an output's
-      shape is not known; what the server refuses is raised where the program runs.
+      shapes: output name -> its shape, without axes that ``vmap`` adds. Needed for outputs of which the model's metadata leave a
+        size other than the batch's open.
+    Returns: a function from inputs by name to outputs by name. It raises InvalidArgument while JAX traces it if an output's shape
+      is not known. Errors of the server are raised when the compiled program runs.
     """
     import jax as library
 
@@ -63,7 +64,10 @@ def jax(
 
 
 def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns an output's shape for so many rows; 0: the model has no batch dimension. Raises InvalidArgument: it is open."""
+    """Returns the shape of an output of a request with ``rows`` rows; ``rows`` 0: the model has no batch dimension.
+
+    Raises: InvalidArgument: the metadata leave a size open, or the output is BYTES, and ``known`` does not have its shape.
+    """
     if tensor.name in known:
         return tuple(known[tensor.name])
     shape = (rows, *tensor.shape[1:]) if rows else tensor.shape
@@ -75,7 +79,7 @@ def _shape(tensor: Tensor, rows: int, known: Mapping[str, tuple[int, ...]]) -> t
 
 
 def _many(model: Model, given: dict[str, Array], outer: tuple[int, ...], batched: bool) -> dict[str, Array]:
-    """Asks for all elements of the axes that ``vmap`` added, and puts the answers together."""
+    """Calls the model for every element of the axes that ``vmap`` added, of sizes ``outer``, and joins the answers."""
     count = int(np.prod(outer))
     flattened = {name: array.reshape(count, *array.shape[len(outer) :]) for name, array in given.items()}
     if batched:
@@ -97,7 +101,10 @@ def _gathered(answers: list[Any], gather: Callable[[list[Array]], Array]) -> dic
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a pytree with their names: the keys on the way to them, joined by dots; a leaf alone is "array"."""
+    """Yields (name, leaf) for each leaf of a pytree. The name is the keys on the way to the leaf, joined by dots.
+
+    A pytree that is a single leaf has the name "array".
+    """
     from jax import tree_util
 
     for path, leaf in tree_util.tree_leaves_with_path(tree):

@@ -1,9 +1,9 @@
-"""New parameters into a model that is served: ``Model.parameters``.
+"""Pushes new parameters into a model while it is served: ``Model.parameters``.
 
     model.parameters.update(tree, version=17)        on every worker, between two batches; or an error, and nothing has changed
 
-A tree goes as one piece in safetensors' layout: into memory that is handed over on the daemon's socket for clients, or as the
-body of an HTTP request. Leaves have the names that they have for the server: the keys on the way to them, joined by dots.
+A tree is sent in safetensors' layout: as sealed memory whose file descriptor goes over the daemon's socket for clients, or as the
+body of an HTTP request. A leaf's name is the keys on the way to it, joined by dots, as the server names the model's parameters.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Buffer = Union[bytes, memoryview]
 
 
 class ModelParameters:
-    """The parameter sets of one model. Any thread may use it."""
+    """The parameter sets of one model. Each is a named, complete set of weights that requests may choose. Thread-safe."""
 
     def __init__(self, connection: Connection, model: str, version: int) -> None:
         self._connection = connection
@@ -68,21 +68,24 @@ class ModelParameters:
         move_sequences: bool = False,
         timeout: float | None = None,
     ) -> int:
-        """Pushes parameters; returns once every request that begins from now on is answered with them.
+        """Pushes parameters into a set of the model. Requests that begin after this has returned use the new ones.
 
         Args:
           parameters: a tree of arrays (nested mappings and sequences, or any pytree of JAX), with the names, shapes and dtypes of
-            the model's own; or the name of a file beside the model, such as "params-17.safetensors".
-          version: the number of these parameters, higher than any before; 0: one more than the last.
-          set: which of the model's sets; one that is not there is made.
-          partial: leaves that are not in the tree stay as they are; those of a new set are those of ``main``.
-          check_finite: refuse values that are not finite.
-          move_sequences: sequences that have begun go on with them; else they keep what they began with.
-          timeout: seconds to wait for the answer; None: any time.
+            the model's own parameters; or the name of a file in the model's folder on the server, such as
+            "params-17.safetensors".
+          version: the number that identifies this push, higher than every earlier one of the set; 0: one more than the last.
+          set: the name of the parameter set; a set that does not exist is made.
+          partial: the tree may lack leaves: they stay as they are, and in a new set they are those of ``main``.
+          check_finite: have the server refuse values that are infinite or not a number.
+          move_sequences: let sequences that have begun go on with the new parameters; else they keep the ones they began with.
+          timeout: seconds to wait for the server's answer; None: without limit.
 
-        Returns: the number.
+        Returns: the number that identifies this push.
 
-        Raises: Replaced: a higher number is there, or is on its way.  InvalidArgument: they do not fit.  ServingError.
+        Raises: Replaced: a push with this number or a higher one was made, or is under way.  InvalidArgument: the names, shapes,
+          dtypes or values do not fit the model.  Unavailable, DeadlineExceeded: no answer came in time; the push may still be
+          made.  ServingError: any other error of the server, which has changed nothing.
         """
         said: dict[str, Any] = {"number": version}
         flags = {"partial": partial, "check_finite": check_finite, "move_sequences": move_sequences}
@@ -96,20 +99,25 @@ class ModelParameters:
         return int(answer["number"])
 
     def list(self) -> list[dict[str, Any]]:
-        """Returns what there is, an entry for each set.
+        """Returns the parameter sets that the model has, a dictionary for each.
 
-        It has "set", "number", "byte_size", "pushed_at" (seconds since 1970), "pushed_by" and "kept".
+        "set" is its name and "number" that of the newest push (0: the parameters in the model's folder). Sets that were pushed
+        into have "byte_size", "pushed_at" (seconds since 1970) and "pushed_by" as well. "kept" says where the server keeps a
+        copy: "repository", "memory", "file" or "none".
         """
         return self._connection.parameter_sets(self._model, self._version)
 
     def drop(self, set: str) -> None:
-        """Drops a set, which is not ``main``. Raises NotFound: there is none."""
+        """Drops a parameter set: later requests that name it fail. ``set``: its name.
+
+        Raises: NotFound: there is no such set.  InvalidArgument: the set is ``main``.
+        """
         self._connection.drop_parameters(self._model, self._version, set)
 
     def roll_back(self, set: str = "main") -> int:
-        """Puts a set's parameters before the newest into use again. Returns their number.
+        """Puts the parameters that a set had before the newest push into use again. Returns the number of their push.
 
-        Raises: NotFound: there are none, or they are not there any more.
+        Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest.
         """
         return int(self._connection.revert_parameters(self._model, self._version, set)["number"])
 
@@ -118,7 +126,10 @@ class ModelParameters:
 
 
 def layout(parameters: Any) -> Iterator[Buffer]:
-    """Yields a tree in safetensors' layout, without copying its arrays. Raises InvalidArgument: something in it is no array."""
+    """Yields a tree of arrays as bytes in safetensors' layout: the header, then each array's memory, which is not copied.
+
+    Raises: InvalidArgument: the tree has no arrays, or a leaf is no array or has a dtype that safetensors' layout lacks.
+    """
     leaves = {name: _array(name, leaf) for name, leaf in _leaves(parameters)}
     if not leaves:
         raise InvalidArgument("a tree without arrays is no parameters")
@@ -142,7 +153,10 @@ def layout(parameters: Any) -> Iterator[Buffer]:
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields names and leaves, as JAX names them, which knows further kinds of trees."""
+    """Yields (name, leaf) for each leaf of a tree.
+
+    If the program has imported JAX, JAX walks the tree, and any pytree is accepted.
+    """
     if "jax" in sys.modules:
         from tensord_client import in_jax
 
@@ -184,9 +198,11 @@ def _array(name: str, leaf: Any) -> Array:
 
 
 def sealed(pieces: Sequence[Buffer]) -> int:
-    """Writes pieces into memory that nobody can change any more. Returns its descriptor, the caller's then.
+    """Writes pieces of bytes into a memfd that nobody can change afterwards.
 
-    Raises: Unavailable: the host has no memory for it, or this process no descriptor.
+    Returns its file descriptor, which the caller must close.
+
+    Raises: Unavailable: the host has no memory left for the pieces, or this process has no file descriptor left.
     """
     byte_size = sum(map(len, pieces))
     try:

@@ -1,4 +1,4 @@
-"""Arrays of whatever a caller gives for a model's inputs: nested mappings, other libraries' arrays, lists of numbers."""
+"""Turns what a caller gives as inputs into arrays: nested mappings, arrays of other libraries, lists of numbers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _HOST = (1, 3, 11)
 
 
 def flat(inputs: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Flattens nested mappings: their keys are joined by "/", or by "." where the model's inputs are called so.
+    """Flattens nested mappings of inputs: keys are joined by "/", or by "." where only the name with "." is an input's.
 
     Args:
       known: the model's inputs, name -> datatype.
-    Raises: InvalidArgument: a name is given twice.
+    Raises: InvalidArgument: two values have the same name.
     """
     found: dict[str, Any] = {}
     # Mostly there is nothing to flatten.
@@ -47,12 +47,13 @@ def _leaves(inputs: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[
 
 
 def array(name: str, value: Any, datatype: str | None) -> Array:
-    """Makes a C-contiguous array of an input, without a copy where that is possible.
+    """Makes a C-contiguous array of one input's value, without a copy where that is possible.
 
     Args:
-      value: a numpy array; something with ``__array__``, or with ``__dlpack__`` on the host; anything else becomes an array
-        of the input's datatype.
-    Raises: InvalidArgument: it cannot be one, or has a dtype that the protocol lacks.
+      value: a numpy array; an object with ``__array__``, or with ``__dlpack__`` on the host; an array of ``empty`` on a GPU,
+        which is returned as it is; anything else becomes an array of the input's datatype.
+      datatype: the input's datatype in the model's metadata; None: the model has no such input, and numpy chooses a dtype.
+    Raises: InvalidArgument: the value cannot be an array, or has a dtype that the protocol lacks.
     """
     if isinstance(value, np.ndarray):
         made = value
@@ -73,7 +74,10 @@ def array(name: str, value: Any, datatype: str | None) -> Array:
 
 
 def _foreign(name: str, value: Any) -> Array:
-    """Views another library's array. Raises InvalidArgument: it is on a device, or that library refuses."""
+    """Views another library's array as a numpy array.
+
+    Raises: InvalidArgument: the array is not in host memory, or its library does not give it.
+    """
     try:
         if hasattr(value, "__array__"):
             return np.asarray(value)
@@ -91,7 +95,10 @@ def _foreign(name: str, value: Any) -> Array:
 
 
 def content(values: Array) -> bytes | memoryview:
-    """Returns the bytes of an array as the protocol has them: a view, but of BYTES. Raises InvalidArgument: it is on a GPU."""
+    """Returns the bytes of an array as the protocol sends them: a view of the array's memory, or an encoded copy if it is BYTES.
+
+    Raises: InvalidArgument: the array lies on a GPU.
+    """
     if not isinstance(values, np.ndarray):
         raise InvalidArgument(f"{values!r} is of another connection: bring it to the host")
     if values.dtype.kind in "SUO":
