@@ -1,4 +1,7 @@
-"""The one thing setup.cfg cannot say: the part in C. Where it cannot be compiled the package still installs."""
+"""Builds the client's optional part in C, which setup.cfg cannot declare.
+
+If it cannot be compiled the package installs without it.
+"""
 
 import zlib
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""The daemon's socket for clients: one JSON message a request and an answer, descriptors beside it (SEQPACKET).
+"""The daemon's socket for clients (SEQPACKET): each request and each answer is a JSON message, which may bring file descriptors.
 
-{"hello": {}}                                ──▶  what the daemon is
-{"open": {"model": "m", "version": 0}}       ──▶  the model, and a lane to each of its workers
-{"error": "the sentence", "code": "..."}     ◀──  instead of either
+{"hello": {}}                                ──▶  describes the daemon
+{"open": {"model": "m", "version": 0}}       ──▶  describes the model, and brings a socket for each new lane to its workers
+{"error": "the sentence", "code": "..."}     ◀──  the answer to any request that failed
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ _MAX_FDS = 253
 
 
 class ClientsSocket:
-    """One connection to that socket. Requests are answered in order; not thread-safe."""
+    """A connection to the daemon's socket for clients. Requests are answered in order. Not thread-safe."""
 
     def __init__(self, path: str, timeout: float) -> None:
-        """Connects. ``timeout``: seconds to wait for each answer. Raises Unavailable: nobody serves there."""
+        """Connects to the socket at ``path``.
+
+        Args:
+          timeout: seconds to wait for each answer.
+
+        Raises: Unavailable: no daemon accepts the connection.
+        """
         self._path = path
         self._timeout = timeout
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -38,13 +44,14 @@ class ClientsSocket:
     def ask(
         self, request: dict[str, Any], wait: float | None = 0.0, fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[socket.socket]]:
-        """Asks. Returns the answer and the sockets that came with it.
+        """Sends a request and waits for its answer. Returns the answer's JSON object, and the sockets that came with it.
 
         Args:
-          wait: seconds that the daemon may take besides for what is asked; None: any time.
-          fds: descriptors that go along, and stay the caller's.
+          wait: seconds that the daemon may work on the request, in addition to the timeout; None: without limit.
+          fds: file descriptors that are sent with the request; the caller still has to close them.
 
-        Raises: ServingError: the answer is an error.  Unavailable: the daemon is gone, or does not answer; this is closed then.
+        Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer, has gone away, or its answer was
+          cut; this connection is closed then.  Unknown: the answer is no JSON object; this connection is closed then.
         """
         try:
             self._sock.settimeout(None if wait is None else self._timeout + wait)
@@ -82,12 +89,12 @@ class ClientsSocket:
         return answer, [socket.socket(fileno=fd) for fd in fds]
 
     def close(self) -> None:
-        """Closes the connection, and with it the lanes that it owns. Idempotent."""
+        """Closes the connection, by which the daemon ends all lanes that were opened over it. Idempotent."""
         self._sock.close()
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether it was closed, here or because the daemon is gone."""
+        """Returns whether the connection was closed, by ``close`` or because the daemon went away."""
         return self._sock.fileno() < 0
 
 

@@ -1,8 +1,8 @@
-"""The way to a server over HTTP: the Open Inference Protocol with binary tensors, over a unix socket or TCP.
+"""Sends requests to a server over HTTP: the Open Inference Protocol with binary tensors, over a unix socket or TCP.
 
     request   | JSON (Inference-Header-Content-Length bytes) | tensor | tensor | ...     in the order of ``inputs``
     answer    | JSON                                         | tensor | ...              in the order of ``outputs``
-    stream    | JSON size u32, size of what follows u64, little-endian | JSON | tensor | ...     again and again
+    stream    | JSON size u32, size of the tensors u64, little-endian | JSON | tensor | ...     for each response
 
 Source: Open Inference Protocol, REST; Triton docs/protocol/extension_binary_data.md; tensord docs/protocol.md.
 """
@@ -56,18 +56,24 @@ _connections: weakref.WeakSet[HttpConnection] = weakref.WeakSet()
 
 
 class Pending(HttpPending):
-    """An inference request under way. ``await`` gives the answer as well."""
+    """An inference request that was sent over HTTP. ``await`` returns its answer as well."""
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Waits for the answer and returns it.
+        """Waits for the answer and returns it, or raises it if it is an error (ServingError).
 
-        Raises: ServingError.  DeadlineExceeded: none came within so many seconds; the request is cancelled.
+        Args:
+          timeout: seconds to wait; None: until the request's deadline.
+
+        Raises: DeadlineExceeded: no answer came in time; the request is cancelled.
         """
         self.hurry(timeout)
         return cast(Answer, self.waited())
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses, waiting for each at most so long; stopping early cancels the request."""
+        """Iterates over the responses, waiting at most ``timeout`` seconds for each.
+
+        Leaving the iteration early cancels the request.
+        """
         try:
             while True:
                 self.hurry(timeout)
@@ -83,7 +89,7 @@ class Pending(HttpPending):
         return self.result()
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running loop. As ``responses``."""
+        """Iterates over the responses on the running event loop. ``timeout`` and leaving early are as for ``responses``."""
         try:
             while True:
                 self.hurry(timeout)
@@ -97,10 +103,18 @@ class Pending(HttpPending):
 
 
 class HttpConnection:
-    """Asks a server over HTTP. Any thread may use it; a process that is forked off connects anew."""
+    """A connection to a server over HTTP: a pool of keep-alive connections.
+
+    Thread-safe; a process that is forked off connects anew.
+    """
 
     def __init__(self, address: Address, limit: int = 64, patience: float = 30.0) -> None:
-        """Takes the most connections that are open at a time, and how many seconds a server that is gone is waited for."""
+        """Prepares for requests to the server at ``address``; nothing is sent.
+
+        Args:
+          limit: the most HTTP connections that are open at a time; further requests wait for one.
+          patience: seconds that a request waits for a server that cannot be reached, or is stopping.
+        """
         self.address = address
         self._limit = limit
         self._patience = patience
@@ -117,7 +131,7 @@ class HttpConnection:
         self._fields = b" HTTP/1.1\r\nHost: " + self.address.authority.encode() + b"\r\n"
 
     def begin_anew(self) -> None:
-        """Forgets the connections of the process that this one was forked off."""
+        """Drops, after a fork, all that belongs to the parent process, and makes a new pool for this one."""
         pool, waiting = self._pool, self._waiting
         self._begin()
         pool.abandon()
@@ -131,19 +145,34 @@ class HttpConnection:
             return self._waiting
 
     def get(self, path: str, patience: float | None = None, deadline: float | None = None) -> Any:
-        """Returns the JSON that a path answers with. Raises ServingError."""
+        """Sends a GET request for a path, and returns the JSON of the answer; None if the answer is empty.
+
+        Args:
+          patience: seconds to wait for a server that cannot be reached; None: as given to the constructor.
+          deadline: seconds of ``time.monotonic()`` after which nobody waits; None: none.
+
+        Raises: ServingError: the answer is an error, or none came.
+        """
         head = b"GET " + path.encode() + self._fields + b"\r\n"
         patience = self._patience if patience is None else patience
         return HttpPending(self._pool, _Get([head], deadline, True), self._waiter, patience).waited()
 
     def post(self, path: str, body: bytes) -> Any:
-        """Posts JSON, once. Returns what it is answered with. Raises ServingError."""
+        """Posts a JSON body to a path, and returns the JSON of the answer; None if the answer is empty.
+
+        What may have run is not sent again.
+
+        Raises: ServingError: the answer is an error, or none came.
+        """
         fields = self._fields + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         question = _Get([b"POST " + path.encode() + fields + body], None, False)
         return HttpPending(self._pool, question, self._waiter, self._patience).waited()
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Describes a model; version 0 is the newest. Raises ServingError."""
+        """Returns the description of a model, made of its metadata and configuration; version 0: of the newest version.
+
+        Raises: ServingError: the model is not served, or no server answers.
+        """
         path = _path(model, version)
         metadata, config = self.get(path), self.config(model, version)
         streams = bool(config.get("model_transaction_policy", {}).get("decoupled"))
@@ -162,7 +191,7 @@ class HttpConnection:
         )
 
     def config(self, model: str, version: int) -> dict[str, Any]:
-        """Returns a model's configuration; empty where the operator keeps it from us, or the server has none."""
+        """Returns a model's configuration; empty where the server does not give it, or has none."""
         try:
             return cast("dict[str, Any]", self.get(f"{_path(model, version)}/config"))
         except (Unavailable, Unsupported):
@@ -177,7 +206,10 @@ class HttpConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters: a tree is the body, behind the JSON. Raises ServingError."""
+        """Pushes parameters into the parameter set ``name`` of a model: the body is ``said`` as JSON, and the tree behind it.
+
+        Returns the server's answer. Raises ServingError. Arguments as for ``Connection.push``.
+        """
         text = json.dumps(said, separators=(",", ":")).encode()
         size = len(text) + sum(map(len, pieces))
         head = b"Inference-Header-Content-Length: %d\r\n" % len(text) if pieces else b""
@@ -186,42 +218,60 @@ class HttpConnection:
         return cast("dict[str, Any]", self._manage(b"POST", path, [fields, *pieces], timeout))
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns what parameter sets a model has. Raises ServingError."""
+        """Returns the parameter sets that a model has, each as ``ModelParameters.list`` describes it. Raises ServingError."""
         return cast("list[dict[str, Any]]", self.get(f"{_path(model, version)}/parameters"))
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops a parameter set. Raises ServingError."""
+        """Drops the parameter set ``name`` of a model. Raises ServingError."""
         self._manage(b"DELETE", f"{_path(model, version)}/parameters/{_quoted(name)}", [b"\r\n"])
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Puts the former parameters of a set into use again. Raises ServingError."""
+        """Puts the parameters that the set ``name`` had before its newest push into use again. Returns the server's answer.
+
+        Raises: ServingError: nothing was pushed into the set, or the server has not kept the earlier parameters.
+        """
         path = f"{_path(model, version)}/parameters/{_quoted(name)}/revert"
         return cast("dict[str, Any]", self._manage(b"POST", path, [b"Content-Length: 0\r\n\r\n"]))
 
     def _manage(self, method: bytes, path: str, rest: Sequence[Buffer], timeout: float | None = None) -> Any:
-        """Sends what is asked once, whatever comes of it. ``rest``: its last fields and body. Returns the answer's JSON."""
+        """Sends a request that changes something, and returns the JSON of the answer. What may have run is not sent again.
+
+        Args:
+          rest: the request's last header fields with the empty line, and behind them pieces of its body.
+          timeout: seconds to wait for the answer; None: without limit.
+
+        Raises: ServingError: the answer is an error, or none came.
+        """
         first = method + b" " + path.encode() + self._fields + bytes(rest[0])
         deadline = None if timeout is None else time.monotonic() + timeout
         exchange = _Get([first, *rest[1:]], deadline, False)
         return HttpPending(self._pool, exchange, self._waiter, self._patience).waited()
 
     def ask(self, call: Call) -> Pending:
-        """Sends a request. What of it waits to be sent is copied: its arrays may be written to. Raises InvalidArgument."""
+        """Sends an inference request and returns it, to wait for its answer.
+
+        Bytes that an open connection did not take at once are copied, so that the input arrays may be written to. Inputs of more
+        than 8 KiB together are not copied while the request waits for a free connection, nor for sending it again. Raises
+        InvalidArgument: it cannot be encoded.
+        """
         return self._send(self._infer(call))
 
     def _send(self, exchange: Exchange) -> Pending:
         return Pending(self._pool, exchange, self._waiter, self._patience)
 
     def prepare(self, call: Call) -> PreparedCall:
-        """Encodes a request once, to be sent again and again with what its arrays hold then."""
+        """Makes a request that can be sent many times, each time with what its arrays hold then."""
         return PreparedCall(self, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an array; over HTTP its memory is this process's own."""
+        """Makes an ordinary numpy array: over HTTP the server shares no memory of the host with this process."""
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU that the server reaches, too: requests name it. Raises as ``DeviceMemory.empty``."""
+        """Makes an array on a GPU that a server on this host uses in place, because requests name its region.
+
+        Raises what ``DeviceMemory.empty`` raises.
+        """
         with self._lock:
             if self._on_devices is None:
                 from tensord_client.device_memory import DeviceMemory
@@ -230,16 +280,16 @@ class HttpConnection:
         return self._on_devices.empty(shape, dtype, device)
 
     def _region(self, values: Any) -> tuple[str, int, int] | None:
-        """Returns the region that an array of this connection lies in, its offset and size; None: it is not on a GPU."""
+        """Returns name, offset and byte size of the region that an array of ``empty_on`` lies in; None for any other array."""
         if isinstance(values, np.ndarray) or self._on_devices is None or values.memory is not self._on_devices:
             return None
         return cast("tuple[str, int, int]", values.place)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Does nothing: over HTTP a sequence without an end is ended when it has been idle for long enough."""
+        """Does nothing: over HTTP the server ends a sequence once it has been idle for long enough."""
 
     def close(self) -> None:
-        """Ends what is idle; what is under way ends as it is answered. Idempotent."""
+        """Closes idle connections, and each other one when its request has ended; requests that wait for one fail. Idempotent."""
         if self._on_devices is not None:
             self._on_devices.close()
         self._pool.close()
@@ -260,7 +310,10 @@ class HttpConnection:
         return _Infer(pieces, call)
 
     def _head(self, call: Call, contents: list[Buffer]) -> tuple[bytes, int]:
-        """Returns request line, fields and JSON of a call, and the size of the JSON in bytes."""
+        """Returns the beginning of an inference request (request line, header fields, JSON), and the JSON's size in bytes.
+
+        The caller inserts the header fields that say sizes before the JSON. ``contents``: the bytes of each input.
+        """
         key = None
         if call.is_bare:
             tensors = tuple(
@@ -288,7 +341,7 @@ class HttpConnection:
         return made
 
     def _wanted(self, call: Call, name: str) -> tuple[str, int, int] | None:
-        """Returns the region that an output is to be written to; None: it comes with the answer."""
+        """Returns the region that the server is to write an output to; None: the output comes with the answer."""
         place = call.places.get(name)
         return None if place is None else self._region(place)
 
@@ -327,19 +380,22 @@ class HttpConnection:
 
 
 class PreparedCall:
-    """A request that is asked again and again: its arrays are read anew for each call."""
+    """A request that can be sent over HTTP many times: its arrays are read anew at each call."""
 
     def __init__(self, connection: HttpConnection, call: Call) -> None:
         self._connection = connection
         self._call = call
 
     def __call__(self, timeout: float | None = None) -> Answer:
-        """Sends the request and waits for at most so many seconds. Raises ServingError."""
+        """Sends the request, waits for the answer at most ``timeout`` seconds (None: without limit), and returns it.
+
+        Raises: ServingError.
+        """
         return self._connection.ask(self._call).result(timeout)
 
 
 class _Get(Exchange):
-    """A question that is answered by JSON, or by nothing."""
+    """A request whose answer is JSON or empty."""
 
     def read(self, response: Response) -> Any:
         if response.status != 200:
@@ -348,7 +404,7 @@ class _Get(Exchange):
 
 
 class _Infer(Exchange):
-    """An inference request."""
+    """An inference request, whose answer is JSON with tensors behind it."""
 
     def __init__(self, pieces: list[Buffer], call: Call) -> None:
         super().__init__(pieces, call.deadline, call.pure)
@@ -403,7 +459,7 @@ class _Infer(Exchange):
 
 
 def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
-    """Returns what says that a tensor lies in a region; nothing where it lies in none."""
+    """Returns the parameters of a tensor's JSON that say that it lies in a region; empty if ``region`` is None."""
     if region is None:
         return {}
     name, offset, byte_size = region
@@ -412,7 +468,7 @@ def _parameters(region: tuple[str, int, int] | None) -> dict[str, Any]:
 
 
 def _own_parameters(call: Call) -> tuple[tuple[str, Parameter], ...]:
-    """Returns the parameters that say how a request is scheduled; those that say nothing are 0 or ""."""
+    """Returns the parameters that say how a request is scheduled, with their values; 0 or "" where the request leaves one out."""
     return (
         ("priority", call.priority),
         ("timeout", call.timeout_us),
@@ -422,7 +478,7 @@ def _own_parameters(call: Call) -> tuple[tuple[str, Parameter], ...]:
 
 
 def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
-    """Reads an output that a server has written as JSON although binary was asked for."""
+    """Makes an array of an output that the server wrote as JSON although binary data were asked for."""
     if datatype == "BYTES":
         data = [str(each).encode() for each in data]
     made = np.empty(len(data), dtype_of(datatype))
@@ -431,7 +487,7 @@ def _from_json(data: Any, datatype: str, shape: tuple[int, ...]) -> Array:
 
 
 def _timing(field: bytes | None) -> Timing | None:
-    """Reads what a tensord says that an answer took; None: the server does not say."""
+    """Parses a Tensord-Timing field of an answer; None: there is no such field, or it is malformed."""
     if field is None:
         return None
     try:
@@ -459,7 +515,7 @@ def _path(model: str, version: int) -> str:
 
 
 def reached(address: Address, patience: float) -> HttpConnection:
-    """Connects to a server, which has to be there. Raises Unavailable: nobody is."""
+    """Connects to a server over HTTP and makes sure that one answers there. Raises Unavailable: no server answers."""
     connection = HttpConnection(address, patience=patience)
     try:
         connection.get("/v2/health/live", patience=0.0, deadline=time.monotonic() + _LONGEST)

@@ -1,9 +1,9 @@
-"""A keep-alive connection over HTTP/1.1 that never blocks: it sends one request at a time and receives its answer.
+"""A keep-alive HTTP/1.1 connection that never blocks: it sends one request at a time and receives the answer.
 
-    send(pieces) ─▶ advance() ─▶ POLLOUT | POLLIN: call again then ─▶ 0: ``response`` is whole
-                        ╰─ OSError: it broke; ``sent`` says whether the request may have been taken
+    send(pieces) ─▶ advance() ─▶ POLLOUT | POLLIN: wait for this, call it again ─▶ 0: ``response`` is complete
+                        ╰─ OSError: the connection failed; ``sent`` says whether the server may have the request
 
-Who waits (a thread, an event loop) does so outside. Source: RFC 9112.
+The caller (a thread or an event loop) does the waiting. Source: RFC 9112.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Buffer = Union[bytes, memoryview]
 
 
 class Address(NamedTuple):
-    """Where a server listens: the path of a unix socket, or a host and a port."""
+    """The address of a server: the path of a unix socket, or a host and a port. ``path`` is "" for TCP."""
 
     path: str
     host: str = ""
@@ -42,16 +42,16 @@ class Address(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """Returns what the Host field of a request says."""
+        """Returns the value of the Host field of requests to this address."""
         return "localhost" if self.path else str(self)[len("http://") :]
 
 
 class Malformed(OSError):
-    """The server's answer is no HTTP."""
+    """The server's answer is not valid HTTP."""
 
 
 class Response:
-    """An answer as far as it came. Sans-I/O."""
+    """Parses an HTTP answer from bytes as they arrive, and holds what has arrived of it. Does no input or output."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -75,16 +75,16 @@ class Response:
 
     @property
     def begun(self) -> bool:
-        """Returns whether any byte came."""
+        """Returns whether any byte of the answer has arrived."""
         return bool(self.status or self._head)
 
     @property
     def place(self) -> memoryview | None:
-        """Returns where the next bytes of a large body belong."""
+        """Returns the memory to receive the body's next bytes into; None: they must be given to ``feed``."""
         return self._places[0] if self._places else None
 
     def filled(self, count: int) -> None:
-        """Notes that so many bytes were written to ``place``."""
+        """Notes that ``count`` bytes were received into ``place``."""
         rest = self._places[0][count:]
         if len(rest):
             self._places[0] = rest
@@ -93,7 +93,7 @@ class Response:
             self.whole = not self._places
 
     def feed(self, data: Buffer) -> None:
-        """Takes bytes. Raises Malformed."""
+        """Parses received bytes. Raises Malformed: they are not valid HTTP."""
         if not self.status:
             self._head += data
             end = self._head.find(b"\r\n\r\n")
@@ -193,14 +193,14 @@ class Response:
         self._left = size + 2 if size else -2
 
     def end(self) -> None:
-        """Takes the end of the connection. Raises ConnectionResetError: the answer is not whole."""
+        """Notes that the server closed the connection. Raises ConnectionResetError: the answer is incomplete."""
         if not self._to_end:
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before the answer")
         self.whole = True
 
 
 class Channel:
-    """The connection. Errors of the system go up as OSError; afterwards it is of no use."""
+    """The connection. Errors of the operating system are raised as OSError; the channel must not be used afterwards."""
 
     def __init__(self, address: Address) -> None:
         self.response = Response()
@@ -228,33 +228,36 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Ends the connection, and with it what was asked on it. Idempotent."""
+        """Closes the connection, and so cancels a request that is in flight on it. Idempotent."""
         self._socket.close()
 
     @property
     def is_stale(self) -> bool:
-        """Returns whether an idle connection is of no use any more: what comes while nothing is asked is its end."""
+        """Returns whether an idle connection cannot be used any more: data that arrive without a request are its end."""
         return self._is_answering()
 
     @property
     def may_be_kept(self) -> bool:
-        """Returns whether another request may be sent after this one."""
+        """Returns whether another request may be sent on this connection after the present one."""
         return self.response.whole and self.response.keep_alive and not self._cut
 
     def send(self, pieces: Sequence[Buffer]) -> None:
-        """Begins a request; ``advance`` sends it."""
+        """Begins a new request with the bytes ``pieces``; ``advance`` sends them."""
         self.response = Response()
         self.sent = False
         self._out = [piece for piece in pieces if len(piece)]
 
     def keep(self) -> None:
-        """Copies what was not sent so far, because its owner may write to it from now on."""
+        """Copies the bytes that are not sent yet, because their owner may write to them from now on."""
         self._out = [bytes(piece) for piece in self._out]
 
     def advance(self) -> int:
-        """Sends and receives what is possible now. Returns 0 once the answer is whole, else what to wait for.
+        """Sends and receives what is possible without waiting.
 
-        Of a chunked answer every call brings what came. Raises OSError: the connection broke, or the answer is no HTTP.
+        Returns 0 once the answer is complete, else the poll events to wait for.
+
+        A body in chunks that has arrived so far is in ``response.stream`` after each call. Raises OSError: the connection failed,
+        or the answer is not valid HTTP (Malformed).
         """
         if self._connecting:
             poll = select.poll()
@@ -292,7 +295,7 @@ class Channel:
         return bool(poll.poll(0))
 
     def _give_up_sending(self) -> None:
-        """Leaves the rest of the request unsent: the connection is not used again."""
+        """Drops the rest of the request, because the server answers before it has all of it; the connection is not used again."""
         self._out = []
         self._cut = True
 

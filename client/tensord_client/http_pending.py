@@ -1,10 +1,10 @@
-"""A request over HTTP that was asked and whose answer is waited for: by the calling thread, an event loop, or a thread of ours.
+"""Sends one HTTP request and waits for its answer: in the calling thread, on an event loop, or in a thread of the client's.
 
-    ask ─▶ Pool.take ─▶ Channel ─▶ result() │ await arrived() │ add_done_callback(...) ─▶ Waiter
-             ╰─ all are in use: in line          each calls step() until it is over
+    HttpPending() ─▶ Pool.take ─▶ Channel ─▶ result() │ await arrived() │ add_done_callback(...) ─▶ Waiter
+                        ╰─ all channels are in use: wait in line       each calls step() until the request has ended
 
-What may be sent again: a request that has not left, or whose server says that it was not taken, as long as ``patience`` lasts;
-one that is pure also once after it has left. Anything else is told.
+A request is sent again as long as ``patience`` lasts if it did not leave completely, or if the server says that it is stopping. A
+pure request is sent again once even after it has left. In all other cases the failure is raised.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _STOPPING = b"erver is stopping"
 
 
 class Unreached(Unavailable):
-    """Nobody serves at an address."""
+    """No server answers at the address."""
 
 
 class Pool:
-    """Owns the connections of a client, at most ``limit``; requests beyond wait in line."""
+    """The connections (channels) of a client to one server, at most ``limit`` of them; further requests wait in line for one."""
 
     def __init__(self, address: Address, limit: int) -> None:
         self.address = address
@@ -43,7 +43,10 @@ class Pool:
         self._closed = False
 
     def take(self, pending: HttpPending) -> None:
-        """Gives a request a connection, or a place in line. Raises Unavailable: the client was closed; OSError: no server."""
+        """Gives a request an idle channel, or the right to open one (``grant``), or else puts it in line.
+
+        Raises: Unavailable: the pool was closed.
+        """
         with self._lock:
             if self._closed:
                 raise Unavailable("the client was closed")
@@ -61,7 +64,10 @@ class Pool:
         pending.grant(None)
 
     def give(self, channel: Channel | None) -> None:
-        """Takes a connection back, None where it has ended. Whoever is first in line gets it."""
+        """Takes a channel back and hands it to the first request in line.
+
+        ``channel`` None: it was closed, and another may be opened.
+        """
         with self._lock:
             if self._closed:
                 if channel is not None:
@@ -75,7 +81,7 @@ class Pool:
                 self._idle.append((channel, time.monotonic()))
 
     def leave_line(self, pending: HttpPending) -> bool:
-        """Takes a request out of the line. False: it was given a connection before."""
+        """Removes a request from the line. Returns False if it is not there, because it was granted a channel."""
         with self._lock:
             if pending in self._line:
                 self._line.remove(pending)
@@ -83,7 +89,10 @@ class Pool:
             return False
 
     def close(self) -> None:
-        """Ends the idle connections; those in use end as they are given back. Idempotent."""
+        """Closes the idle channels and fails the requests in line; a channel in use is closed when it is given back.
+
+        Idempotent.
+        """
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -94,13 +103,16 @@ class Pool:
             pending.fail(Unavailable("the client was closed"))
 
     def abandon(self) -> None:
-        """Closes this process's copies of the idle connections, which belong to the process that it was forked off."""
+        """Closes this process's copies of the idle channels after a fork; the parent process goes on using its own."""
         for channel, _ in self._idle:
             channel.close()
 
 
 class Exchange:
-    """Says what is asked and how its answer is read; the base of every request."""
+    """Base class of requests: holds the bytes to send (``pieces``), and parses the answer.
+
+    ``deadline``: seconds of ``time.monotonic()``, or None; ``pure``: whether running the request twice does no harm.
+    """
 
     #: Any number of results is expected; they are taken as they come.
     streams = False
@@ -111,16 +123,19 @@ class Exchange:
         self.pure = pure
 
     def read(self, response: Response) -> Any:
-        """Returns the result of a whole answer. Raises ServingError: it is one."""
+        """Returns the result of a complete answer, or raises it if it is an error (ServingError)."""
         raise NotImplementedError
 
     def read_next(self, response: Response) -> Any:
-        """Returns a result of those that came, None where the next one is not whole. Raises ServingError: it is one."""
+        """Returns the next result of a stream, or raises it if it is an error (ServingError); None: it is incomplete so far."""
         raise NotImplementedError
 
 
 class HttpPending:
-    """One request under way. It is driven by one of: the thread that waits in it, an event loop, the ``Waiter``."""
+    """A request that was sent over HTTP, or is to be.
+
+    Either the thread that waits, an event loop, or the ``Waiter`` calls ``step``.
+    """
 
     def __init__(self, pool: Pool, exchange: Exchange, waiter: Callable[[], Waiter], patience: float) -> None:
         self._pool = pool
@@ -155,22 +170,26 @@ class HttpPending:
     # ---------------------------------------------------------------------------------------------------------- progress
 
     def grant(self, channel: Channel | None) -> None:
-        """Gives it a place of the pool: an open connection, or None where it opens one."""
+        """Gives this request a channel of the pool; None: it may open one."""
         self._channel, self._granted = channel, True
         self._wake()
 
     def fail(self, error: ServingError) -> None:
-        """Ends it with an error."""
+        """Ends this request with an error."""
         self._error, self._over = error, True
         self._wake()
 
     @property
     def is_ready(self) -> bool:
-        """Returns whether ``result`` or ``next`` do not wait."""
+        """Returns whether ``waited`` and ``next`` would return or raise at once."""
         return self._over or self._result is not None
 
     def step(self) -> int:
-        """Goes on as far as possible without waiting. Returns what to wait for; 0: nothing, or for ``wake_at`` alone."""
+        """Connects, sends and receives as far as possible without waiting.
+
+        Returns the poll events to wait for on ``fileno()``; 0: the request is ready, is in line, or is tried again at
+        ``wake_at``.
+        """
         if self.is_ready:
             return 0
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -197,7 +216,12 @@ class HttpPending:
         return 0
 
     def _look(self, response: Response) -> None:
-        """Reads what came. Raises ServingError: it is an error."""
+        """Parses what has arrived of the answer, and ends this request if it is complete.
+
+        Raises: ServingError: the answer is an error.
+
+        If the server says that it is stopping, the request is sent again instead.
+        """
         if self._exchange.streams and response.status == 200:
             self._result = self._exchange.read_next(response)
             if self._result is None and response.whole:
@@ -213,7 +237,7 @@ class HttpPending:
             self._finish(None)
 
     def _finish(self, error: ServingError | None) -> None:
-        """Ends it with its answer; the connection goes back to the pool."""
+        """Ends this request after its complete answer, which may be an error, and gives the channel back to the pool."""
         channel, self._channel = self._channel, None
         self._error, self._over = error, True
         if channel is not None and not channel.may_be_kept:
@@ -222,7 +246,10 @@ class HttpPending:
         self._pool.give(channel)
 
     def _end(self, error: ServingError) -> None:
-        """Ends it where no answer is waited for any more: its connection is closed, by which the server cancels it."""
+        """Ends this request with an error and without its answer: it leaves the line, or its channel is closed.
+
+        A server cancels a request whose connection is closed.
+        """
         self._error, self._over = error, True
         if not self._granted and self._pool.leave_line(self):
             return
@@ -232,7 +259,7 @@ class HttpPending:
         self._pool.give(None)
 
     def _broke(self, error: OSError) -> None:
-        """Sends it again where that is right, else ends it."""
+        """Handles a failed channel: has the request sent again if that does no harm, else ends it with an error."""
         channel, self._channel = self._channel, None
         why = error.strerror or str(error)
         if channel is None or not channel.sent:
@@ -263,19 +290,19 @@ class HttpPending:
 
     @property
     def wake_at(self) -> float | None:
-        """Returns when ``step`` has to be called at the latest; None: once something happens."""
+        """Returns when ``step`` must be called at the latest, in seconds of ``time.monotonic()``; None: only after an event."""
         times = [each for each in (self._again_at, self._deadline) if each]
         return min(times) if times else None
 
     # ----------------------------------------------------------------------------------------------------------- waiting
 
     def fileno(self) -> int:
-        """Returns the descriptor that ``step`` told to wait for."""
+        """Returns the file descriptor on which to wait for the events that ``step`` returned."""
         assert self._channel is not None
         return self._channel.fileno()
 
     def _wait(self) -> None:
-        """Drives it in the calling thread until it is ready."""
+        """Calls ``step`` and waits, in the calling thread, until this request is ready."""
         while True:
             mask = self.step()
             if self.is_ready:
@@ -296,23 +323,23 @@ class HttpPending:
                 self._wake = _nothing
 
     def hurry(self, timeout: float | None) -> None:
-        """Gives it so many seconds from now on; None: what it had."""
+        """Sets the deadline to ``timeout`` seconds from now; None: leaves the deadline as it is."""
         if timeout is not None:
             self._deadline = time.monotonic() + timeout
 
     def done(self) -> bool:
-        """Returns whether nothing comes any more."""
+        """Returns whether this request has ended: no further result will come."""
         return self._over
 
     def waited(self) -> Any:
-        """Waits for the result and returns it. Raises ServingError."""
+        """Waits for the result and returns it, or raises it if it is an error (ServingError)."""
         self._wait()
         if self._error is not None:
             raise self._error
         return self._result
 
     def next(self) -> Any:
-        """Waits for the next response and returns it; None: there are no more. Raises ServingError."""
+        """Waits for a stream's next response and returns it, or raises it if it is an error; None: there are no more."""
         self._wait()
         if self._result is None:
             if self._error is not None:
@@ -322,7 +349,7 @@ class HttpPending:
         return found
 
     async def arrived(self) -> None:
-        """Waits on the running event loop until ``result`` or ``next`` do not wait. Cancelled, it cancels the request."""
+        """Waits on the running event loop until this request is ready. Cancelling the task cancels the request."""
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -337,7 +364,7 @@ class HttpPending:
             raise
 
     async def _something(self, loop: Any, mask: int) -> None:
-        """Waits for a descriptor, a place in line, or ``wake_at``."""
+        """Waits on an event loop for the first of: poll events ``mask``, a channel of the pool, the time ``wake_at``."""
         came = loop.create_future()
 
         def wake() -> None:
@@ -365,12 +392,12 @@ class HttpPending:
                 loop.remove_writer(fd)
 
     def add_done_callback(self, called: Callable[[HttpPending], object]) -> None:
-        """Has a thread of the client's wait for it and call a function then. ``result`` does not wait in it."""
+        """Has a thread of the client's wait for the answer and then call ``called`` with this request."""
         self._driver = self._waiter()
         self._driver.add(self, called)
 
     def cancel(self) -> None:
-        """Ends it; nobody waits for it any more. Idempotent."""
+        """Ends this request with Cancelled unless it has ended: nobody waits for its answer any more. Idempotent."""
         if self._driver is not None and not self._driver.is_current:
             self._driver.cancel(self)
         elif not self._over:
@@ -382,7 +409,10 @@ def _nothing() -> None:
 
 
 class Waiter:
-    """A thread that waits for the requests of those who do not: futures and callbacks. It ends with the client."""
+    """A thread that waits for the answers of requests with callbacks and futures, and calls their callbacks.
+
+    It ends with the client.
+    """
 
     def __init__(self) -> None:
         import os
@@ -398,21 +428,21 @@ class Waiter:
         self._thread.start()
 
     def add(self, pending: HttpPending, called: Callable[[HttpPending], object]) -> None:
-        """Drives a request from now on."""
+        """Has the thread wait for a request's answer from now on, and call ``called`` with the request then."""
         pending._wake = self._wake
         with self._lock:
             self._new.append((pending, called))
         self._wake()
 
     def cancel(self, pending: HttpPending) -> None:
-        """Ends a request that it drives."""
+        """Has the thread cancel a request that it waits for."""
         with self._lock:
             self._new.append((pending, HttpPending.cancel))
         self._wake()
 
     @property
     def is_current(self) -> bool:
-        """Returns whether the calling thread is this one."""
+        """Returns whether the calling thread is this waiter's thread."""
         return threading.current_thread() is self._thread
 
     def _wake(self) -> None:
@@ -424,12 +454,12 @@ class Waiter:
             pass
 
     def close(self) -> None:
-        """Ends the thread once nothing is waited for. Idempotent."""
+        """Has the thread end once it waits for no request any more. Idempotent."""
         self._closed = True
         self._wake()
 
     def abandon(self) -> None:
-        """Closes the descriptors in a process that was forked off, where the thread is not."""
+        """Closes the waiter's file descriptors, after a fork in the child process, or when the thread has ended."""
         self._close_fd(self._wakes)
         self._close_fd(self._wake_end)
 

@@ -1,4 +1,4 @@
-"""Models served from a folder in this process, by ``tensord.testing``, which is imported only here."""
+"""Serves models from a folder inside this process, with ``tensord.testing``; only this module imports it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _as_ours() -> Iterator[None]:
-    """Turns errors of the server's parts into the client's."""
+    """Raises errors of ``tensord.testing`` as the client's errors of the same code, within the block."""
     from tensord import testing
 
     try:
@@ -35,10 +35,10 @@ def _as_ours() -> Iterator[None]:
 
 
 class LocalConnection:
-    """A repository of models in this process. Each is loaded when it is first asked for."""
+    """A repository of models in a folder, served by this process. Each model is loaded when it is first used. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises Unavailable: tensord is not installed here."""
+        """``folder``: the repository. Raises Unavailable: the package tensord is not installed in this process."""
         try:
             import tensord.testing  # noqa: F401
         except ImportError as error:
@@ -49,7 +49,10 @@ class LocalConnection:
         self._closed = False
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Loads a model, unless it is loaded. Raises ServingError."""
+        """Returns the description of a model, which is loaded unless it is there; version 0: of the newest version.
+
+        Raises: ServingError: there is no such model, or it cannot be loaded.
+        """
         loaded = self.loaded(model, version)
         return Description(
             {
@@ -70,7 +73,10 @@ class LocalConnection:
         )
 
     def loaded(self, model: str, version: int) -> testing.Model:
-        """Returns a model, loading it if need be. Raises ServingError."""
+        """Returns a loaded model, loading it at the first use.
+
+        Raises: ServingError: there is no such model, or it cannot be loaded.
+        """
         from tensord import testing
 
         with self._lock, _as_ours():
@@ -86,27 +92,27 @@ class LocalConnection:
             return found
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's completed configuration."""
+        """Returns a model's configuration with defaults filled in."""
         return self.loaded(model, version).config
 
     def ask(self, call: Call) -> LocalPending:
-        """Begins a request."""
+        """Makes a request to a model in this process; it begins when somebody waits for it. Raises ServingError."""
         return LocalPending(self.loaded(call.model, call.version), call)
 
     def prepare(self, call: Call) -> LocalPrepared:
-        """Prepares a request that is asked again and again."""
+        """Makes a request that can be asked many times, each time with what its arrays hold then."""
         return LocalPrepared(self, call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an array."""
+        """Makes an ordinary numpy array."""
         return np.empty(shape, dtype)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Raises Unsupported: in one process there is nobody to share memory with."""
+        """Always raises Unsupported: this process serves the models itself, so there is no daemon to share GPU memory with."""
         raise Unsupported(f"memory on '{device}' is shared with a daemon, and this process serves the model itself")
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence without a further request."""
+        """Ends a sequence in all loaded versions of the model, without a further request."""
         with self._lock:
             loaded = [each for (name, _), each in self._models.items() if name == model]
         for each in loaded:
@@ -121,23 +127,23 @@ class LocalConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Raises Unsupported: parameters are pushed into models that a daemon serves."""
+        """Always raises Unsupported: parameters can only be pushed into models that a daemon serves."""
         raise _no_sets()
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Raises as ``push``."""
+        """Always raises Unsupported: only models that a daemon serves have parameter sets."""
         raise _no_sets()
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Raises as ``push``."""
+        """Always raises Unsupported: only models that a daemon serves have parameter sets."""
         raise _no_sets()
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Raises as ``push``."""
+        """Always raises Unsupported: only models that a daemon serves have parameter sets."""
         raise _no_sets()
 
     def close(self) -> None:
-        """Ends the models once all requests are answered. Idempotent."""
+        """Unloads all models once their requests are answered. Idempotent."""
         with self._lock:
             self._closed = True
             models, self._models = self._models, {}
@@ -157,19 +163,19 @@ def _described(tensor: testing.Tensor) -> dict[str, Any]:
 
 
 class LocalPrepared:
-    """A request that is asked again and again."""
+    """A request to a model in this process that can be asked many times."""
 
     def __init__(self, connection: LocalConnection, call: Call) -> None:
         self._connection = connection
         self._call = call
 
     def __call__(self, timeout: float | None = None) -> Answer:
-        """Asks with what the arrays hold now. Raises ServingError."""
+        """Asks with what the arrays hold now, waits at most ``timeout`` seconds and returns the answer. Raises ServingError."""
         return self._connection.ask(self._call).result(timeout)
 
 
 class LocalPending:
-    """A request to a model in this process: it is asked when somebody waits, or wants to be called."""
+    """A request to a model in this process. It begins when somebody waits for its answer or adds a callback."""
 
     def __init__(self, model: testing.Model, call: Call) -> None:
         self._model = model
@@ -187,7 +193,7 @@ class LocalPending:
         self._future: concurrent.futures.Future[testing.Answer] | None = None
 
     def _timed(self, timeout: float | None) -> testing.Model:
-        """Returns the model with the time that is left."""
+        """Returns a copy of the model whose timeout is ``timeout`` seconds; None: the time to the request's deadline."""
         if timeout is None and self._call.deadline is not None:
             timeout = max(0.0, self._call.deadline - time.monotonic())
         made = copy.copy(self._model)
@@ -195,7 +201,10 @@ class LocalPending:
         return made
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Waits for the answer and returns it. Raises ServingError."""
+        """Waits for the answer at most ``timeout`` seconds (None: until the deadline) and returns it. Raises ServingError.
+
+        A request that was begun by ``submit`` is waited for until its deadline, whatever ``timeout`` is.
+        """
         with _as_ours():
             if self._future is not None:
                 return self._answer(self._future.result())
@@ -208,7 +217,12 @@ class LocalPending:
         return answer
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses; stopping early cancels the request. Raises ServingError."""
+        """Iterates over the responses; each must come within ``timeout`` seconds.
+
+        Leaving the iteration early cancels the request.
+
+        Raises: ServingError: a response is an error.
+        """
         with _as_ours():
             found = self._timed(timeout).stream(self._call.inputs, outputs=self._call.outputs, **self._own)
 
@@ -219,7 +233,7 @@ class LocalPending:
         return each()
 
     def submit(self) -> concurrent.futures.Future[testing.Answer]:
-        """Begins the request, unless it is begun."""
+        """Begins the request unless it has begun, and returns a future of the answer."""
         if self._future is None:
             with _as_ours():
                 self._future = self._timed(None).submit(self._call.inputs, outputs=self._call.outputs, **self._own)
@@ -232,7 +246,7 @@ class LocalPending:
         return self.result()
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates over the responses on the running loop; each is waited for in a thread of it."""
+        """Iterates over the responses on the running event loop; each is waited for in a thread of the loop's executor."""
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -247,10 +261,10 @@ class LocalPending:
             await loop.run_in_executor(None, responses.close)  # type: ignore[attr-defined]
 
     def add_done_callback(self, callback: Callable[[LocalPending], object]) -> None:
-        """Has a function called with this once it is answered, in a thread of the model's."""
+        """Begins the request; once it is answered ``callback`` is called with this object, in a thread of the model's or at once."""
         self.submit().add_done_callback(lambda _: callback(self))
 
     def cancel(self) -> None:
-        """Cancels what has not begun."""
+        """Cancels the request if ``submit`` began it and its future can still be cancelled; otherwise does nothing."""
         if self._future is not None:
             self._future.cancel()

@@ -1,4 +1,4 @@
-"""The part of the client that is written in C, and optional: None where it was not built, or not from the source beside it."""
+"""Imports the client's optional part in C. Its names are None if it was not built, or not from the source that is here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The way to a daemon of this host by its socket for clients: lanes to its workers, and HTTP for what lanes do not have.
+"""The connection to a daemon on this host by its socket for clients: lanes to the workers, and HTTP for what lanes do not offer.
 
-open ─▶ lane ─ UNSUPPORTED (off, another edition, a description that is too long) ─▶ HTTP, at what hello told
+open ─▶ lane ─ Unsupported (lanes are off, another wire version, too long a description) ─▶ HTTP, at addresses of ``hello``
 """
 
 from __future__ import annotations
@@ -18,10 +18,20 @@ from tensord_client.results import Array, Description
 
 
 class ServiceConnection:
-    """A daemon on the same host. Any thread may use it."""
+    """A connection to a daemon on the same host. Requests go over lanes, or over HTTP for models that lanes do not offer.
+
+    Thread-safe.
+    """
 
     def __init__(self, path: str, over_http: Callable[[Mapping[str, Any]], Connection], patience: float) -> None:
-        """Connects to ``clients.sock``; ``over_http`` connects to what it told. Raises Unavailable."""
+        """Connects to the daemon's socket for clients at ``path``.
+
+        Args:
+          over_http: connects over HTTP, given the daemon's answer to ``hello``; called when HTTP is first needed.
+          patience: seconds that a request without a deadline waits for a daemon or worker that is being replaced.
+
+        Raises: Unavailable: no daemon answers there.
+        """
         self._lane = LaneConnection(path, patience=patience)
         self._over_http = over_http
         self._lock = threading.Lock()
@@ -30,7 +40,10 @@ class ServiceConnection:
         self._apart: set[tuple[str, int]] = set()
 
     def http(self) -> Connection:
-        """Returns the way over HTTP, which is found when it is first needed. Raises Unavailable: there is none."""
+        """Returns the connection over HTTP, which is made at the first use.
+
+        Raises: Unavailable: the daemon cannot be reached over HTTP.
+        """
         with self._lock:
             if self._http is None:
                 self._http = self._over_http(self._lane.hello)
@@ -40,7 +53,12 @@ class ServiceConnection:
         return self.http() if (model, version) in self._apart else self._lane
 
     def open(self, model: str, version: int = 0) -> Description:
-        """Describes a model; version 0 is the newest. Raises ServingError."""
+        """Returns the description of a model; version 0: of its newest version.
+
+        Decides whether its requests go over lanes or HTTP.
+
+        Raises: ServingError: the model is not served, or is not ready.
+        """
         if self._lane.lanes:
             try:
                 found = self._lane.open(model, version)
@@ -52,22 +70,22 @@ class ServiceConnection:
         return self.http().open(model, version)
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns a model's completed configuration; empty where HTTP is not to be had."""
+        """Returns a model's configuration with defaults filled in; empty if it cannot be had over HTTP."""
         try:
             return self.http().config(model, version)
         except ServingError:
             return {}
 
     def ask(self, call: Call) -> Pending:
-        """Begins a request."""
+        """Sends a request over a lane, or over HTTP if the model is asked that way, and returns it, to wait for its answer."""
         return self._way(call.model, call.version).ask(call)
 
     def prepare(self, call: Call) -> PreparedCall:
-        """Prepares a request that is asked again and again."""
+        """Makes a request that can be sent many times, each time with what its arrays hold then."""
         return self._way(call.model, call.version).prepare(call)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Makes an array in memory that workers have mapped; without lanes, in this process's own."""
+        """Makes an array in memory that workers read and write without a copy; an ordinary one if the daemon gives no lanes."""
         return self._lane.empty(shape, dtype) if self._lane.lanes else self.http().empty(shape, dtype)
 
     def push(
@@ -79,34 +97,46 @@ class ServiceConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters. Raises ServingError."""
+        """Pushes parameters into the parameter set ``name`` of a model.
+
+        Arguments, result and errors are those of ``Connection.push``.
+        """
         return self._lane.push(model, version, name, said, pieces, timeout)
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns what parameter sets a model has; where they are many, over HTTP. Raises ServingError."""
+        """Returns the parameter sets that a model has, each as ``ModelParameters.list`` describes it. Raises ServingError.
+
+        A list that is too long for the daemon's socket is fetched over HTTP.
+        """
         try:
             return self._lane.parameter_sets(model, version)
         except Unsupported:
             return self.http().parameter_sets(model, version)
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops a parameter set. Raises ServingError."""
+        """Drops the parameter set ``name`` of a model. Raises ServingError."""
         self._lane.drop_parameters(model, version, name)
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Puts the former parameters of a set into use again. Raises ServingError."""
+        """Puts the parameters that the set ``name`` had before its newest push into use again. Returns the server's answer.
+
+        Raises: ServingError: nothing was pushed into the set, or the server has not kept the earlier parameters.
+        """
         return self._lane.revert_parameters(model, version, name)
 
     def empty_on(self, device: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Makes an array on a GPU, which is registered over HTTP whatever way requests take. Raises as ``DeviceMemory.empty``."""
+        """Makes an array on a GPU, which is registered with the daemon over HTTP even if requests go over lanes.
+
+        Raises what ``DeviceMemory.empty`` raises.
+        """
         return self.http().empty_on(device, shape, dtype)
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Ends a sequence as far as that can be said."""
+        """Forgets which lane a sequence is on; the worker ends the sequence once it has been idle for long enough."""
         self._lane.end_sequence(model, sequence_id)
 
     def close(self) -> None:
-        """Ends the connection and its lanes. Idempotent."""
+        """Closes the connection, its lanes and the connection over HTTP. Idempotent."""
         self._lane.close()
         with self._lock:
             if self._http is not None:
