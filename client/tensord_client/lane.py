@@ -1,10 +1,11 @@
-"""The connection of this process to a daemon on the same host: memory that both see, and a lane to each worker that it asks.
+"""The connection of this process to a daemon on the same host: shared memory, and a lane (a socket) to each worker that it asks.
 
     clients' socket ── hello, open ──▶ supervisor        one connection, which owns the lanes
-    lanes           ── requests    ──▶ workers           one to each worker, whatever models are asked there
-    memory          ── segments    ──▶ workers           one for all lanes
+    lanes           ── requests    ──▶ workers           one to each worker, for all models of the worker
+    memory          ── segments    ──▶ workers           shared with all of them
 
-Connections start no thread until somebody wants to be called back. After a fork the child connects anew with its first request.
+Threads are started only for callbacks, for sending requests again that no thread waits for, and for asking for further lanes.
+After a fork the child process connects anew when it sends its first request.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ _connections: weakref.WeakSet[LaneConnection] = weakref.WeakSet()
 class LaneConnection:
     """The connection of this process to a daemon on the same host. Thread-safe.
 
-    After a fork the child connects anew by itself; arrays of ``empty`` from before belong to the parent.
+    After a fork the child process connects anew by itself; arrays of ``empty`` from before the fork belong to the parent.
     """
 
     def __init__(self, path: str, max_results: int = 64, timeout: float = 10.0, patience: float = _PATIENCE) -> None:
-        """Connects to ``clients.sock`` at that path.
+        """Connects to the daemon's socket for clients, ``clients.sock``, at ``path``.
 
         Args:
           max_results: the most answers in workers' memory that the program may hold.
-          timeout: seconds to wait for each answer on that socket.
-          patience: seconds that a request without a deadline waits for a daemon, or a worker, that is being replaced.
+          timeout: seconds to wait for each answer on the clients' socket.
+          patience: seconds that a request waits, before its deadline, for a daemon or worker that is being replaced.
 
-        Raises: Unavailable: nobody serves there.
+        Raises: Unavailable: no daemon answers there.
         """
         self.path = path
         self._patience = patience
@@ -78,7 +79,7 @@ class LaneConnection:
         _connections.add(self)
 
     def _begin(self) -> None:
-        """Sets everything that belongs to one process and one daemon."""
+        """Sets all attributes that belong to one process and one daemon to their initial values."""
         self._socket = None
         #: Held by who asks the daemon.
         self._asking = threading.Lock()
@@ -98,7 +99,10 @@ class LaneConnection:
     # ------------------------------------------------------------------------------------------------- the daemon
 
     def _connect(self) -> ClientsSocket:
-        """Connects and says hello. Call it with ``_asking``. Raises ServingError."""
+        """Connects to the clients' socket, sends ``hello`` and stores the answer. The caller holds ``_asking``.
+
+        Raises: ServingError: no daemon answers, or its answer is an error.
+        """
         connected = ClientsSocket(self.path, self._timeout)
         try:
             self.hello, _ = connected.ask({"hello": {}})
@@ -109,12 +113,14 @@ class LaneConnection:
         return connected
 
     def open(self, model: str, version: int = 0, timeout: float | None = None) -> Description:
-        """Returns the description of a model, asked once and again when its lanes have ended.
+        """Returns the description of a model. Asks the daemon unless there is a usable lane to a worker that serves the model.
 
         Args:
+          version: the model's version; 0: the newest.
           timeout: seconds to wait for a model that is being loaded, or whose worker is being replaced; None: 0.
 
-        Raises: NotFound, Unavailable, Unsupported: as the daemon says.
+        Raises: NotFound: the model is not served.  Unavailable: the model is not ready, or no daemon answers.  Unsupported: the
+          daemon gives no lanes, or not for this model.
         """
         known = self.models.get((model, version))
         if known is not None and known.choose() is not None:
@@ -122,12 +128,14 @@ class LaneConnection:
         return self._ask_for(model, version, time.monotonic() + (timeout or 0.0)).description
 
     def _ask_for(self, model: str, version: int, until: float, anew: bool = False) -> OpenedModel:
-        """Asks the daemon for a model and lanes to it, until then.
+        """Asks the daemon for a model and lanes to its workers, again and again while the model is unavailable.
 
         Args:
-          anew: also if there is a lane that has not ended.
+          until: seconds of ``time.monotonic()`` after which the daemon is not asked again.
+          anew: ask even if there is a usable lane, unless another thread has asked since this call.
 
-        Raises: ServingError: what the daemon said last.
+        Raises: Unavailable: there was no worker until ``until``.  Cancelled: ``close`` was called.  ServingError: any other
+          answer that is an error.
         """
         begun = time.monotonic()
         while True:
@@ -148,7 +156,12 @@ class LaneConnection:
                 time.sleep(_PAUSE)
 
     def _open(self, model: str, version: int, wait: float) -> OpenedModel:
-        """Asks once. Call it with ``_asking``."""
+        """Asks the daemon once for a model, and stores the answer. The caller holds ``_asking``.
+
+        ``wait``: seconds that the daemon may wait for a model that is not ready.
+
+        Raises: ServingError: the answer is an error, or there is no worker.
+        """
         if self._socket is None or self._socket.is_closed:
             self._socket = None
             self._socket = self._connect()
@@ -189,21 +202,29 @@ class LaneConnection:
     # --------------------------------------------------------------------------------------------------- requests
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Returns an array in memory that workers see, 64-byte aligned; its room is given back when it is collected.
+        """Returns an array in memory that the workers share, aligned to 64 bytes.
 
-        Raises: InvalidArgument: it can never fit, with both numbers.  Unavailable: it does not fit now.
+        Its memory is freed when the array is collected.
+
+        Raises: InvalidArgument: the array is larger than the daemon allows.  Unavailable: there is no room for the array now.
         """
         return self.memory.empty(shape, dtype)
 
     def model_of(self, call: Call) -> OpenedModel:
-        """Returns the model of a call, which is opened with the first. Raises ServingError."""
+        """Returns the opened model that a call names; asks the daemon for it at the first call. Raises ServingError."""
         known = self.models.get((call.model, call.version))
         if known is not None:
             return known
         return self._ask_for(call.model, call.version, time.monotonic())
 
     def ask(self, call: Call) -> Pending:
-        """Sends a request. Raises InvalidArgument: it cannot be sent.  ResultsHeld, Unavailable, NotFound."""
+        """Sends a request and returns it, to wait for its answer.
+
+        If no lane is usable now, the request is sent later, when somebody waits for its answer.
+
+        Raises: InvalidArgument: the request cannot be sent.  ResultsHeld: the program holds as many answers as it may.
+          Unavailable: no worker serves the model now, or shared memory is full.  NotFound: the model is not served.
+        """
         self.check_held()
         pending = Pending(self, call, self.placement.place(call, self.model_of(call)))
         if not self._send(pending):
@@ -211,13 +232,17 @@ class LaneConnection:
         return pending
 
     def prepare(self, call: Call) -> PreparedCall:
-        """Makes a request that can be sent many times. Raises as ``ask``."""
+        """Makes a request that can be sent many times, each time with what its arrays hold then.
+
+        Raises: InvalidArgument: the request cannot be sent, or has several responses.  Unavailable: no worker serves the model
+          now, or shared memory is full.  NotFound: the model is not served.
+        """
         made = PreparedCall(self, call, self.model_of(call))
         self._prepared.add(made)
         return made
 
     def config(self, model: str, version: int) -> Mapping[str, Any]:
-        """Returns nothing: a lane does not tell models' configurations."""
+        """Always returns an empty mapping: a model's configuration is not to be had over lanes."""
         return {}
 
     # ------------------------------------------------------------------------------------------------- parameter sets
@@ -231,7 +256,10 @@ class LaneConnection:
         pieces: Sequence[Buffer],
         timeout: float | None,
     ) -> dict[str, Any]:
-        """Pushes parameters: a tree in memory that is handed over. Raises ServingError."""
+        """Pushes parameters into the parameter set ``name`` of a model; the daemon receives the tree as sealed memory.
+
+        Arguments, result and errors are those of ``Connection.push``.
+        """
         question = {"push": {"model": model, "version": version, "set": name, **said}}
         if not pieces:
             return self._manage(question, timeout)
@@ -242,22 +270,29 @@ class LaneConnection:
             os.close(memory)
 
     def parameter_sets(self, model: str, version: int) -> list[dict[str, Any]]:
-        """Returns what parameter sets a model has. Raises ServingError."""
+        """Returns the parameter sets that a model has, each as ``ModelParameters.list`` describes it. Raises ServingError."""
         found: list[dict[str, Any]] = self._manage({"parameters": {"model": model, "version": version}})["parameters"]
         return found
 
     def drop_parameters(self, model: str, version: int, name: str) -> None:
-        """Drops a parameter set. Raises ServingError."""
+        """Drops the parameter set ``name`` of a model. Raises ServingError."""
         self._manage({"drop": {"model": model, "version": version, "set": name}})
 
     def revert_parameters(self, model: str, version: int, name: str) -> dict[str, Any]:
-        """Puts the former parameters of a set into use again. Raises ServingError."""
+        """Puts the parameters that the set ``name`` had before its newest push into use again. Returns the daemon's answer.
+
+        Raises: ServingError: nothing was pushed into the set, or the daemon has not kept the earlier parameters.
+        """
         return self._manage({"revert": {"model": model, "version": version, "set": name}})
 
     def _manage(self, question: dict[str, Any], timeout: float | None = None, *fds: int) -> dict[str, Any]:
-        """Asks for something that may take its time, on a connection of its own. Raises ServingError, Unavailable.
+        """Asks the daemon on a separate connection, because the answer may take long. Returns the answer.
 
-        ``timeout``: seconds that it may take; None: any time.
+        Args:
+          timeout: seconds that the daemon may take beyond the usual timeout; None: without limit.
+          fds: file descriptors to send with the question; the caller still has to close them.
+
+        Raises: ServingError: the answer is an error.  Unavailable: the daemon does not answer.  Cancelled: ``close`` was called.
         """
         if self.is_closed:
             raise Cancelled("the connection was closed")
@@ -268,17 +303,23 @@ class LaneConnection:
             asked.close()
 
     def end_sequence(self, model: str, sequence_id: int | str) -> None:
-        """Forgets on which lane a sequence is, without a further request."""
+        """Forgets which lane a sequence is on; nothing is sent.
+
+        The worker ends the sequence once it has been idle for long enough.
+        """
         self._sequences.pop((model, sequence_id), None)
 
     def check_held(self) -> None:
-        """Raises ResultsHeld: the program holds as many answers in workers' memory as it may."""
+        """Raises ResultsHeld if the program holds as many answers in workers' memory as it may."""
         held = len(self._held)
         if held >= self.max_results:
             raise ResultsHeld(held, self.max_results)
 
     def _send(self, pending: Pending) -> bool:
-        """Sends a request on a lane that there is. Returns False: there is none. Raises ServingError."""
+        """Sends a request on the best usable lane. Returns False: there is no usable lane.
+
+        Raises: ServingError: the request cannot be sent.
+        """
         placed, call = pending.placed, pending.call
         loop = _running_loop()
         while True:
@@ -301,10 +342,10 @@ class LaneConnection:
             return True
 
     def lane_for(self, call: Call, last: WorkerLane | None) -> WorkerLane | None:
-        """Chooses a lane for a request; None: there is none now.
+        """Chooses the lane for a request; None: no lane to a worker that serves the model is usable.
 
         Args:
-          last: the one that the caller used last.
+          last: the lane that the caller used last, which is chosen again if nothing is in flight on it.
 
         Raises: Internal: the request belongs to a sequence whose worker has ended.
         """
@@ -327,7 +368,7 @@ class LaneConnection:
         return known.choose()
 
     def sent(self, call: Call, lane: WorkerLane) -> None:
-        """Notes where a sequence is."""
+        """Notes on which lane a request of a sequence was sent, so that the sequence's next request takes the same lane."""
         if not call.sequence_id:
             return
         if call.sequence_end:
@@ -336,14 +377,14 @@ class LaneConnection:
             self._sequences[call.model, call.sequence_id] = lane
 
     def is_pure(self, call: Call) -> bool:
-        """Returns whether running a request twice harms nobody."""
+        """Returns whether running a request twice does no harm: the model says so, and the request belongs to no sequence."""
         known = self.models.get((call.model, call.version))
         return known is not None and known.description.pure and not call.sequence_id
 
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Asks, aside, for workers that were to come."""
+        """Starts a thread that asks the daemon for further lanes to a model."""
         known.opened_at = time.monotonic()
 
         def look() -> None:
@@ -353,7 +394,14 @@ class LaneConnection:
         threading.Thread(target=look, name="tensord-lanes", daemon=True).start()
 
     def find_lanes(self, call: Call, until: float | None) -> None:
-        """Waits for a lane to a worker that has the call's model. Raises ServingError.  TimeoutError: there was none."""
+        """Waits until there is a usable lane to a worker that serves the call's model.
+
+        Args:
+          until: seconds of ``time.monotonic()``; None: no deadline. It waits at most for the connection's ``patience`` in any
+            case.
+
+        Raises: ServingError: the daemon's last answer was an error.  TimeoutError: ``until`` has passed.
+        """
         patience = time.monotonic() + self._patience
         try:
             self._ask_for(call.model, call.version, patience if until is None else min(until, patience))
@@ -363,12 +411,24 @@ class LaneConnection:
             raise
 
     def may_ask_again(self, pending: Pending) -> bool:
-        """Returns whether the daemon is to be asked where a model is whose worker has refused a request."""
+        """Returns whether the daemon may be asked where a model is, after a worker refused a request.
+
+        It may if this connection is open and has not asked for the model in the last 0.25 seconds.
+        """
         known = self.models.get((pending.call.model, pending.call.version))
         return not self.is_closed and known is not None and time.monotonic() - known.opened_at > _REFUSED_AFTER
 
     def find_again(self, call: Call, refusal: ServingError, until: float | None) -> bool:
-        """Asks where the model is, after a refusal or the end of a lane. Returns whether the request is to be sent again."""
+        """Asks the daemon where a call's model is, after a worker refused the request or its lane ended.
+
+        Returns whether to send it again.
+
+        Args:
+          refusal: the worker's error, or that of the lane's end.
+          until: seconds of ``time.monotonic()``; None: no deadline.
+
+        Raises: ServingError: the model is not to be had.  TimeoutError: ``until`` has passed.
+        """
         before = self.models.get((call.model, call.version))
         if before is None or before.choose() is None:
             self.find_lanes(call, until)
@@ -386,7 +446,13 @@ class LaneConnection:
         return after.lanes != before.lanes or after.description.version != before.description.version
 
     def send_again(self, pending: Pending, until: float | None) -> None:
-        """Sends a request again whose lane ended or whose worker refused it. Raises ServingError: why not.  TimeoutError."""
+        """Sends a request again whose lane ended or whose worker refused it, unless another thread does so.
+
+        Args:
+          until: seconds of ``time.monotonic()`` to wait for a lane; None: no deadline.
+
+        Raises: ServingError: the request may not be sent again, or no lane was found.  TimeoutError: ``until`` has passed.
+        """
         if not pending.claim():
             return
         refusal, pending.refusal = pending.refusal, None
@@ -397,7 +463,10 @@ class LaneConnection:
         pending.watch_again()
 
     def send_again_soon(self, pending: Pending) -> None:
-        """Has a thread send a request again, since nobody waits for it who could. One does so for all of a model."""
+        """Has a background thread send a request again, for callers that cannot wait.
+
+        One thread does so for all requests to a model.
+        """
         model = pending.call.model, pending.call.version
         with self._astray_lock:
             waiting = self._astray.get(model)
@@ -425,7 +494,7 @@ class LaneConnection:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Ends the connection and its lanes; what is in flight gets Cancelled. Arrays stay. Idempotent."""
+        """Closes the connection and its lanes; requests in flight end with Cancelled. Arrays stay valid. Idempotent."""
         self.is_closed = True
         with self._asking:
             lanes, self._lanes = list(self._lanes.values()), {}
@@ -439,7 +508,7 @@ class LaneConnection:
         self.placement = Placement(self.memory)
 
     def forget(self) -> None:
-        """Leaves all to the process that this one was forked from."""
+        """Resets the connection in a process that was forked off: closes this process's copies of its sockets, which are the parent's."""
         lanes, sock = list(self._lanes.values()), self._socket
         prepared = list(self._prepared)
         self._begin()
@@ -456,7 +525,7 @@ class LaneConnection:
 
 
 def _running_loop() -> Any:
-    """Returns the event loop that runs in this thread; None: there is none. Importing asyncio is left to who uses it."""
+    """Returns the event loop that runs in this thread; None: there is none. Does not import asyncio."""
     asyncio = sys.modules.get("asyncio")
     return None if asyncio is None else asyncio._get_running_loop()
 

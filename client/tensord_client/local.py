@@ -261,7 +261,7 @@ class LocalPending:
             await loop.run_in_executor(None, responses.close)  # type: ignore[attr-defined]
 
     def add_done_callback(self, callback: Callable[[LocalPending], object]) -> None:
-        """Begins the request; once it is answered ``callback`` is called with this object, in a thread of the model's or at once."""
+        """Begins the request; once it is answered, ``callback`` is called with this object, in any thread, perhaps at once."""
         self.submit().add_done_callback(lambda _: callback(self))
 
     def cancel(self) -> None:

@@ -1,9 +1,9 @@
-"""Memory that this process shares with workers: sealed segments without a name, and arrays in them.
+"""Memory that this process shares with workers: sealed memfds (segments), and the arrays that are allocated in them.
 
-    segment   a memfd that nobody can shrink or grow   | block | free | block ... |     blocks begin at multiples of 64 bytes
+    segment   a memfd whose size nobody can change   | block | free | block ... |     blocks begin at multiples of 64 bytes
 
-An array's room is given back when the last view of it is collected. That may happen in any thread, in the middle of anything, so
-it is only noted then, and done with the next allocation. A segment that is wholly free is closed when enough others are.
+An array's block is freed when the last view of the array is collected. The garbage collector may do that in any thread at any
+moment, so it only notes the block, which the next allocation frees. Segments without blocks are closed, but for 64 MiB.
 """
 
 from __future__ import annotations
@@ -37,17 +37,26 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Maps a descriptor. Since Python 3.13 the mapping keeps no descriptor of its own. Raises OSError, ValueError."""
+    """Maps ``byte_size`` bytes of a file descriptor, which may be closed afterwards. ``prot``: protection, as for mmap.
+
+    Raises: OSError, ValueError: the descriptor cannot be mapped.
+    """
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, byte_size, prot=prot, trackfd=False)
     return mmap.mmap(fd, byte_size, prot=prot)
 
 
 class Segment:
-    """One sealed memfd, mapped here. It stays mapped as long as anything refers to it."""
+    """One sealed memfd and its mapping in this process, which stays for as long as anything refers to it.
+
+    Keeps a list of free ranges.
+    """
 
     def __init__(self, number: int, byte_size: int) -> None:
-        """Makes one, with all of its pages. Raises Unavailable: the host has no memory for it, or this process no descriptor."""
+        """Makes a memfd with all of its pages allocated, and maps it.
+
+        Raises: Unavailable: the host has no memory left for the segment, or this process has no file descriptor left.
+        """
         self.number = number
         self.byte_size = byte_size
         self.fd = -1
@@ -72,11 +81,14 @@ class Segment:
 
     @property
     def is_unused(self) -> bool:
-        """Returns whether all of it is free."""
+        """Returns whether no block is allocated in the segment."""
         return len(self.free) == 1 and self.sizes[0] == self.byte_size
 
     def take(self, byte_size: int) -> int | None:
-        """Allocates so many bytes, a multiple of the alignment. Returns their offset; None: there is no such range."""
+        """Allocates ``byte_size`` bytes, which must be a multiple of ``ALIGNMENT``.
+
+        Returns their offset; None: no free range is large enough.
+        """
         for at, size in enumerate(self.sizes):
             if size < byte_size:
                 continue
@@ -90,7 +102,7 @@ class Segment:
         return None
 
     def give(self, offset: int, byte_size: int) -> None:
-        """Frees what was taken, and joins it with its free neighbours."""
+        """Frees bytes that ``take`` allocated, and joins them with free neighbours."""
         at = bisect.bisect(self.free, offset)
         if at < len(self.free) and offset + byte_size == self.free[at]:
             byte_size += self.sizes[at]
@@ -102,7 +114,7 @@ class Segment:
             self.sizes.insert(at, byte_size)
 
     def close(self) -> None:
-        """Closes the descriptor. Idempotent."""
+        """Closes the file descriptor; the mapping stays. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -111,7 +123,10 @@ class Segment:
 
 
 class Block:
-    """The room of one array, which is its base: it lives as long as a view of that array does."""
+    """The bytes of one array in a segment.
+
+    The array and its views keep the block as their base; it is freed when all are collected.
+    """
 
     __slots__ = ("__array_interface__", "byte_size", "memory", "offset", "segment")
 
@@ -145,7 +160,10 @@ class Memory:
         self._is_closed = False
 
     def limit(self, max_count: int, max_byte_size: int) -> None:
-        """Sets what the daemon allows; segments that there are stay."""
+        """Sets the daemon's bounds for new segments: how many there may be, and their bytes together.
+
+        Segments that exist stay.
+        """
         self.max_count = max_count
         self.max_byte_size = max_byte_size
 
@@ -155,10 +173,10 @@ class Memory:
         return sum([segment.byte_size for segment in list(self.segments.values())])
 
     def empty(self, shape: int | Sequence[int], dtype: Any) -> np.ndarray:
-        """Returns a C-contiguous array of that shape, 64-byte aligned, with any content.
+        """Returns a C-contiguous array in shared memory, aligned to 64 bytes, with any content.
 
-        Raises: InvalidArgument: it can never fit, or has elements without a size.  Unavailable: it does not fit now.
-          Cancelled: this was closed.
+        Raises: InvalidArgument: the array is larger than the daemon allows, or its dtype or shape is impossible.  Unavailable:
+          there is no room for the array now.  Cancelled: ``close`` was called.
         """
         dtype = np.dtype(dtype)
         if dtype.hasobject:
@@ -179,7 +197,10 @@ class Memory:
         return array.view(dtype) if viewed else array
 
     def locate(self, array: np.ndarray) -> Place | None:
-        """Returns where an array lies; None: in no segment of this memory, or not in one piece. One on a GPU is a region's."""
+        """Returns the place of an array: (segment, offset, byte size), or (region, offset, byte size) of one on a GPU.
+
+        None: the array lies in no segment of this memory, or is not contiguous.
+        """
         base: Any = array.base
         while isinstance(base, np.ndarray):
             base = base.base
@@ -191,7 +212,7 @@ class Memory:
         return base.segment.number, offset, array.nbytes
 
     def segment(self, number: int) -> Segment | None:
-        """Returns a segment; None: it is closed."""
+        """Returns the segment with this number; None: it has been closed."""
         return self.segments.get(number)
 
     def _allocate(self, byte_size: int) -> Block:
@@ -209,7 +230,7 @@ class Memory:
             return Block(self, segment, offset, byte_size)
 
     def collect(self) -> None:
-        """Frees what was collected, and closes segments that are free beyond what is kept."""
+        """Frees the blocks of collected arrays, and closes unused segments beyond those that are held in reserve."""
         with self._lock:
             self._collect()
 
@@ -262,7 +283,7 @@ class Memory:
         self.closures += 1
 
     def close(self) -> None:
-        """Ends it: no arrays are made any more, and a segment is there as long as an array in it. Idempotent."""
+        """Closes all segments: no more arrays can be made, and arrays that exist stay valid. Idempotent."""
         with self._lock:
             self._is_closed = True
             for segment in self.segments.values():

@@ -1,6 +1,6 @@
-"""MessagePack, as far as the records of a lane need it: arrays, integers, strings, bytes, maps, booleans, floats and nil.
+"""Encodes and decodes MessagePack, as far as records need it: arrays, integers, strings, bytes, maps, booleans, floats and nil.
 
-Integers are written in the shortest form, as the server's own encoder writes them, and read in every form.
+Integers are written in their shortest form, as the server's encoder writes them, and read in every form.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ _LENGTHS: dict[int, struct.Struct] = {size: struct.Struct(">" + form) for size, 
 
 
 class Malformed(ValueError):
-    """Raised where received bytes are not a record in MessagePack."""
+    """Received bytes are no valid record in MessagePack."""
 
 
 def pack(value: Any) -> bytes:
-    """Encodes a value. Raises ValueError: an integer beyond 64 bits.  TypeError: another type."""
+    """Encodes a value.
+
+    Raises: ValueError: an integer needs more than 64 bits, or a string has no UTF-8; TypeError: the type has no encoding.
+    """
     kind = type(value)
     if kind is int:
         return integer(value)
@@ -59,7 +62,7 @@ def pack(value: Any) -> bytes:
 
 
 def integer(value: int) -> bytes:
-    """Encodes an integer in its shortest form. Raises ValueError: beyond 64 bits."""
+    """Encodes an integer in its shortest form. Raises ValueError: it needs more than 64 bits."""
     if value >= 0:
         if value < 0x80:
             return bytes((value,))
@@ -85,7 +88,7 @@ def integer(value: int) -> bytes:
 
 
 def text(value: str) -> bytes:
-    """Encodes a string. Raises UnicodeEncodeError, a ValueError: it has no UTF-8."""
+    """Encodes a string. Raises UnicodeEncodeError (a ValueError): the string has no UTF-8."""
     content = value.encode()
     size = len(content)
     if size < 0x20:
@@ -98,7 +101,7 @@ def text(value: str) -> bytes:
 
 
 def binary_head(size: int) -> bytes:
-    """Encodes what stands before so many bytes."""
+    """Encodes the head of a byte string of ``size`` bytes; the bytes must follow it."""
     if size < 0x100:
         return bytes((0xC4, size))
     if size < 0x10000:
@@ -107,7 +110,7 @@ def binary_head(size: int) -> bytes:
 
 
 def array_head(count: int) -> bytes:
-    """Encodes what stands before so many elements."""
+    """Encodes the head of an array of ``count`` elements; the elements must follow it."""
     if count < 0x10:
         return bytes((0x90 | count,))
     if count < 0x10000:
@@ -116,7 +119,7 @@ def array_head(count: int) -> bytes:
 
 
 def map_head(count: int) -> bytes:
-    """Encodes what stands before so many pairs."""
+    """Encodes the head of a map of ``count`` pairs; keys and values must follow it in turn."""
     if count < 0x10:
         return bytes((0x80 | count,))
     if count < 0x10000:
@@ -125,7 +128,7 @@ def map_head(count: int) -> bytes:
 
 
 def unpack(content: Buffer) -> Any:
-    """Decodes a whole value. Raises Malformed."""
+    """Decodes the one value that ``content`` consists of. Raises Malformed: it is no valid value, or bytes follow it."""
     value, at = unpack_from(content, 0, len(content))
     if at != len(content):
         raise Malformed(f"{len(content) - at} bytes too many")
@@ -133,9 +136,9 @@ def unpack(content: Buffer) -> Any:
 
 
 def unpack_from(content: Buffer, at: int, end: int) -> tuple[Any, int]:
-    """Decodes the value that begins at ``at``; arrays become lists. Returns it, and where the next begins.
+    """Decodes the value that begins at ``content[at]``. Returns the value and the position behind it. Arrays become lists.
 
-    Raises: Malformed: it does not end before ``end``, or is no value of a record.
+    Raises: Malformed: the value does not end by position ``end``, or is of a type that records do not have.
     """
     if native.unpack_from is not None:
         found = native.unpack_from(content, at, end)

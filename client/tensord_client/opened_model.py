@@ -1,4 +1,4 @@
-"""A model that was opened: what the daemon said of it, and the lanes to the workers that have it."""
+"""A model that a client has opened: the daemon's description, and the lanes to the workers that serve the model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from tensord_client.worker_lane import WorkerLane
 
 
 class OpenedModel:
-    """A model version, or a model's newest version, as it was opened last."""
+    """What the daemon's newest answer said of a model version, or of a model's newest version."""
 
     def __init__(self, description: Description, lanes: list[WorkerLane], coming: int, opened_at: float) -> None:
-        """``coming``: workers that are to have it and do not yet. ``opened_at``: monotonic seconds."""
+        """Holds an answer of the daemon.
+
+        Args:
+          lanes: the lanes to the workers that serve the model.
+          coming: how many more workers will serve the model, but do not yet.
+          opened_at: when the daemon answered, in seconds of ``time.monotonic()``.
+        """
         self.description = description
         self.lanes = lanes
         self.coming = coming
@@ -21,7 +27,7 @@ class OpenedModel:
 
     @property
     def lacks(self) -> bool:
-        """Returns whether there should be more lanes than there are."""
+        """Returns whether asking the daemon again may bring more lanes: a worker was to come, or one of several lanes ended."""
         if self.coming:
             return True
         lanes = self.lanes
@@ -29,7 +35,7 @@ class OpenedModel:
         return len(lanes) > 1 and not all(lane.usable for lane in lanes)
 
     def choose(self) -> WorkerLane | None:
-        """Returns the lane with the fewest requests in flight; None: all have ended."""
+        """Returns the usable lane with the fewest requests in flight; None: all lanes have ended."""
         lanes = self.lanes
         if len(lanes) == 1:
             return lanes[0] if lanes[0].usable else None

@@ -1,10 +1,10 @@
-"""Puts the inputs of calls where workers see them.
+"""Puts the inputs of requests where workers can read them.
 
-    an array of this connection's memory   is used where it lies
-    at most 4 KiB                          travel inside the request
-    anything else                          is copied once, into a slot that the next call of the same kind uses again
+    an array in this connection's shared memory   is used where it lies
+    an array of at most 4 KiB                     travels inside the request
+    any other array                               is copied once, into a slot that the next request of the same kind uses again
 
-A call's kind is the model, names, datatypes, shapes, places, outputs and parameters: what a prepared request holds.
+Requests of one kind have the same model, names, datatypes, shapes, places, outputs and parameters, so one prepared request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IN_SLOT = (-1, 0, 0)
 
 
 class Slot:
-    """Room for the inputs of one call that had to be copied, and the prepared request that names it."""
+    """Shared memory for copies of one request's inputs, and the encoded prepared request that names this memory."""
 
     __slots__ = ("arrays", "free", "prepared", "segments")
 
@@ -47,13 +47,13 @@ class Slot:
         self.free = free
 
     def give_back(self) -> None:
-        """Lets the next call of its kind use it."""
+        """Returns the slot to the free slots of its kind, so that a later request uses it again."""
         if len(self.free) < _MAX_FREE:
             self.free.append(self)
 
 
 class Placed:
-    """A call whose inputs are in place: what its request says, and what must live until it is answered."""
+    """A request whose inputs are in place: the fields of its record, and the arrays and slot that must live until it is answered."""
 
     __slots__ = ("contents", "hold", "prepared", "segments", "slot")
 
@@ -80,7 +80,7 @@ Tensor = tuple[str, str, tuple[int, ...], Optional[Place]]
 
 
 class Placement:
-    """Puts calls in place, in the memory of one connection. Thread-safe."""
+    """Puts the inputs of requests in place, in the shared memory of one connection. Thread-safe."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -90,7 +90,10 @@ class Placement:
         self._free: OrderedDict[Any, list[Slot]] = OrderedDict()
 
     def place(self, call: Call, model: OpenedModel) -> Placed:
-        """Puts a call in place. Raises InvalidArgument: it cannot be sent.  Unavailable: there is no room for it now."""
+        """Puts the inputs of a request in place, copying those that must be copied.
+
+        Raises: InvalidArgument: the request cannot be sent.  Unavailable: there is no room in shared memory now.
+        """
         tensors: list[Tensor] = []
         contents: list[bytes] = []
         copied: list[tuple[str, np.ndarray]] = []
@@ -139,7 +142,13 @@ class Placement:
         return Placed(prepared, contents, tuple(segments), None, hold)
 
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
-        """Returns the wanted outputs with their places; empty: all, without. Raises InvalidArgument: not of ``empty``."""
+        """Returns (name, place) of each output that the request wants; place None: the output comes with the answer.
+
+        Empty: all outputs.
+
+        Raises: InvalidArgument: the array for an output was not made by ``empty``, is not contiguous, or belongs to no wanted
+          output.
+        """
         if not call.places:
             return tuple([(name, None) for name in call.outputs])
         wanted: dict[str, Place | None] = dict.fromkeys(call.outputs or model.output_names)
@@ -155,7 +164,10 @@ class Placement:
         return tuple(wanted.items())
 
     def room(self, array: np.ndarray) -> np.ndarray:
-        """Returns memory for a copy of an array. Raises InvalidArgument, Unavailable: there is none."""
+        """Returns an array in shared memory for a copy of ``array``. If there is no room, the free slots are given up first.
+
+        Raises: InvalidArgument: the copy is larger than the daemon allows.  Unavailable: there is no room now.
+        """
         try:
             return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
         except Unavailable:
@@ -163,7 +175,7 @@ class Placement:
             return self.memory.empty(array.shape, array.dtype.newbyteorder("="))
 
     def forget(self) -> None:
-        """Gives the memory of all free slots back."""
+        """Gives up all free slots, so that their memory can be used for other arrays."""
         with self._lock:
             for free in self._free.values():
                 free.clear()
@@ -209,13 +221,13 @@ def _parameters(call: Call) -> tuple[Any, ...]:
 
 
 def note_segment(segments: set[int], place: Place | None) -> None:
-    """Adds the segment of a place, if it has one: what lies on a GPU is in a region."""
+    """Adds the segment of a place to a set; does nothing for None or a place on a GPU, which lies in a region."""
     if place is not None and isinstance(place[0], int):
         segments.add(place[0])
 
 
 def input_datatype(name: str, array: np.ndarray, model: OpenedModel) -> str:
-    """Returns the datatype of an input. Raises InvalidArgument: it has none."""
+    """Returns the protocol's datatype for an input's array. Raises InvalidArgument: the array's dtype has none."""
     datatype = datatype_of(array.dtype, model.datatypes.get(name, ""))
     if datatype is None:
         raise InvalidArgument(f"input '{name}': arrays of {array.dtype} have no datatype in the protocol")
@@ -223,12 +235,12 @@ def input_datatype(name: str, array: np.ndarray, model: OpenedModel) -> str:
 
 
 def native(array: np.ndarray) -> np.ndarray:
-    """Returns the array in this host's byte order."""
+    """Returns the array, or a copy in this host's byte order if it has another one."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, Place | None]]) -> bytes:
-    """Encodes the prepared request. Raises InvalidArgument: a number or a name in it has no encoding."""
+    """Encodes a call's prepared request. Raises InvalidArgument: a number or a text in it has no encoding."""
     try:
         return wire.prepared_request(call.model, call.version, tensors, outputs, call.parameters)
     except (TypeError, ValueError) as error:
@@ -236,7 +248,10 @@ def encode(call: Call, tensors: Sequence[Tensor], outputs: Sequence[tuple[str, P
 
 
 def own_fields(call: Call) -> bytes:
-    """Encodes what the request has of its own besides its tensors. Raises InvalidArgument: it has no encoding."""
+    """Encodes a call's id, deadline, priority, queue timeout, sequence and replace key.
+
+    Raises: InvalidArgument: one has no encoding.
+    """
     deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
     try:
         return wire.own_fields(

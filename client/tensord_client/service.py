@@ -28,7 +28,7 @@ class ServiceConnection:
 
         Args:
           over_http: connects over HTTP, given the daemon's answer to ``hello``; called when HTTP is first needed.
-          patience: seconds that a request without a deadline waits for a daemon or worker that is being replaced.
+          patience: seconds that a request waits, before its deadline, for a daemon or worker that is being replaced.
 
         Raises: Unavailable: no daemon answers there.
         """

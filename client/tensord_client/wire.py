@@ -1,12 +1,12 @@
-"""The records of a lane as this client sends and reads them, in edition ``WIRE_VERSION`` of the wire.
+"""Encodes and decodes the records that go over a lane (the socket to one worker), in version ``WIRE_VERSION`` of the wire.
 
-``include/tensord_lane.h`` describes them for every language. A datagram is a byte and msgpack behind it:
+``include/tensord_lane.h`` describes the records for every language. A datagram is one byte and MessagePack behind it:
 
     0x01  an array of records
-    0x02  the next part of such an array that has one record, which is larger than a datagram
-    0x03  the last part of it
+    0x02  a part, but not the last, of an array with a single record that is larger than a datagram
+    0x03  the last part of such an array
 
-A record is an array that begins with its tag. Numbers, and what they stand for, are said in the order in which they are used.
+A record is an array that begins with its tag. The record that gives a number its meaning is sent before the number is used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Place = tuple[Union[int, str], int, int]
 
 
 def datagram(records: Sequence[bytes]) -> bytes:
-    """Puts encoded records, which fit together, into a datagram."""
+    """Puts encoded records into one datagram. The caller makes sure that they fit (``ROOM`` bytes together)."""
     return b"\x01" + msgpack.array_head(len(records)) + b"".join(records)
 
 
 def datagrams(record: bytes) -> list[bytes]:
-    """Puts an encoded record into as many datagrams as it needs."""
+    """Splits one encoded record into as many datagrams as it needs."""
     whole = datagram((record,))
     if len(record) <= ROOM:
         return [whole]
@@ -51,27 +51,27 @@ def datagrams(record: bytes) -> list[bytes]:
 
 
 def region(place: Place) -> tuple[str, str, int, int]:
-    """Returns the RegionSlice of a place in a segment of this connection's own, or in a region by its name."""
+    """Returns the field of a record that names a place: segment or region, offset, byte size."""
     return ("r", place[0] if isinstance(place[0], str) else f"@{place[0]}", place[1], place[2])
 
 
 def wire_version() -> bytes:
-    """Encodes the first record on a lane."""
+    """Encodes the first record on a lane, which says the version of the wire."""
     return pack(("V", WIRE_VERSION))
 
 
 def segment_opened(segment: int, byte_size: int) -> bytes:
-    """Encodes the record that travels with a segment's descriptor."""
+    """Encodes the record that announces a segment of this process; the segment's file descriptor is sent with it."""
     return pack(("S+", segment, byte_size))
 
 
 def segment_closed(segment: int) -> bytes:
-    """Encodes that a segment will not be named again."""
+    """Encodes the record by which this process says that it has closed a segment and will not name it again."""
     return pack(("S-", segment))
 
 
 def segment_refused(segment: int) -> bytes:
-    """Encodes that a segment of the worker's could not be mapped."""
+    """Encodes the record by which this process says that it could not map a segment of the worker's."""
     return pack(("S!", segment))
 
 
@@ -82,11 +82,14 @@ def prepared_request(
     outputs: Iterable[tuple[str, Place | None]],
     parameters: Mapping[str, Any],
 ) -> bytes:
-    """Encodes what requests of one kind have in common.
+    """Encodes a prepared request: what requests of one kind have in common.
 
     Args:
-      inputs: name, datatype, shape and, if it is the same for all of them, the place of each.
-      outputs: name and place of each that is wanted; empty: all outputs.
+      version: the model's version; 0: the newest.
+      inputs: (name, datatype, shape, place) of each input; place None: its bytes come with each request.
+      outputs: (name, place) of each output that is to be returned, place None: it comes with the answer; empty: all outputs.
+
+    Raises: ValueError, TypeError: a value has no encoding.
     """
     tensors = [
         ("t", name, datatype, tuple(shape), None if place is None else region(place))
@@ -97,7 +100,7 @@ def prepared_request(
 
 
 def prepare(number: int, prepared: bytes) -> bytes:
-    """Encodes that a number stands for a prepared request from now on."""
+    """Encodes the record that makes ``number`` stand for a prepared request (``prepared``, encoded) from now on."""
     return b"\x93\xa2Q+" + msgpack.integer(number) + prepared
 
 
@@ -111,12 +114,13 @@ def request(
     contents: Sequence[bytes],
     own: bytes,
 ) -> bytes:
-    """Encodes a request.
+    """Encodes the record of one request.
 
     Args:
-      request_id: an id of this connection, of 64 bits.
-      prepared: the encoded number, or the prepared request itself.
-      own: ``own_fields``.
+      request_id: an id that is unused on this connection, of 64 bits.
+      prepared: the encoded number of a prepared request, or the encoded prepared request itself.
+      contents: the bytes of each input without a place, in order.
+      own: what ``own_fields`` returned.
     """
     pieces = [REQUEST_HEAD, request_id.to_bytes(8, "big"), prepared, msgpack.array_head(len(contents))]
     for content in contents:
@@ -140,7 +144,13 @@ def own_fields(
     sequence_end: bool = False,
     replace_key: str = "",
 ) -> bytes:
-    """Encodes the fields of a request behind its contents. The deadline always takes nine bytes, behind the client's id."""
+    """Encodes the fields of a request that follow its contents. The deadline takes nine bytes whatever it is, right after the id.
+
+    Args:
+      client_id: the id that the caller gave the request; "": none.
+      deadline_ns: nanoseconds of the monotonic clock; 0: none.
+      priority, timeout_us, sequence_id, sequence_start, sequence_end, replace_key: as in ``Call``.
+    """
     if not (client_id or priority or timeout_us or sequence_id or sequence_start or sequence_end or replace_key):
         return _BARE if not deadline_ns else b"".join((_BARE[:2], deadline_ns.to_bytes(8, "big"), _BARE[10:]))
     return b"".join(
@@ -162,22 +172,22 @@ def own_fields(
 
 
 def release(leases: Sequence[tuple[int, int, int]]) -> bytes:
-    """Encodes that answers' leases are given back."""
+    """Encodes the record that gives leases back: (segment, offset, generation) of each."""
     return pack(("L", tuple(leases)))
 
 
 def taken(request_id: int, byte_size: int) -> bytes:
-    """Encodes that so many more bytes of a request's responses were taken."""
+    """Encodes the record that acknowledges ``byte_size`` more bytes of a request's responses: the worker may send more."""
     return pack(("T", request_id, byte_size))
 
 
 def cancel(request_id: int) -> bytes:
-    """Encodes that nobody waits for a request any more."""
+    """Encodes the record that tells the worker that nobody waits for a request any more."""
     return pack(("X", request_id))
 
 
 class OutputTensor:
-    """An output of an answer but for its bytes. ``placed``: it lies where the request wanted it."""
+    """Describes one output of an answer. ``placed``: whether the worker wrote it to the place that the request named."""
 
     __slots__ = ("datatype", "name", "placed", "shape")
 
@@ -189,12 +199,12 @@ class OutputTensor:
 
 
 class PreparedAnswer:
-    """Holds what answers of one kind have in common."""
+    """What answers of one kind have in common: version, outputs, parameters, and whether such an answer is the request's last."""
 
     __slots__ = ("final", "outputs", "own_count", "parameters", "version")
 
     def __init__(self, fields: list[Any]) -> None:
-        """Reads a decoded record. Raises Malformed."""
+        """Reads the fields of a decoded record. Raises Malformed: they are no prepared answer."""
         try:
             tag, self.version, outputs, self.parameters, self.final = (fields + [0, [], {}, True][len(fields) - 1 :])[
                 :5
@@ -214,14 +224,17 @@ class PreparedAnswer:
 
 
 class AnswerRecord:
-    """One answer, or what went wrong."""
+    """The record of one answer: the outputs' contents, or an error (``code`` and ``message``)."""
 
     __slots__ = ("code", "contents", "lease", "message", "prepared", "request_id", "timing")
 
     prepared: PreparedAnswer
 
     def __init__(self, fields: list[Any], known: dict[int, PreparedAnswer]) -> None:
-        """Reads a decoded record. ``known``: what numbers stand for. Raises Malformed."""
+        """Reads the fields of a decoded record. ``known``: the prepared answers by number.
+
+        Raises: Malformed: the fields are no answer, or name a number that is not known.
+        """
         count = len(fields)
         if not 3 <= count <= 9:
             raise Malformed(f"an answer has {count} fields")
@@ -245,12 +258,12 @@ class AnswerRecord:
 
     @property
     def is_mark(self) -> bool:
-        """Returns whether this is no response, and says only that none comes any more."""
+        """Returns whether this is no response, but says only that no further response comes."""
         return self.prepared.final and not (self.code or self.prepared.version or self.prepared.outputs)
 
     @property
     def byte_size(self) -> int:
-        """Counts it where responses that nobody has taken are bounded: both ends of a lane come to the same."""
+        """Returns the bytes that this response counts for where unacknowledged responses are bounded, as the worker counts them."""
         size = _RESPONSE_BYTE_SIZE
         for content in self.contents:
             size += content[3] if type(content) is list else len(content)
@@ -258,7 +271,10 @@ class AnswerRecord:
 
 
 def records(content: msgpack.Buffer, at: int, end: int) -> list[list[Any]]:
-    """Decodes an array of records, each to a list that begins with its tag. Raises Malformed."""
+    """Decodes the array of records in ``content[at:end]``; each record becomes a list that begins with its tag.
+
+    Raises: Malformed: the bytes are no such array.
+    """
     decoded, at = msgpack.unpack_from(content, at, end)
     if at != end or type(decoded) is not list:
         raise Malformed("a datagram is no array of records")
