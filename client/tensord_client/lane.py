@@ -508,7 +508,7 @@ class LaneConnection:
         self.placement = Placement(self.memory)
 
     def forget(self) -> None:
-        """Resets the connection in a process that was forked off: closes this process's copies of its sockets, which are the parent's."""
+        """Resets the connection in a process that was forked off, and closes this process's copies of the parent's sockets."""
         lanes, sock = list(self._lanes.values()), self._socket
         prepared = list(self._prepared)
         self._begin()

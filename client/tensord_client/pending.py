@@ -1,4 +1,4 @@
-"""A request that was sent over a lane, from whichever side somebody waits for it: a thread, a callback, or an event loop."""
+"""A request that was sent over a lane. A thread, a callback, or a task on an event loop waits for its answer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ASIDE = 0.005
 
 
 class Pending:
-    """A request whose answer, or answers, are to come. ``await`` gives the answer as well, on a running loop."""
+    """A request over a lane whose answer, or answers, are to come. ``await`` returns the answer as well."""
 
     def __init__(self, connection: LaneConnection, call: Call, placed: Placed) -> None:
         self._connection = connection
@@ -78,7 +78,10 @@ class Pending:
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Takes an answer that its lane has received, from any thread."""
+        """Receives one answer from the lane, in any thread.
+
+        A request that the worker refused may be sent again, to another worker.
+        """
         final = answer.prepared.final
         lease = None
         error: ServingError | None = None
@@ -108,7 +111,10 @@ class Pending:
         return not (self._had_response or self._given_up) and self._connection.may_ask_again(self)
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Hears that its lane ended before its last answer. ``left``: it was sent."""
+        """Has the request sent again, or fails it, because its lane ended before the last answer.
+
+        ``left``: whether the request was sent.
+        """
         reason = self._why_not_again(left, error)
         if reason is None:
             self._stray()
@@ -116,7 +122,7 @@ class Pending:
             self.fail(reason)
 
     def _why_not_again(self, left: bool, error: ServingError) -> ServingError | None:
-        """Returns why the request may not be sent again; None: it may."""
+        """Returns the error that says why the request may not be sent again; None: it may. Arguments as for ``lane_ended``."""
         if self._connection.is_closed:
             return Cancelled("the connection was closed")
         if self._given_up:
@@ -133,7 +139,7 @@ class Pending:
         return None
 
     def _stray(self) -> None:
-        """Has it sent again: by the thread that waits for it, or else by one of the connection's."""
+        """Has the request sent again: by the thread that waits for its answer, or else by a thread of the connection's."""
         self.astray = True
         if self.lane is not None:
             self.lane.watched.discard(self.request_id)
@@ -145,23 +151,26 @@ class Pending:
             self._notify()
 
     def claim(self) -> bool:
-        """Returns whether it is to be sent again, which the caller then does."""
+        """Returns whether the request must be sent again and no other thread has claimed that; the caller then has to send it."""
         with self._lock:
             astray, self.astray = self.astray, False
             return astray
 
     def fail(self, error: ServingError) -> None:
-        """Ends it with an error, from any thread."""
+        """Ends the request with an error. May be called in any thread."""
         self._arrived.append(error)
         self._end(self.lane)
         self._notify()
 
     def expire(self) -> None:
-        """Gives it up because its deadline has passed."""
+        """Ends the request with DeadlineExceeded, and tells the worker that nobody waits any more."""
         self._give_up(DeadlineExceeded())
 
     def _give_up(self, error: ServingError) -> None:
-        """Ends it for whoever waits; the worker's last answer, which still comes, gives back what it held."""
+        """Ends the request with an error for its caller.
+
+        The worker is told, and its last answer, which still comes, is dropped.
+        """
         with self._lock:
             if self._given_up or self._ended:
                 return
@@ -185,7 +194,7 @@ class Pending:
             self.placed.slot.give_back()
 
     def _drop(self) -> None:
-        """Gives back what has come and was not taken."""
+        """Discards the answers that have come and were not returned, and gives their leases back."""
         with contextlib.suppress(IndexError):
             while self._arrived:
                 arrived = self._arrived.popleft()
@@ -216,9 +225,12 @@ class Pending:
     # ------------------------------------------------------------------------------------------------- from a thread
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Waits for the answer, for at most so many seconds.
+        """Waits for the answer and returns it, or raises it if it is an error (ServingError).
 
-        Raises: ServingError.  DeadlineExceeded: no answer came in that time; the request is cancelled.
+        Args:
+          timeout: seconds to wait; None: until the request's deadline.
+
+        Raises: DeadlineExceeded: no answer came in time; the request is cancelled.
         """
         if self._result is None:
             self._result = self._next(self._until(timeout)) or _nothing(self.call)
@@ -227,7 +239,10 @@ class Pending:
         return self._result
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses as they come, waiting for each at most so long; stopping early cancels the request."""
+        """Iterates over the responses, waiting at most ``timeout`` seconds for each.
+
+        Leaving the iteration early cancels the request.
+        """
         try:
             while True:
                 response = self._next(self._until(timeout))
@@ -240,15 +255,15 @@ class Pending:
             self.cancel()
 
     def done(self) -> bool:
-        """Returns whether ``result`` waits no more."""
+        """Returns whether the request has ended, so that ``result`` does not wait."""
         return self._ended or self._given_up
 
     def cancel(self) -> None:
-        """Tells the worker that nobody waits any more. The result is then Cancelled. Idempotent."""
+        """Ends the request with Cancelled, and tells the worker that nobody waits any more. Idempotent."""
         self._give_up(Cancelled("the request was cancelled"))
 
     def add_done_callback(self, callback: Callable[[Pending], object]) -> None:
-        """Calls ``callback`` with this once it is done: from a thread of the lane's, or at once if it is done already."""
+        """Has ``callback`` called with this request once it has ended: in any thread, at once if it has ended already."""
         with self._lock:
             done = self.done()
             if not done:
@@ -262,7 +277,7 @@ class Pending:
             self._watch(self.lane)
 
     def call_back(self) -> None:
-        """Calls what wants to be called at its end, if that has come."""
+        """Calls the callbacks, each once, if the request has ended."""
         with self._lock:
             if not self.done():
                 return
@@ -271,7 +286,7 @@ class Pending:
             callback(self)
 
     def watch_again(self) -> None:
-        """Tells the lane on which the request was sent again who waits for its answer."""
+        """After the request was sent again, has its new lane serve the callbacks and the event loop that wait for the answer."""
         lane = self.lane
         if lane is None:
             return
@@ -297,7 +312,12 @@ class Pending:
         return until if deadline is None else min(until, deadline)
 
     def _next(self, until: float | None) -> Answer | ServingError | None:
-        """Waits for the next response. Returns it, or the error that is one, which is the last; None: there is none."""
+        """Waits for the next response and returns it, or returns the error that ended the request.
+
+        Returns None: there are no more.
+
+        ``until``: seconds of ``time.monotonic()``; None: no deadline.
+        """
         while True:
             while self._arrived:
                 taken = self._take_arrived()
@@ -337,7 +357,7 @@ class Pending:
             return Internal(f"the worker's answer is malformed: {error}")
 
     def _acknowledge(self) -> None:
-        """Tells the worker how much of the responses was taken, by and by."""
+        """Tells the worker how many bytes of responses were read, once these are at least 1024, so that it may send more."""
         if self._taken >= _TAKEN and self.lane is not None:
             taken, self._taken = self._taken, 0
             self.lane.say(wire.taken(self.request_id, taken))
@@ -345,7 +365,7 @@ class Pending:
     # -------------------------------------------------------------------------------------------- from an event loop
 
     def __await__(self) -> Generator[Any, None, Answer]:
-        """Waits on the running loop. Cancelling the task cancels the request."""
+        """Waits for the answer on the running event loop. Cancelling the task cancels the request."""
         if self._result is None:
             self._result = (yield from self._next_async(None).__await__()) or _nothing(self.call)
         if isinstance(self._result, ServingError):
@@ -353,7 +373,7 @@ class Pending:
         return self._result
 
     async def async_responses(self, timeout: float | None = None) -> AsyncIterator[Answer]:
-        """Iterates as ``responses`` on the running loop."""
+        """Iterates over the responses on the running event loop. ``timeout`` and leaving early are as for ``responses``."""
         try:
             while True:
                 response = await self._next_async(timeout)
@@ -410,7 +430,14 @@ class Pending:
 
 
 def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answer:
-    """Makes the outputs of an answer. Raises ValueError, LookupError, TypeError: it is malformed."""
+    """Makes the ``Answer`` of a record: arrays on the worker's memory, in places of the request, or with contents of the record.
+
+    Args:
+      lease: the lease of the worker's memory, which the answer then holds; None: there is none.
+      places: output name -> the array that the request named as the output's place.
+
+    Raises: ValueError, LookupError, TypeError: the record is malformed.
+    """
     answer = Answer()
     prepared = record.prepared
     answer.version = prepared.version
@@ -443,7 +470,10 @@ def made_answer(record: AnswerRecord, lease: Lease | None, places: Any) -> Answe
 
 
 def in_place(place: Array, output: OutputTensor) -> Array:
-    """Returns the part of a place that an output was written to."""
+    """Returns the array that an output was written to, or the part of it that the output fills, in the output's shape.
+
+    Raises: ValueError: the output does not fit the array, or is BYTES.
+    """
     dtype = dtype_of(output.datatype)
     if place.shape == output.shape and place.dtype == dtype:
         return place

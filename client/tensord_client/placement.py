@@ -53,7 +53,7 @@ class Slot:
 
 
 class Placed:
-    """A request whose inputs are in place: the fields of its record, and the arrays and slot that must live until it is answered."""
+    """A request whose inputs are in place: the fields of its record, and what must live until it is answered."""
 
     __slots__ = ("contents", "hold", "prepared", "segments", "slot")
 

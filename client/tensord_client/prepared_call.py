@@ -1,8 +1,8 @@
-"""A prepared call: a request whose record is made once, and sent again and again with what its arrays hold then.
+"""A request over a lane that is encoded once and sent many times, each time with what its arrays hold then.
 
-A call writes the request's id (and deadline) into the record, sends it, receives, and compares the answer with what the last one
-was but for its id and its times. Anything else is read as every answer is. Once that was so, the part in C does it, as long as
-nothing has changed and nothing else is under way on the lane.
+A call writes the request's id and deadline into the encoded record, sends it, and compares the answer's bytes with those of the
+last answer. If they differ only in id and times, the outputs are known; any other answer is decoded as usual. After one such
+answer the part in C makes the calls, as long as nothing has changed and nothing else is in flight on the lane.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _Came = Optional[tuple[int, list[tuple[int, int, bytes]], int]]
 
 
 class Bound:
-    """The record of a prepared call for one lane, in a datagram of its own."""
+    """The encoded record of a prepared call for one lane, in a datagram, with what is known of the answers to it."""
 
     __slots__ = (
         "contents",
@@ -72,7 +72,14 @@ class Bound:
     )
 
     def __init__(self, number: bytes, epoch: int, sizes: list[int], own: bytes) -> None:
-        """Takes the encoded number, the lane's epoch of numbers, and the sizes of the contents."""
+        """Encodes the record, with room for contents.
+
+        Args:
+          number: the encoded number of the prepared request on this lane.
+          epoch: the lane's ``epoch`` in which the number is valid.
+          sizes: the size in bytes of each input that travels inside the record.
+          own: the request's other fields, encoded by ``wire.own_fields``.
+        """
         pieces = [wire.datagram(()), wire.REQUEST_HEAD, bytes(8), number, msgpack.array_head(len(sizes))]
         pieces[0] = b"\x01\x91"
         self.id_at = 2 + len(wire.REQUEST_HEAD)
@@ -104,13 +111,17 @@ class Bound:
 
 
 class PreparedCall:
-    """A request that is asked again and again. Threads may share it, and take turns.
+    """A request that can be sent over lanes many times. Threads may share it; they take turns.
 
-    Outputs with a place are the same arrays each time; others are new with each call.
+    Outputs that have a place are the same arrays after each call; other outputs are new arrays.
     """
 
     def __init__(self, connection: LaneConnection, call: Call, model: OpenedModel) -> None:
-        """Lays it out. Raises InvalidArgument: it cannot be sent, or has several responses.  Unavailable: there is no room."""
+        """Gives the inputs their places in shared memory, and encodes the prepared request.
+
+        Raises: InvalidArgument: the request cannot be sent, or has several responses.  Unavailable: shared memory has no room
+          now.
+        """
         if model.description.streams:
             raise InvalidArgument(
                 f"model '{call.model}' answers a request with several responses: it cannot be prepared"
@@ -136,7 +147,7 @@ class PreparedCall:
         self._lay_out(model)
 
     def _lay_out(self, model: OpenedModel) -> None:
-        """Gives each input its place: its own, one inside the record, or memory that it is copied to."""
+        """Decides for each input: it is used in place, travels inside the record, or is copied to shared memory at each call."""
         connection, call = self._connection, self._call
         self._memory: Memory = connection.memory
         #: Arrays that are copied with each call, and where to.
@@ -172,7 +183,7 @@ class PreparedCall:
     # ------------------------------------------------------------------------------------------- from whoever reads
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Takes the answer."""
+        """Receives the answer from the lane, in any thread."""
         try:
             lease = lane.lease(answer)
             if answer.code:
@@ -187,7 +198,10 @@ class PreparedCall:
         self._arrived()
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Hears that its lane ended before the answer."""
+        """Notes the error, and whether the request may be sent again, because its lane ended before the answer.
+
+        ``left``: whether the request was sent.
+        """
         self._error = error
         if self._connection.is_closed:
             self._error = Cancelled("the connection was closed")
@@ -207,16 +221,19 @@ class PreparedCall:
 
     @property
     def timing(self) -> Timing | None:
-        """Returns what the last call took in the server; None: it did not say."""
+        """Returns what the last call took in the server; None: the server did not say."""
         if isinstance(self.times, bytes):
             self.times = Timing(*msgpack.unpack(self.times))
         return self.times
 
     def __call__(self, timeout: float | None = None) -> Mapping[str, Array]:
-        """Sends what the arrays hold now, waits at most so many seconds, and returns the outputs by name.
+        """Sends what the arrays hold now, waits for the answer and returns the outputs by name.
 
-        Raises: ServingError.  DeadlineExceeded: no answer came in that time. The next call waits for that one's end first, so
-          that two of them never write to the same places.
+        Args:
+          timeout: seconds to wait; None: without limit.
+
+        Raises: ServingError: the answer is an error.  DeadlineExceeded: no answer came in time. The next call then waits for the
+          end of this one first, so that two calls never write to the same places.
         """
         until = None if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -253,7 +270,7 @@ class PreparedCall:
         return answer
 
     def _fill(self) -> None:
-        """Puts what arrays hold now in place, for the lane of the last call."""
+        """Copies what the arrays hold now into shared memory and into the record for the last call's lane."""
         assert self._lane is not None
         for copy, array in self._copies:
             np.copyto(copy, array)
@@ -261,7 +278,10 @@ class PreparedCall:
             target[:] = _bytes(source)
 
     def _begin(self, until: float | None) -> None:
-        """Waits for the end of a call that was given up, and copies what has to be. Raises TimeoutError."""
+        """Waits for the end of the call before, if that was given up, and copies arrays into shared memory.
+
+        ``until``: seconds of ``time.monotonic()``; None: no deadline. Raises TimeoutError: ``until`` has passed.
+        """
         self._exchange = None
         if self.waiting:
             self._wait_for_last(until)
@@ -275,9 +295,14 @@ class PreparedCall:
         self._answer = None
 
     def _once(self, until: float | None, sending: int, begun: tuple[int, _Came] | None) -> Mapping[str, Array] | None:
-        """Sends and waits. Returns None: it is to be sent again. Raises ServingError, TimeoutError.
+        """Sends the request and waits for the answer. Returns the outputs; None: the request must be sent again.
 
-        ``begun``: it was sent by the part in C, which has taken ``reading``: its id, and what came.
+        Args:
+          sending: how often the request is sent with this time, from 1 on.
+          begun: what the part in C returned: it has sent the request, and holds ``reading``; the request's id, and the datagram
+            that came.  None: the request is still to be sent.
+
+        Raises: ServingError: the answer is an error.  TimeoutError: ``until`` has passed.
         """
         if begun is None:
             lane, bound = self._send(until)
@@ -306,7 +331,7 @@ class PreparedCall:
         return bound.outputs
 
     def _exchange_on(self, lane: WorkerLane, bound: Bound) -> Exchange | None:
-        """Returns what asks again in C as long as all is as it is now; None: it cannot, or there is no part in C."""
+        """Returns the object in C that makes the next calls on a lane; None: there is no part in C, or it cannot make them."""
         call, known = self._call, self._connection.models.get((self._call.model, self._call.version))
         if Exchange is None or known is None or call.sequence_id or bound.learned != lane.learned:
             return None
@@ -384,9 +409,10 @@ class PreparedCall:
         return made
 
     def _matches(self, lane: WorkerLane, bound: Bound, until: float | None, begun: tuple[int, _Came] | None) -> bool:
-        """Waits for the answer. Returns True: it is as the last one; False: there is an answer, or an error, to be looked at.
+        """Waits for the answer. Returns True: its bytes are those of the last one, but for id and times.
 
-        ``begun``: as for ``_once``.
+        Returns False: ``_answer`` or ``_error`` holds what came. ``begun`` is as for ``_once``. Raises TimeoutError: ``until``
+        has passed.
         """
         request_id = self.request_id
         if begun is None and not lane.reading.acquire(False):
@@ -428,13 +454,16 @@ class PreparedCall:
     def _handle(
         self, lane: WorkerLane, bound: Bound, size: int, ancillary: list[tuple[int, int, bytes]], flags: int
     ) -> None:
-        """Hands out a datagram; if it held the answer, notes what it looks like."""
+        """Delivers the answers in a received datagram.
+
+        If this call's answer is one of them, its bytes are stored by ``_learn``.
+        """
         lane.handle(size, ancillary, flags)
         if not self.waiting and self._answer is not None:
             self._learn(lane, bound, size, self.request_id)
 
     def _learn(self, lane: WorkerLane, bound: Bound, size: int, request_id: int) -> None:
-        """Notes what the next answer will look like, if this one came alone and holds nothing of its own but times."""
+        """Stores the bytes to compare the next answer with, if this one came alone in its datagram and no output lies in it."""
         assert self._answer is not None
         record, lease = self._answer
         bound.learned, bound.exchange = -1, None
@@ -452,7 +481,7 @@ class PreparedCall:
         bound.learned = lane.learned
 
     def forget(self) -> None:
-        """Forgets what another thread of the process may have been doing that this one was forked from."""
+        """Resets this call in a process that was forked off, where no other thread is using it."""
         self._lock = threading.Lock()
         self._exchange = None
         self.waiter = None
@@ -463,7 +492,7 @@ class PreparedCall:
 
 
 def _bytes(array: Any) -> memoryview:
-    """Returns the bytes of a small array, in this host's byte order."""
+    """Returns the bytes of an array in this host's byte order: a view of the array where that is possible, else a copy."""
     if not array.dtype.isnative or not array.flags.c_contiguous:
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
     return memoryview(array.reshape(-1).view(np.uint8))

@@ -263,7 +263,7 @@ class AnswerRecord:
 
     @property
     def byte_size(self) -> int:
-        """Returns the bytes that this response counts for where unacknowledged responses are bounded, as the worker counts them."""
+        """Returns the bytes that this response counts for in the bound on unacknowledged responses, as the worker counts them."""
         size = _RESPONSE_BYTE_SIZE
         for content in self.contents:
             size += content[3] if type(content) is list else len(content)

@@ -1,10 +1,11 @@
-"""A lane: the socket between this process and one worker, what is in flight on it, and how threads wait for it.
+"""A lane: the socket between this process and one worker, the requests in flight on it, and how threads wait for their answers.
 
-Nobody reads while nobody waits. Whoever waits first reads for all (it holds ``reading``), the others sleep until their answer has
-come or they are to read. Callbacks and event loops are served by a thread of the lane, or by the loop, in the same way:
+No thread reads the socket while nobody waits. The first thread that waits reads for all (it holds the lock ``reading``); the
+other threads sleep until their answer has come or it is their turn to read. Callbacks are served by a thread of the lane, and
+event loops read for themselves, in the same way:
 
-    waiter ──▶ reading is free? ── yes ──▶ reads and hands out, until its own answer has come ──▶ wakes one who waits
-                        ╰───────── no ───▶ sleeps ◀───────────────────────────────────────────────────╯
+    waiter ──▶ reading is free? ── yes ──▶ reads and delivers answers, until its own has come ──▶ wakes a waiting thread
+                        ╰───────── no ───▶ sleeps ◀──────────────────────────────────────────────────────╯
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ _NOTICED = 0.05
 
 
 class LaneEnded(Exception):
-    """The worker's end of a lane is closed; what should have been sent has not left."""
+    """The worker's end of a lane is closed, so the record that should have been sent was not sent."""
 
 
 class Waiting(Protocol):
-    """A request in flight, as its lane sees it."""
+    """Protocol of a request in flight, as its lane uses it."""
 
     #: False once there is something to take.
     waiting: bool
@@ -61,14 +62,14 @@ class Waiting(Protocol):
     waiter: queue.SimpleQueue[None] | None
 
     def take(self, lane: WorkerLane, answer: AnswerRecord) -> None:
-        """Takes an answer, from any thread. Must not wait."""
+        """Receives one answer to this request from the lane. Called in any thread; must not wait."""
 
     def lane_ended(self, left: bool, error: ServingError) -> None:
-        """Hears that its lane ended before its last answer. ``left``: it was sent."""
+        """Is called when the lane ends before this request's last answer has come. ``left``: whether the request was sent."""
 
 
 class Lease:
-    """Memory of the worker's that answers lie in. It is given back by ``release``, or when it is collected."""
+    """The right to use memory of the worker's that outputs of one answer lie in. Ends by ``release`` or when it is collected."""
 
     __slots__ = ("__array_interface__", "_key", "_lane", "_segment")
 
@@ -80,12 +81,12 @@ class Lease:
         self.__array_interface__: dict[str, Any] = {}
 
     def hold(self) -> None:
-        """Counts it as one that the program holds."""
+        """Counts this lease among those that the program holds, which ``max_results`` bounds."""
         if self._key:
             self._lane.held.add((self._lane.number, *self._key))
 
     def release(self) -> None:
-        """Gives the memory back. Idempotent."""
+        """Gives the memory back to the worker. Idempotent."""
         try:
             key = self._key.pop()
         except IndexError:
@@ -96,7 +97,14 @@ class Lease:
     __del__ = release
 
     def view(self, place: Sequence[Any], shape: Sequence[int], name: str, dtype: np.dtype) -> np.ndarray:
-        """Returns an array in it, whose base is this. Raises ValueError: it leaves the segment, or is of another size."""
+        """Returns a read-only array on the leased memory, which keeps this lease alive as its base.
+
+        Args:
+          place: ("a", segment, offset, byte size), as in the answer.
+          name: the dtype's name in numpy's array interface.
+
+        Raises: ValueError: the place is outside the segment, or not as large as the shape and dtype need.
+        """
         _, segment, offset, byte_size = place
         count = 1
         for dim in shape:
@@ -116,17 +124,20 @@ class Lease:
         return np.asarray(self)
 
     def content(self, place: Sequence[Any]) -> bytes:
-        """Returns a copy of bytes in it. Raises ValueError: they leave the segment."""
+        """Returns a copy of the bytes at a place, ("a", segment, offset, byte size).
+
+        Raises: ValueError: the place is outside the segment.
+        """
         return self.view(place, (place[3],), "|u1", np.dtype(np.uint8)).tobytes()
 
 
 class ResponseSegment:
-    """A segment of the worker's, mapped read-only for as long as anything refers to it."""
+    """A segment of the worker's memory, mapped read-only for as long as anything refers to it."""
 
     __slots__ = ("_bytes", "address", "byte_size", "number")
 
     def __init__(self, number: int, byte_size: int, fd: int) -> None:
-        """Maps it. Raises OSError, ValueError: it cannot be mapped."""
+        """Maps the segment that the file descriptor ``fd`` stands for. Raises OSError, ValueError: it cannot be mapped."""
         self._bytes = np.frombuffer(mapped(fd, byte_size, mmap.PROT_READ), np.uint8)
         self.number = number
         self.byte_size = byte_size
@@ -134,7 +145,7 @@ class ResponseSegment:
 
 
 class WorkerLane:
-    """This process's end of a lane. Thread-safe."""
+    """This process's end of a lane: sends requests to one worker and delivers the answers. Thread-safe."""
 
     def __init__(
         self,
@@ -145,13 +156,17 @@ class WorkerLane:
         held: set[Any],
         response_byte_size: int,
     ) -> None:
-        """Begins a lane.
+        """Takes over a lane's socket, and sends the version of the wire to the worker.
 
         Args:
-          number: the daemon's for it.
-          ids: gives requests' ids, from 2**32 on.
-          held: of the connection: leases that the program holds.
-          response_byte_size: the most of the worker's memory that answers on this lane may hold.
+          sock: the connected socket; this object closes it.
+          number: the lane's number at the daemon.
+          memory: this process's shared memory, which requests name.
+          ids: yields the ids of requests, from 2**32 on; all lanes of the connection share it.
+          held: the connection's set of leases that the program holds.
+          response_byte_size: the most bytes of the worker's memory that answers on this lane may hold.
+
+        Raises: LaneEnded: the worker is gone.
         """
         sock.setblocking(True)
         self.sock = sock
@@ -214,7 +229,7 @@ class WorkerLane:
 
     @property
     def usable(self) -> bool:
-        """Returns whether requests may be sent on it."""
+        """Returns whether requests may be sent on this lane: neither end has closed it."""
         return not (self.closing or self.ended)
 
     def submit(
@@ -229,11 +244,15 @@ class WorkerLane:
         """Sends a request. Returns its id.
 
         Args:
+          request: receives the answers.
           prepared: the encoded prepared request.
-          segments: of this process's that it names.
-          loop: a running event loop: what it asks in one turn leaves together, unless nothing is in flight.
+          contents: the bytes of each input that travels inside the request.
+          own: the request's other fields, encoded by ``wire.own_fields``.
+          segments: numbers of this process's segments that the request names.
+          loop: the running event loop, or None. Small requests that a loop submits while others are in flight are sent together,
+            when the loop's iteration ends.
 
-        Raises: LaneEnded: it has not left.  Unavailable: a segment cannot be announced.
+        Raises: LaneEnded: the request was not sent.  InvalidArgument: it is too large for one record.
         """
         with self.lock:
             if self.closing:
@@ -258,7 +277,10 @@ class WorkerLane:
             return request_id
 
     def announce(self, segments: Sequence[int]) -> None:
-        """Tells the worker of segments before their first use, and of closed ones. Call it with ``lock``."""
+        """Tells the worker which segments this process has closed, and announces those of ``segments`` that are new to it.
+
+        The caller holds ``lock``. Raises LaneEnded: the worker is gone.
+        """
         if self.memory.closures != self.known_closures:
             self.known_closures = self.memory.closures
             for gone in [number for number in self._announced if self.memory.segment(number) is None]:
@@ -274,7 +296,10 @@ class WorkerLane:
                 self._announced.add(number)
 
     def publish(self, prepared: bytes) -> bytes:
-        """Returns the encoded number of a prepared request, which the worker has been told. Call it with ``lock``."""
+        """Returns the encoded number of a prepared request; tells the worker first what the number stands for, if it is new.
+
+        The caller holds ``lock``. Raises LaneEnded: the worker is gone.
+        """
         known = self._numbers.get(prepared)
         if known is not None:
             return known
@@ -289,7 +314,7 @@ class WorkerLane:
         return known
 
     def _number(self, prepared: bytes) -> bytes:
-        """Returns the number; empty: it comes for the first time, and much never comes again."""
+        """Returns the encoded number of a prepared request; empty if it is used for the first time: many are used only once."""
         known = self._numbers.get(prepared)
         if known is not None:
             return known
@@ -326,27 +351,34 @@ class WorkerLane:
         self._outgoing_size += len(record)
 
     def _flush_outgoing(self) -> None:
-        """Sends what waits for the end of a turn. Raises LaneEnded."""
+        """Sends the requests that wait for the end of an event loop's iteration. The caller holds ``lock``. Raises LaneEnded."""
         if self._outgoing:
             outgoing, self._outgoing, self._outgoing_size = self._outgoing, [], 0
             ids = tuple([request_id for _, request_id in outgoing])
             self._send(wire.datagram([record for record, _ in outgoing]), -1, ids)
 
     def flush(self) -> None:
-        """Sends what waits for the end of an event loop's turn."""
+        """Sends the requests that wait for the end of an event loop's iteration; does nothing if the worker is gone."""
         if self._outgoing:
             with self.lock, contextlib.suppress(LaneEnded):
                 self._flush_outgoing()
 
     def say(self, record: bytes) -> None:
-        """Sends a record that belongs to nothing in flight, if the worker is there."""
+        """Sends a record that is no request, such as a cancellation; does nothing if the worker is gone."""
         with self.lock, contextlib.suppress(LaneEnded):
             if not self.closing:
                 self._flush_outgoing()
                 self._send(wire.datagram((record,)), -1, ())
 
     def _send(self, datagram: bytes, fd: int, ids: tuple[int, ...]) -> None:
-        """Sends a datagram, or keeps it while the socket takes none. Raises LaneEnded: the worker is gone."""
+        """Sends a datagram, or queues it in ``backlog`` if the socket is full.
+
+        Args:
+          fd: a file descriptor to send with the datagram; -1: none.
+          ids: the ids of the requests that the datagram completes.
+
+        Raises: LaneEnded: the worker is gone.
+        """
         try:
             if not self.backlog and self._send_at_once(datagram, fd):
                 return
@@ -384,9 +416,11 @@ class WorkerLane:
                     os.close(fd)
 
     def send_prepared(self, request: Waiting, datagram: bytearray, id_at: int, epoch: int) -> int:
-        """Sends a prepared datagram with an id of its own at ``id_at``. Returns the id; 0: its number is not the same any more.
+        """Sends a prepared call's datagram, after writing a new request id into it at offset ``id_at``.
 
-        Raises: LaneEnded: it has not left.
+        Returns the id; 0: nothing was sent, because the lane has given up the numbers of prepared requests since ``epoch``.
+
+        Raises: LaneEnded: the datagram was not sent.
         """
         with self.lock:
             if self.closing:
@@ -416,13 +450,18 @@ class WorkerLane:
             return request_id
 
     def cancel(self, request_id: int) -> None:
-        """Tells the worker that nobody waits for a request any more; its last answer comes all the same."""
+        """Tells the worker that nobody waits for a request any more; the worker still sends a last answer."""
         self.say(wire.cancel(request_id))
 
     # ------------------------------------------------------------------------------------------------------- leases
 
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
-        """Gives a lease back, with others. May be called in the middle of anything, by the garbage collector."""
+        """Gives a lease back to the worker, when enough of them have come together.
+
+        Safe to call from the garbage collector at any moment.
+
+        ``byte_size``: bytes of the worker's memory that the lease stands for.
+        """
         if self.ended:
             return
         self.releases.append(key)
@@ -440,7 +479,7 @@ class WorkerLane:
                 self.lock.release()
 
     def _release_record(self) -> bytes:
-        """Encodes the leases that are given back, as many as fit; empty: none."""
+        """Encodes the record that gives back the leases in ``releases``, as many as fit; empty bytes if there are none."""
         if not self.releases:
             return b""
         leases: list[LeaseKey] = []
@@ -452,7 +491,7 @@ class WorkerLane:
     # ---------------------------------------------------------------------------------------------------- receiving
 
     def receive(self, flags: int = _RECEIVE) -> bool:
-        """Receives one datagram and hands out what is in it. Returns False: none came. Call it with ``reading``."""
+        """Receives one datagram and delivers the answers in it. Returns False: none has come. The caller holds ``reading``."""
         try:
             size, ancillary, said, _ = self.sock.recvmsg_into(self.buffers, _ANCILLARY, flags)
         except BlockingIOError:
@@ -466,7 +505,11 @@ class WorkerLane:
         return True
 
     def handle(self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        """Hands out a datagram that lies in ``received``. Call it with ``reading``."""
+        """Delivers the answers in a datagram of ``size`` bytes that lies in ``received``.
+
+        An empty datagram is the end of the worker, and a malformed one ends the lane, too. The caller holds ``reading``.
+        ``ancillary`` and ``flags`` are as ``recvmsg`` returns them.
+        """
         fds: list[int] = (
             []
             if not ancillary
@@ -550,9 +593,10 @@ class WorkerLane:
         request.take(self, answer)
 
     def lease(self, answer: AnswerRecord) -> Lease | None:
-        """Returns the lease of an answer; None: it has none.
+        """Returns the lease that an answer came with; None: its outputs lie in no memory of the worker's.
 
-        Raises: Unavailable: its segment could not be mapped here; the lease is given back.  ValueError: there is no such segment.
+        Raises: Unavailable: this process could not map the segment; the lease is given back.  ValueError: the worker announced no
+          such segment.
         """
         if answer.lease is None:
             return None
@@ -570,7 +614,12 @@ class WorkerLane:
     # ------------------------------------------------------------------------------------------------------ waiting
 
     def wait(self, request: Waiting, until: float | None) -> None:
-        """Returns when there is something of a request to take. Raises TimeoutError: ``until`` (monotonic seconds) has passed."""
+        """Waits until an answer to a request has come, or the lane has ended.
+
+        ``until``: seconds of ``time.monotonic()``, or None.
+
+        Raises: TimeoutError: ``until`` has passed.
+        """
         if self._outgoing:
             self.flush()
         if not self.reading.acquire(False) and self._follow(request, until):
@@ -584,7 +633,10 @@ class WorkerLane:
                 self.promote()
 
     def _follow(self, request: Waiting, until: float | None) -> bool:
-        """Sleeps while another thread reads. Returns True: there is something to take; False: this thread reads now."""
+        """Sleeps while another thread reads. Returns True: an answer to ``request`` has come, or the lane has ended.
+
+        Returns False: this thread holds ``reading`` now and has to read. Raises TimeoutError: ``until`` has passed.
+        """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         request.waiter = waiter
         self.followers[waiter] = None
@@ -606,20 +658,26 @@ class WorkerLane:
                 self.promote()
 
     def promote(self) -> None:
-        """Wakes one of those who wait, so that somebody reads."""
+        """Wakes one of the sleeping threads, so that it reads."""
         for waiter in list(self.followers):
             waiter.put(None)
             break
 
     def read(self, until: float | None) -> None:
-        """Waits for a datagram and hands it out. Raises TimeoutError. Call it with ``reading``."""
+        """Waits for a datagram and delivers the answers in it. The caller holds ``reading``.
+
+        Raises: TimeoutError: ``until`` has passed.
+        """
         if self.may_block(until):
             self.receive()
 
     def may_block(self, until: float | None) -> bool:
-        """Has the next blocking receive wait at most until then. Returns False: something else had to be waited for, and was.
+        """Prepares the socket for a blocking receive that ends before ``until``, in seconds of ``time.monotonic()``, or None.
 
-        Raises: TimeoutError: it has passed. Call it with ``reading``.
+        Returns False: there was a backlog, so this has waited and sent or received already; do not receive now. The caller holds
+        ``reading``.
+
+        Raises: TimeoutError: ``until`` has passed.
         """
         if self.backlog:
             self._wait_for_room(until)
@@ -638,7 +696,7 @@ class WorkerLane:
         return True
 
     def _wait_for_room(self, until: float | None) -> None:
-        """Waits until the socket takes what waits, or something has come."""
+        """Waits until the socket can take the backlog or a datagram has come, and sends or receives it. Raises TimeoutError."""
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             raise TimeoutError
@@ -653,7 +711,12 @@ class WorkerLane:
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
     def watch(self, request_id: int, deadline: float | None) -> None:
-        """Has the lane's thread read for a request that nobody waits for, which is started with the first."""
+        """Has the lane's thread read for a request that no thread waits for, until the request ends.
+
+        Starts the thread if need be.
+
+        ``deadline``: seconds of ``time.monotonic()``, when the request is given up; None: never.
+        """
         if deadline is not None:
             with self.lock:
                 heapq.heappush(self._due, (deadline, request_id))
@@ -666,7 +729,7 @@ class WorkerLane:
         self._thread_waiter.put(None)
 
     def call_back(self, request: Any) -> None:
-        """Has the lane's thread call back for a request that has ended."""
+        """Has the lane's thread call the callbacks of a request that has ended; calls them at once if the lane has ended too."""
         self.finished.append(request)
         self._thread_waiter.put(None)
         if self.ended:
@@ -709,7 +772,10 @@ class WorkerLane:
                 self.followers.pop(waiter, None)
 
     def _expire(self) -> float | None:
-        """Gives up watched requests whose deadline has passed. Returns the next deadline."""
+        """Gives up watched requests whose deadline has passed.
+
+        Returns the next deadline in seconds of ``time.monotonic()``; None: no other.
+        """
         while True:
             with self.lock:
                 while self._due and self._due[0][1] not in self.in_flight:
@@ -725,7 +791,7 @@ class WorkerLane:
                 request.expire()
 
     def attach(self, loop: Any) -> None:
-        """Has an event loop read for its own requests. Call it in that loop."""
+        """Has an event loop read this lane's socket for its own requests. Call it in the loop's thread."""
         if loop in self._loops or self.ended:
             return
         self._loops[loop] = None
@@ -734,7 +800,7 @@ class WorkerLane:
             self._watch_room(loop)
 
     def _readable(self, loop: Any) -> None:
-        """Takes what has come. While a thread reads, that thread takes it."""
+        """Is called by an event loop when the socket is readable: receives datagrams, unless a thread is reading."""
         if not self.reading.acquire(False):
             return
         try:
@@ -757,7 +823,7 @@ class WorkerLane:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self, error: ServingError) -> None:
-        """Ends the lane: what is in flight hears of it. Idempotent."""
+        """Ends the lane and tells every request in flight, with ``error``. Idempotent. The caller holds ``reading``."""
         with self.lock:
             if self.ended:
                 return
@@ -780,7 +846,7 @@ class WorkerLane:
         self._thread_waiter.put(None)
 
     def _close(self) -> None:
-        """Closes the socket, once no event loop looks at it any more."""
+        """Closes the socket after every attached event loop has stopped watching it."""
         for loop in list(self._loops):
             try:
                 loop.call_soon_threadsafe(self._leave, loop)
@@ -797,7 +863,7 @@ class WorkerLane:
             self.sock.close()
 
     def close(self, error: ServingError) -> None:
-        """Ends the lane from any thread, also while another one reads."""
+        """Ends the lane from any thread, even while another thread reads; requests in flight end with ``error``."""
         self._why = error
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
@@ -806,7 +872,10 @@ class WorkerLane:
             self.end(error)
 
     def forget(self) -> None:
-        """Closes this process's copy of the socket after a fork: the lane is the parent's, and so is everything on it."""
+        """Closes a forked process's copy of the socket.
+
+        Requests that were in flight are the parent's, and end with Unavailable here.
+        """
         self.ended = self.closing = True
         self.lock, self.reading = threading.Lock(), threading.Lock()
         lost, self.in_flight = self.in_flight, {}
