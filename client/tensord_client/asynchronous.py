@@ -125,7 +125,7 @@ class AsyncModel(Calls):
         return AsyncPrepared(self._connection, self.call(inputs, outputs or tuple(out or ()), own, out), self.timeout)
 
     def latest(self) -> AsyncLatest:
-        """Makes an ``AsyncLatest``, which sends the newest of the inputs given to it and returns the newest answer."""
+        """Makes an ``AsyncLatest``, which sends the newest of the inputs given to it, and returns the newest answer."""
         return AsyncLatest(self.submit)
 
     @property
@@ -253,9 +253,9 @@ class AsyncModelSequence:
 
 
 class AsyncModelParameters:
-    """The parameter sets of one model, as ``ModelParameters``.
+    """The parameter sets of one model, with the methods of ``ModelParameters``, to be awaited.
 
-    Its methods are awaited and run in a thread of the event loop's executor.
+    They run in a thread of the event loop's executor.
     """
 
     def __init__(self, sets: ModelParameters) -> None:

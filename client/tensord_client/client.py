@@ -112,12 +112,13 @@ def connect(address: Place | None = None, *, wait: float = 0.0, patience: float 
     """Finds a server, connects to it and returns the client.
 
     Args:
-      address: where the server is (this module's description has the forms); None: ``$TENSORD`` if it is set, else the first that
-        answers of: the service of this host (/run/tensord), the user's own daemon, localhost:8000.
+      address: where the server is: a folder with a daemon's sockets, the path of a socket, ``unix:PATH``, ``HOST:PORT`` or
+        ``http://HOST:PORT``; or a repository of models, a folder that this process then serves by itself. None: ``$TENSORD`` if
+        it is set, else the first that answers of: the service of this host (/run/tensord), the user's own daemon, localhost:8000.
       wait: seconds to wait for a server to appear at the address; 0: each address is tried once.
       patience: seconds that a call waits, within its own timeout, for a server that has gone away to come back.
 
-    Raises: Unavailable: no server answers; the message lists what was tried.  InvalidArgument: the address has none of the forms.
+    Raises: Unavailable: no server answers; the message lists what was tried.  InvalidArgument: the text is no address.
     """
     return Client(connection(address, wait, patience))
 

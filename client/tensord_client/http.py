@@ -160,7 +160,7 @@ class HttpConnection:
     def post(self, path: str, body: bytes) -> Any:
         """Posts a JSON body to a path, and returns the JSON of the answer; None if the answer is empty.
 
-        What may have run is not sent again.
+        A request that may have run is not sent again.
 
         Raises: ServingError: the answer is an error, or none came.
         """
@@ -234,7 +234,7 @@ class HttpConnection:
         return cast("dict[str, Any]", self._manage(b"POST", path, [b"Content-Length: 0\r\n\r\n"]))
 
     def _manage(self, method: bytes, path: str, rest: Sequence[Buffer], timeout: float | None = None) -> Any:
-        """Sends a request that changes something, and returns the JSON of the answer. What may have run is not sent again.
+        """Sends a request that changes something, and returns the JSON of the answer. If it may have run it is not sent again.
 
         Args:
           rest: the request's last header fields with the empty line, and behind them pieces of its body.
@@ -250,9 +250,11 @@ class HttpConnection:
     def ask(self, call: Call) -> Pending:
         """Sends an inference request and returns it, to wait for its answer.
 
-        Bytes that an open connection did not take at once are copied, so that the input arrays may be written to. Inputs of more
-        than 8 KiB together are not copied while the request waits for a free connection, nor for sending it again. Raises
-        InvalidArgument: it cannot be encoded.
+        Bytes that the HTTP connection did not take at once are copied, so the input arrays may be written to afterwards. Only
+        inputs of more than 8 KiB together are read again later: if the request had to wait for a free HTTP connection, or is sent
+        once more.
+
+        Raises: InvalidArgument: the request cannot be encoded.
         """
         return self._send(self._infer(call))
 
@@ -289,7 +291,10 @@ class HttpConnection:
         """Does nothing: over HTTP the server ends a sequence once it has been idle for long enough."""
 
     def close(self) -> None:
-        """Closes idle connections, and each other one when its request has ended; requests that wait for one fail. Idempotent."""
+        """Closes idle HTTP connections now and the others when their requests end; requests that wait for one fail.
+
+        Idempotent.
+        """
         if self._on_devices is not None:
             self._on_devices.close()
         self._pool.close()

@@ -200,7 +200,10 @@ class Response:
 
 
 class Channel:
-    """The connection. Errors of the operating system are raised as OSError; the channel must not be used afterwards."""
+    """An HTTP connection to a server, for one request at a time.
+
+    It must not be used after one of its methods raised an OSError.
+    """
 
     def __init__(self, address: Address) -> None:
         self.response = Response()

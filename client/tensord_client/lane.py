@@ -132,10 +132,10 @@ class LaneConnection:
 
         Args:
           until: seconds of ``time.monotonic()`` after which the daemon is not asked again.
-          anew: ask even if there is a usable lane, unless another thread has asked since this call.
+          anew: ask even if there is a usable lane, unless another thread has asked meanwhile.
 
-        Raises: Unavailable: there was no worker until ``until``.  Cancelled: ``close`` was called.  ServingError: any other
-          answer that is an error.
+        Raises: Unavailable: there was no worker until ``until``.  Cancelled: ``close`` was called.  ServingError: the daemon's
+          answer is any other error.
         """
         begun = time.monotonic()
         while True:
@@ -384,7 +384,7 @@ class LaneConnection:
     # ---------------------------------------------------------------------------------- where workers or daemons end
 
     def _look_for_more(self, known: OpenedModel, call: Call) -> None:
-        """Starts a thread that asks the daemon for further lanes to a model."""
+        """Starts a thread that asks the daemon for lanes to further workers of a model."""
         known.opened_at = time.monotonic()
 
         def look() -> None:
@@ -421,13 +421,13 @@ class LaneConnection:
     def find_again(self, call: Call, refusal: ServingError, until: float | None) -> bool:
         """Asks the daemon where a call's model is, after a worker refused the request or its lane ended.
 
-        Returns whether to send it again.
+        Returns whether the request is to be sent again.
 
         Args:
-          refusal: the worker's error, or that of the lane's end.
+          refusal: the error with which the worker refused the request or the lane ended.
           until: seconds of ``time.monotonic()``; None: no deadline.
 
-        Raises: ServingError: the model is not to be had.  TimeoutError: ``until`` has passed.
+        Raises: ServingError: no worker serves the model.  TimeoutError: ``until`` has passed.
         """
         before = self.models.get((call.model, call.version))
         if before is None or before.choose() is None:

@@ -107,7 +107,10 @@ class Newest:
 
     @property
     def behind(self) -> int:
-        """Returns how many inputs still have an answer to come from ``get``; inputs that newer ones replaced do not count."""
+        """Returns how many inputs still wait for an answer to be returned by ``get``.
+
+        Inputs that newer ones replaced do not count.
+        """
         with self._lock:
             return len([number for number in self._under_way if number > self._taken]) + (
                 (self._waiting is not None) + (self._came > self._taken)

@@ -217,7 +217,7 @@ class LocalPending:
         return answer
 
     def responses(self, timeout: float | None = None) -> Iterator[Answer]:
-        """Iterates over the responses; each must come within ``timeout`` seconds.
+        """Iterates over the responses, waiting at most ``timeout`` seconds for each.
 
         Leaving the iteration early cancels the request.
 

@@ -3,7 +3,8 @@
     segment   a memfd whose size nobody can change   | block | free | block ... |     blocks begin at multiples of 64 bytes
 
 An array's block is freed when the last view of the array is collected. The garbage collector may do that in any thread at any
-moment, so it only notes the block, which the next allocation frees. Segments without blocks are closed, but for 64 MiB.
+moment, so it only notes the block, which the next allocation frees. Of segments without blocks at most 64 MiB are held in
+reserve; the others are closed.
 """
 
 from __future__ import annotations
@@ -47,10 +48,7 @@ def mapped(fd: int, byte_size: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class Segment:
-    """One sealed memfd and its mapping in this process, which stays for as long as anything refers to it.
-
-    Keeps a list of free ranges.
-    """
+    """One sealed memfd, mapped in this process as long as anything refers to the mapping, with a list of its free ranges."""
 
     def __init__(self, number: int, byte_size: int) -> None:
         """Makes a memfd with all of its pages allocated, and maps it.
@@ -162,7 +160,7 @@ class Memory:
     def limit(self, max_count: int, max_byte_size: int) -> None:
         """Sets the daemon's bounds for new segments: how many there may be, and their bytes together.
 
-        Segments that exist stay.
+        Existing ones are not closed.
         """
         self.max_count = max_count
         self.max_byte_size = max_byte_size
@@ -199,7 +197,7 @@ class Memory:
     def locate(self, array: np.ndarray) -> Place | None:
         """Returns the place of an array: (segment, offset, byte size), or (region, offset, byte size) of one on a GPU.
 
-        None: the array lies in no segment of this memory, or is not contiguous.
+        Returns None if the array lies in no segment of this memory, or is not contiguous.
         """
         base: Any = array.base
         while isinstance(base, np.ndarray):

@@ -181,7 +181,7 @@ class Model(Calls):
         return ModelParameters(self._connection, self.name, self._asked_version)
 
     def latest(self) -> Latest:
-        """Makes a ``Latest``: it accepts inputs at any rate, calls the model with the newest, and returns the newest answer."""
+        """Makes a ``Latest``, which sends the newest of the inputs given to it, and returns the newest answer."""
         return Latest(self.submit)
 
     def sequence(self, sequence_id: SequenceId = 0) -> ModelSequence:

@@ -50,7 +50,7 @@ Buffer = Union[bytes, memoryview]
 
 
 class ModelParameters:
-    """The parameter sets of one model. Each is a named, complete set of weights that requests may choose. Thread-safe."""
+    """The parameter sets of one model: parameters under a name, which requests can choose. Thread-safe."""
 
     def __init__(self, connection: Connection, model: str, version: int) -> None:
         self._connection = connection
@@ -68,7 +68,7 @@ class ModelParameters:
         move_sequences: bool = False,
         timeout: float | None = None,
     ) -> int:
-        """Pushes parameters into a set of the model. Requests that begin after this has returned use the new ones.
+        """Pushes parameters into a set of the model. Requests that begin after this has returned use the new parameters.
 
         Args:
           parameters: a tree of arrays (nested mappings and sequences, or any pytree of JAX), with the names, shapes and dtypes of
@@ -115,7 +115,7 @@ class ModelParameters:
         self._connection.drop_parameters(self._model, self._version, set)
 
     def roll_back(self, set: str = "main") -> int:
-        """Puts the parameters that a set had before the newest push into use again. Returns the number of their push.
+        """Puts the parameters that a set had before the newest push into use again. Returns the number that identifies them.
 
         Raises: NotFound: nothing was pushed into the set, or the server has not kept the parameters before the newest.
         """

@@ -1,4 +1,7 @@
-"""A request that was sent over a lane. A thread, a callback, or a task on an event loop waits for its answer."""
+"""A request that was sent over a lane (the socket to one worker).
+
+A thread, a callback, or a task on an event loop waits for its answer.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ _ASIDE = 0.005
 
 
 class Pending:
-    """A request over a lane whose answer, or answers, are to come. ``await`` returns the answer as well."""
+    """A request that was sent over a lane (the socket to one worker). ``await`` returns its answer as well."""
 
     def __init__(self, connection: LaneConnection, call: Call, placed: Placed) -> None:
         self._connection = connection

@@ -144,7 +144,7 @@ class Placement:
     def outputs(self, call: Call, model: OpenedModel) -> tuple[tuple[str, Place | None], ...]:
         """Returns (name, place) of each output that the request wants; place None: the output comes with the answer.
 
-        Empty: all outputs.
+        The result is empty if the request wants all outputs, without places.
 
         Raises: InvalidArgument: the array for an output was not made by ``empty``, is not contiguous, or belongs to no wanted
           output.

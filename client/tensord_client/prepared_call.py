@@ -1,8 +1,9 @@
-"""A request over a lane that is encoded once and sent many times, each time with what its arrays hold then.
+"""A request to a worker that is encoded once and sent many times, each time with what its arrays hold then.
 
 A call writes the request's id and deadline into the encoded record, sends it, and compares the answer's bytes with those of the
 last answer. If they differ only in id and times, the outputs are known; any other answer is decoded as usual. After one such
-answer the part in C makes the calls, as long as nothing has changed and nothing else is in flight on the lane.
+answer the part in C makes the calls, as long as nothing has changed and nothing else is in flight on the lane (the socket to the
+worker).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _Came = Optional[tuple[int, list[tuple[int, int, bytes]], int]]
 
 
 class Bound:
-    """The encoded record of a prepared call for one lane, in a datagram, with what is known of the answers to it."""
+    """A prepared call's encoded record for one lane (the socket to one worker), and the bytes that its answers should have."""
 
     __slots__ = (
         "contents",
@@ -72,7 +73,7 @@ class Bound:
     )
 
     def __init__(self, number: bytes, epoch: int, sizes: list[int], own: bytes) -> None:
-        """Encodes the record, with room for contents.
+        """Encodes the record, with room for the bytes of inputs that travel inside it.
 
         Args:
           number: the encoded number of the prepared request on this lane.
@@ -278,7 +279,7 @@ class PreparedCall:
             target[:] = _bytes(source)
 
     def _begin(self, until: float | None) -> None:
-        """Waits for the end of the call before, if that was given up, and copies arrays into shared memory.
+        """Waits until the call before has ended, if its caller gave it up, and copies arrays into shared memory.
 
         ``until``: seconds of ``time.monotonic()``; None: no deadline. Raises TimeoutError: ``until`` has passed.
         """
@@ -298,9 +299,9 @@ class PreparedCall:
         """Sends the request and waits for the answer. Returns the outputs; None: the request must be sent again.
 
         Args:
-          sending: how often the request is sent with this time, from 1 on.
-          begun: what the part in C returned: it has sent the request, and holds ``reading``; the request's id, and the datagram
-            that came.  None: the request is still to be sent.
+          sending: which sending of the request this is; 1: the first.
+          begun: the request's id, and the datagram that came (None: none came), if the part in C has sent the request and holds
+            ``reading``; None: this method sends the request.
 
         Raises: ServingError: the answer is an error.  TimeoutError: ``until`` has passed.
         """

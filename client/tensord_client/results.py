@@ -63,7 +63,7 @@ class Answer(dict):  # type: ignore[type-arg]
         return None if self.timing is None else self.timing.copied_bytes
 
     def release(self) -> None:
-        """Gives the server's memory that outputs lie in back, and removes all outputs from this answer. Idempotent.
+        """Gives the memory that outputs lie in back to the server, and removes all outputs from this answer. Idempotent.
 
         Does nothing where no output lies in the server's memory.
         """
@@ -82,7 +82,7 @@ class Answer(dict):  # type: ignore[type-arg]
 
 
 class Description:
-    """Describes one version of a model, as the server's answer to opening it does."""
+    """What a server says of one version of a model: its metadata, its batch size, and what kind of requests it takes."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         self.model: str = answer["model"]
@@ -108,9 +108,11 @@ def tensors(described: Sequence[Mapping[str, Any]]) -> Tensors:
 
 
 def written(outputs: dict[str, Array], places: Mapping[str, Array]) -> dict[str, Array]:
-    """Copies outputs into the arrays that the caller gave for them. Returns all outputs, with those arrays in their stead.
+    """Copies outputs into the arrays that the caller gave for them (``places``).
 
-    Raises: InvalidArgument: an array has not its output's shape and dtype.
+    Returns all outputs by name, with those arrays among them.
+
+    Raises: InvalidArgument: an array has not the shape and dtype of its output.
     """
     from tensord_client.errors import InvalidArgument
 

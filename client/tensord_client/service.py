@@ -18,7 +18,9 @@ from tensord_client.results import Array, Description
 
 
 class ServiceConnection:
-    """A connection to a daemon on the same host. Requests go over lanes, or over HTTP for models that lanes do not offer.
+    """A connection to a daemon on the same host.
+
+    Requests go over lanes (sockets to workers), or over HTTP if the daemon gives no lanes for their model.
 
     Thread-safe.
     """
@@ -55,7 +57,7 @@ class ServiceConnection:
     def open(self, model: str, version: int = 0) -> Description:
         """Returns the description of a model; version 0: of its newest version.
 
-        Decides whether its requests go over lanes or HTTP.
+        Also decides if its requests go over lanes or HTTP.
 
         Raises: ServingError: the model is not served, or is not ready.
         """

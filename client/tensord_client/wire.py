@@ -144,7 +144,7 @@ def own_fields(
     sequence_end: bool = False,
     replace_key: str = "",
 ) -> bytes:
-    """Encodes the fields of a request that follow its contents. The deadline takes nine bytes whatever it is, right after the id.
+    """Encodes the fields of a request that follow its contents. The deadline, behind the client's id, always takes nine bytes.
 
     Args:
       client_id: the id that the caller gave the request; "": none.
@@ -177,7 +177,7 @@ def release(leases: Sequence[tuple[int, int, int]]) -> bytes:
 
 
 def taken(request_id: int, byte_size: int) -> bytes:
-    """Encodes the record that acknowledges ``byte_size`` more bytes of a request's responses: the worker may send more."""
+    """Encodes the record that acknowledges ``byte_size`` more bytes of a request's responses, so the worker may send more."""
     return pack(("T", request_id, byte_size))
 
 
@@ -258,7 +258,7 @@ class AnswerRecord:
 
     @property
     def is_mark(self) -> bool:
-        """Returns whether this is no response, but says only that no further response comes."""
+        """Returns whether this record is no response, and only says that no further response comes."""
         return self.prepared.final and not (self.code or self.prepared.version or self.prepared.outputs)
 
     @property

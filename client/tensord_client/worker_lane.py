@@ -50,11 +50,11 @@ _NOTICED = 0.05
 
 
 class LaneEnded(Exception):
-    """The worker's end of a lane is closed, so the record that should have been sent was not sent."""
+    """The worker's end of a lane (the socket to one worker) is closed, so a record could not be sent."""
 
 
 class Waiting(Protocol):
-    """Protocol of a request in flight, as its lane uses it."""
+    """The methods and attributes of a request in flight that its lane uses."""
 
     #: False once there is something to take.
     waiting: bool
@@ -69,7 +69,7 @@ class Waiting(Protocol):
 
 
 class Lease:
-    """The right to use memory of the worker's that outputs of one answer lie in. Ends by ``release`` or when it is collected."""
+    """The right to use the worker's memory that an answer's outputs lie in; it ends by ``release`` or garbage collection."""
 
     __slots__ = ("__array_interface__", "_key", "_lane", "_segment")
 
@@ -145,7 +145,7 @@ class ResponseSegment:
 
 
 class WorkerLane:
-    """This process's end of a lane: sends requests to one worker and delivers the answers. Thread-safe."""
+    """This process's end of a lane (the socket to one worker): sends requests and delivers their answers. Thread-safe."""
 
     def __init__(
         self,
@@ -456,11 +456,11 @@ class WorkerLane:
     # ------------------------------------------------------------------------------------------------------- leases
 
     def give_back(self, key: LeaseKey, byte_size: int) -> None:
-        """Gives a lease back to the worker, when enough of them have come together.
+        """Gives a lease back to the worker, as soon as enough of them have come together.
 
-        Safe to call from the garbage collector at any moment.
+        ``byte_size``: how much memory it stands for.
 
-        ``byte_size``: bytes of the worker's memory that the lease stands for.
+        The garbage collector may call it at any moment.
         """
         if self.ended:
             return
@@ -696,7 +696,10 @@ class WorkerLane:
         return True
 
     def _wait_for_room(self, until: float | None) -> None:
-        """Waits until the socket can take the backlog or a datagram has come, and sends or receives it. Raises TimeoutError."""
+        """Waits until the socket can take the backlog or a datagram has come; sends the backlog, or receives the datagram.
+
+        Raises: TimeoutError: ``until`` (monotonic seconds) has passed.
+        """
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             raise TimeoutError
@@ -711,7 +714,7 @@ class WorkerLane:
     # ------------------------------------------------------------------------------------------- callbacks and loops
 
     def watch(self, request_id: int, deadline: float | None) -> None:
-        """Has the lane's thread read for a request that no thread waits for, until the request ends.
+        """Has the lane's thread read for a request until the request ends, because no thread waits for it.
 
         Starts the thread if need be.
 
@@ -823,7 +826,10 @@ class WorkerLane:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self, error: ServingError) -> None:
-        """Ends the lane and tells every request in flight, with ``error``. Idempotent. The caller holds ``reading``."""
+        """Ends the lane, and calls ``lane_ended`` of every request in flight with ``error``. Idempotent.
+
+        The caller holds ``reading``.
+        """
         with self.lock:
             if self.ended:
                 return
