@@ -102,7 +102,7 @@ class Calls:
         )
 
     def sequence_id(self) -> int:
-        """Returns a new sequence id that no other client will choose: 63 random bits, never 0."""
+        """Returns a new random sequence id of 63 bits, never 0: no other client will choose the same one."""
         import os
 
         return int.from_bytes(os.urandom(8), "little") >> 1 | 1
