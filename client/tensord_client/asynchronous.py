@@ -184,7 +184,7 @@ class AsyncLatest(Newest):
     ``put`` is an ordinary method and does not wait.
     """
 
-    #: Set when an answer came, or this was closed; made anew for each wait.
+    #: Set when an answer has come, or ``close`` was called; cleared before each wait.
     _came_or_closed: asyncio.Event | None = None
 
     def _notify(self) -> None:

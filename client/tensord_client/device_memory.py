@@ -29,7 +29,7 @@ from tensord_client.results import Array
 if TYPE_CHECKING:
     from tensord_client.http import HttpConnection
 
-#: DLPack's number of CUDA devices, and of the legacy default stream, on which copies here are.
+#: DLPack's numbers of the device type CUDA, and of the legacy default stream, on which this module copies.
 _CUDA, _DEFAULT_STREAM = 2, 1
 #: Kinds of DLPack data types by numpy's kinds.
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
@@ -170,7 +170,7 @@ class DeviceArray:
         self.nbytes: int = math.prod(shape) * dtype.itemsize
         #: The region that workers know it by, and where in it the array lies.
         self.place = name, 0, self.nbytes
-        #: The place in a segment, as arrays of numpy have it: there is none.
+        #: numpy arrays in a segment have the segment's block as base; an array on a GPU has none.
         self.base = None
 
     @property

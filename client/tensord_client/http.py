@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from tensord_client.device_memory import DeviceMemory
 
 _PART = struct.Struct("<IQ")
-#: Kinds of requests and of answers of which the JSON is kept.
+#: The most kinds of requests whose head and JSON are cached.
 _REMEMBERED = 256
-#: Tensors of fewer bytes are copied behind the head.
+#: Up to so many bytes of tensors are copied behind the head, to be sent in one piece.
 _SMALL = 8192
-#: Seconds for a server's first answer.
+#: Seconds to wait for a server's first answer, when connecting.
 _LONGEST = 10.0
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
 

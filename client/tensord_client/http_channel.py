@@ -22,7 +22,7 @@ from tensord_client.results import Array
 _MAX_HEAD = 64 << 10
 _MAX_LINE = 256
 _RECEIVE = 64 << 10
-#: Buffers of one system call; Linux takes 1024.
+#: The most buffers for one system call; Linux accepts 1024.
 _PIECES = 64
 
 Buffer = Union[bytes, memoryview]
@@ -66,7 +66,7 @@ class Response:
         self.whole = False
         self.keep_alive = True
         self._head = bytearray()
-        #: Parts of the body that were not filled so far.
+        #: Parts of the body's memory that no bytes were received into so far.
         self._places: list[memoryview] = []
         self._to_end = False
         #: Bytes that are left of a chunk and its line end; -1: a size line is next, -2: a trailer line is.
@@ -207,7 +207,7 @@ class Channel:
 
     def __init__(self, address: Address) -> None:
         self.response = Response()
-        #: The request left completely: the server may have taken it.
+        #: True once all bytes of the request are sent: the server may have it.
         self.sent = False
         self._out: list[Buffer] = []
         self._cut = False

@@ -114,7 +114,7 @@ class Exchange:
     ``deadline``: seconds of ``time.monotonic()``, or None; ``pure``: whether running the request twice does no harm.
     """
 
-    #: Any number of results is expected; they are taken as they come.
+    #: True: any number of results may come, and each is returned as soon as it has come.
     streams = False
 
     def __init__(self, pieces: Sequence[Buffer], deadline: float | None, pure: bool) -> None:
@@ -146,7 +146,7 @@ class HttpPending:
         self._channel: Channel | None = None
         self._granted = False
         self._asked = False
-        #: When it is tried again; 0: it need not be.
+        #: When the request is tried again, in monotonic seconds; 0: no retry is due.
         self._again_at = 0.0
         self._pause = _PAUSE
         self._failing_since = 0.0
@@ -154,9 +154,9 @@ class HttpPending:
         self._result: Any = None
         self._error: ServingError | None = None
         self._over = False
-        #: The thread that drives it; None: whoever waits in it does.
+        #: The thread that calls ``step``; None: the thread or event loop that waits calls it.
         self._driver: Waiter | None = None
-        #: Whoever waits for a place in line.
+        #: Wakes the thread or task that waits for a channel.
         self._wake: Callable[[], None] = _nothing
         try:
             pool.take(self)

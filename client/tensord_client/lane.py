@@ -37,11 +37,11 @@ from tensord_client.worker_lane import LaneEnded, WorkerLane
 
 __all__ = ["Call", "Description", "LaneConnection", "Pending", "PreparedCall"]
 
-#: Requests' ids begin here, so that all of them are as long on the wire.
+#: Request ids begin here, so that all of them have the same length on the wire.
 _FIRST_ID = 1 << 32
 #: Seconds that a request without a deadline waits for a daemon, or a worker, that is being replaced, unless the program says so.
 _PATIENCE = 30.0
-#: Seconds that one question to the daemon waits there, and between two of them where nobody serves.
+#: Seconds that the daemon may let one question wait, and between two attempts to connect where no daemon serves.
 _WAIT, _PAUSE = 0.5, 0.05
 #: Seconds between two questions about a model whose worker refuses requests, and about workers that are to come.
 _REFUSED_AFTER, _COMING_AFTER = 0.25, 1.0
@@ -81,14 +81,14 @@ class LaneConnection:
     def _begin(self) -> None:
         """Sets all attributes that belong to one process and one daemon to their initial values."""
         self._socket = None
-        #: Held by who asks the daemon.
+        #: Held by the thread that asks the daemon.
         self._asking = threading.Lock()
         self.memory: Memory = Memory()
         self.placement: Placement = Placement(self.memory)
         self._ids = itertools.count(_FIRST_ID)
         self._held: set[Any] = set()
         self._lanes: dict[int, WorkerLane] = {}
-        #: By name and version as they are asked for.
+        #: Opened models by name and version; version 0 stands for the newest.
         self.models: dict[tuple[str, int], OpenedModel] = {}
         self._sequences: dict[tuple[str, int | str], WorkerLane] = {}
         #: Requests that are to be sent again and that no thread waits for, by model; each has a thread while there are any.

@@ -19,7 +19,7 @@ import numpy as np
 from tensord_client.errors import Cancelled, DeadlineExceeded, ServingError
 from tensord_client.results import Answer
 
-#: One that is computed, and one that waits for it where the model is: so the model never waits for the next inputs.
+#: One request is executed while the next waits at the server: so the model never waits for the next inputs.
 _UNDER_WAY = 2
 
 
@@ -30,15 +30,15 @@ class Newest:
         """``submit``: a function that sends a request with the inputs given, and returns a future of the answer."""
         self._submit = submit
         self._lock = threading.RLock()
-        #: Futures of what is under way, by number.
+        #: Futures of the requests in flight, by number.
         self._under_way: dict[int, Any] = {}
         self._waiting: tuple[int, Mapping[str, Any]] | None = None
         self._put = 0
-        #: The number of the newest answer, and of the newest one that was taken.
+        #: The number of the newest answer, and of the newest one that ``get`` has returned.
         self._came = self._taken = 0
         self._newest: Answer | ServingError | None = None
         self._closed = False
-        #: How many inputs were put, and never asked because newer ones came.
+        #: How many inputs were put but never sent, because newer ones replaced them.
         self.replaced = 0
 
     def put(self, inputs: Mapping[str, Any]) -> None:

@@ -30,9 +30,9 @@ from tensord_client.wire import Place
 #: Alignment in bytes that XLA on a CPU needs to use an array without copying it.
 ALIGNMENT = 64
 _PAGE = 4096
-#: The first segment, and the most that one grows by beyond what is asked for.
+#: Bytes of the first segment, and the most bytes of a segment beyond what the array needs.
 _FIRST, _LARGEST_STEP = 256 << 10, 64 << 20
-#: Free segments that are kept for what comes next.
+#: The most bytes of unused segments that are held in reserve.
 _KEPT = 64 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -73,7 +73,7 @@ class Segment:
             raise
         self._bytes = np.frombuffer(mapping, np.uint8)
         self.address: int = self._bytes.__array_interface__["data"][0]
-        #: Where free ranges begin, and their sizes, in order.
+        #: Offsets and sizes of the free ranges, in order.
         self.free: list[int] = [0]
         self.sizes: list[int] = [byte_size]
 
@@ -145,7 +145,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: By number; numbers are never used again.
+        #: Segments by number; the number of a closed segment is not used again.
         self.segments: dict[int, Segment] = {}
         self._next = 0
         #: Blocks that were collected: (segment, offset, byte size).

@@ -38,15 +38,15 @@ class Calls:
         #: The parameter set that each request names; empty: none, and ``main`` answers.
         self._set: Mapping[str, str] = {"parameter_set": parameter_set} if parameter_set else {}
         self._description = description
-        #: The version that is asked; 0: the newest at that time.
+        #: The version that requests name; 0: the newest at the time of the request.
         self._asked_version = version
         self._closed = False
         self.name = description.model
         #: The version that was served when the model was looked up; ``Answer.version`` says which one answered.
         self.version = description.version
-        #: Rows of a request at most; 0: there is no batch dimension.
+        #: The most rows of a request; 0: the model has no batch dimension.
         self.max_batch_size = description.max_batch_size
-        #: Seconds for an answer, of a stream for each response; None: any time.
+        #: Seconds to wait for an answer, and in a stream for each response; None: without limit.
         self.timeout = timeout
         self.inputs: Tensors = described(description.metadata["inputs"])
         self.outputs: Tensors = described(description.metadata["outputs"])

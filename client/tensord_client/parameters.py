@@ -43,7 +43,7 @@ _DTYPES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
-#: The tensors begin at a multiple of this, behind the header.
+#: The tensors begin behind the header, at a multiple of so many bytes.
 _ALIGNMENT = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 Buffer = Union[bytes, memoryview]

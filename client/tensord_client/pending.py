@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 #: Bytes of responses that are taken before the worker is told; it lets a model be at least four times as far ahead.
 _TAKEN = 1024
-#: Times that a request is sent, where its workers end under it.
+#: The most times that a request is sent, if its workers end while they have it.
 _SENDINGS = 2
 #: Seconds between two looks at a request that another thread sends again.
 _ASIDE = 0.005
@@ -60,17 +60,17 @@ class Pending:
         self.waiter: queue.SimpleQueue[None] | None = None
         #: Responses that were received and not read yet: an answer with its lease and its lane, or an error.
         self._arrived: deque[tuple[AnswerRecord, Lease | None] | ServingError] = deque()
-        #: True: its lane ended or its worker refused it, and it is to be sent again by who waits for it.
+        #: True: its lane ended or its worker refused it, and the thread that waits for the answer has to send it again.
         self.astray = False
         self.refusal: ServingError | None = None
         #: True until a worker has refused it once.
         self._may_be_elsewhere = True
-        #: Times that it left with a lane.
+        #: How often the request was sent.
         self.sent = 0
         self._ended = False
         self._given_up = False
         self._had_response = False
-        #: Taken responses that the worker has not been told of.
+        #: Bytes of responses that were read and not acknowledged to the worker yet.
         self._taken = 0
         self._result: Answer | ServingError | None = None
         self._lock = threading.Lock()

@@ -24,9 +24,9 @@ from tensord_client.memory import Memory
 from tensord_client.opened_model import OpenedModel
 from tensord_client.wire import Place
 
-#: Bytes of an array that travels inside its request, and of all such arrays of one.
+#: The most bytes of an array that travels inside its request, and of all such arrays of one request together.
 INLINE, _ALL_INLINE = 4096, 32 << 10
-#: Kinds that are remembered, and free slots that each of them keeps.
+#: The most kinds of requests that are cached, and the most free slots of each kind.
 _MAX_KINDS, _MAX_FREE = 256, 8
 #: The place of a tensor that lies in a slot, in the key of a kind.
 _IN_SLOT = (-1, 0, 0)
@@ -43,7 +43,7 @@ class Slot:
         self.arrays = arrays
         self.prepared = prepared
         self.segments = segments
-        #: Where it goes when the call is answered.
+        #: The list of free slots that this slot goes to when the request is answered.
         self.free = free
 
     def give_back(self) -> None:
@@ -69,7 +69,7 @@ class Placed:
         self.prepared = prepared
         #: The bytes of the inputs that travel inside the request, in their order.
         self.contents = contents
-        #: The segments that must be announced before.
+        #: The segments that must be announced to the worker before the request.
         self.segments = segments
         self.slot = slot
         self.hold = hold

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 _U64 = struct.Struct(">Q")
 _RECEIVE = 0x40000000  # MSG_CMSG_CLOEXEC
 _ANCILLARY = 4 * 8
-#: Times that a request is sent, where its workers end under it or refuse it.
+#: The most times that a request is sent, if its workers refuse it or end while they have it.
 _SENDINGS = 2
-#: Seconds after which it is looked whether a model has got further lanes.
+#: Seconds after which Python looks whether there are further lanes to a model.
 _LOOKED_AFTER = 1.0
 #: The datagram that came while the part in C had the request, as ``recvmsg_into`` gives it; None: none came.
 _Came = Optional[tuple[int, list[tuple[int, int, bytes]], int]]
@@ -95,17 +95,17 @@ class Bound:
         self.datagram = bytearray(b"".join(pieces))
         self.epoch = epoch
         view = memoryview(self.datagram)
-        #: Where the contents go.
+        #: Where in the datagram the bytes of each input are written.
         self.contents = [view[end - size : end] for end, size in zip(ends, sizes)]
-        #: What answers begin with, up to the id, and go on with behind it, up to the times.
+        #: The bytes of an expected answer before the id, and those between the id and the times.
         self.head = b""
         self.tail = b""
         self.tail_at = 0
-        #: The lane's count of learned numbers when that was so.
+        #: The lane's ``learned`` when ``head`` and ``tail`` were stored; -1: they are not valid.
         self.learned = -1
-        #: The outputs that such an answer stands for.
+        #: The outputs that an answer with these bytes stands for.
         self.outputs: Mapping[str, Array] = {}
-        #: Asks and knows such answers in C, for that model as it was opened, until then.
+        #: The part in C that makes calls, for that model as it was opened, until a monotonic time.
         self.exchange: Exchange | None = None
         self.model: OpenedModel | None = None
         self.until = 0.0
@@ -134,13 +134,13 @@ class PreparedCall:
         #: As ``worker_lane.Waiting`` says.
         self.waiting = False
         self.waiter: queue.SimpleQueue[None] | None = None
-        #: Of what was sent last: its id, and its lane.
+        #: The id and the lane of the request that was sent last.
         self.request_id = 0
         self._lane: WorkerLane | None = None
         self._bound: dict[WorkerLane, Bound] = {}
         self._answer: tuple[AnswerRecord, Lease | None] | None = None
         self._error: ServingError | None = None
-        #: True: it may be sent again.
+        #: True: the request failed, and may be sent again.
         self._astray = False
         #: The exchange of messages in C, on the lane of the last call that went well; None: the next call looks for a lane.
         self._exchange: Exchange | None = None
@@ -151,7 +151,7 @@ class PreparedCall:
         """Decides for each input: it is used in place, travels inside the record, or is copied to shared memory at each call."""
         connection, call = self._connection, self._call
         self._memory: Memory = connection.memory
-        #: Arrays that are copied with each call, and where to.
+        #: (copy in shared memory, array) for each array that is copied at each call.
         self._copies: list[tuple[Array, Array]] = []
         #: Arrays that travel inside the record.
         self._inline: list[Array] = []

@@ -52,7 +52,7 @@ class Answer(dict):  # type: ignore[type-arg]
     version: int = 0
     #: The parameters of the model's answer.
     parameters: Mapping[str, Parameter] = {}
-    #: None: the server did not say.
+    #: What the request took in the server; None: the server did not say.
     timing: Timing | None = None
     #: Has ``release()``; None where no output lies in the server's memory.
     lease: Any = None

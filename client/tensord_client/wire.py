@@ -19,17 +19,17 @@ from tensord_client.msgpack import Malformed, pack
 
 WIRE_VERSION = 2
 MAX_DATAGRAM = 64 << 10
-#: Bytes of a datagram that are left for records.
+#: The most bytes of encoded records in one datagram.
 ROOM = MAX_DATAGRAM - 8
-#: A record of a client is smaller than that.
+#: Each record of a client must have fewer bytes.
 MAX_RECORD = 1 << 20
-#: As many prepared requests have a number at the same time.
+#: The most prepared requests that have a number at the same time.
 MAX_NUMBERS = 1024
-#: Leases in one Release: it fits into a datagram however large the numbers are.
+#: The most leases in one release record, so that it fits into a datagram however large its integers are.
 MAX_RELEASES = 1024
 #: Asks for ``AnswerRecord.timing``.
 TIMING = 4
-#: What a response counts beside its tensors where those that nobody has taken are bounded.
+#: Bytes that a response counts beyond its tensors, in the bound on unacknowledged responses.
 _RESPONSE_BYTE_SIZE = 256
 
 #: (segment, offset, byte size) in this connection's own memory; for a segment's number a region's name stands as well.
@@ -104,7 +104,7 @@ def prepare(number: int, prepared: bytes) -> bytes:
     return b"\x93\xa2Q+" + msgpack.integer(number) + prepared
 
 
-#: What a request begins with, up to its id.
+#: The first bytes of a request's record, up to its id.
 REQUEST_HEAD = b"\x9f\xa1q\xcf"
 
 
@@ -130,7 +130,7 @@ def request(
     return b"".join(pieces)
 
 
-#: The fields of most requests: they say nothing.
+#: The encoded fields of a request whose fields all have their default values.
 _BARE = b"\xa0\xcf" + bytes(8) + b"\0\0\0\0\xc2\xc2" + bytes((TIMING, 0)) + b"\xa0"
 
 
@@ -219,7 +219,7 @@ class PreparedAnswer:
                 self.outputs.append(OutputTensor(name, datatype, tuple(shape), len(each) > 4 and each[4] is not None))
         except (TypeError, ValueError) as error:
             raise Malformed(f"a prepared answer is malformed: {error}") from error
-        #: Outputs that each answer carries in its own record.
+        #: How many outputs have their contents in the answer's record or in leased memory.
         self.own_count = sum([not output.placed for output in self.outputs])
 
 

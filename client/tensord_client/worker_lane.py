@@ -41,9 +41,9 @@ _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _TRUNCATED = int(socket.MSG_TRUNC)
 _DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
 _U64 = struct.Struct(">Q")
-#: Leases are given back with the next request, or once there are so many, or this part of what a client may hold.
+#: Leases are given back with the next request, or once there are 16 or they are an eighth of what a client may hold.
 _RELEASES, _RELEASED_PART = 16, 8
-#: Datagrams that an event loop takes in one turn.
+#: The most datagrams that an event loop receives in one iteration.
 _TURN = 64
 #: Seconds until a lane's thread notices a deadline that is earlier than those it knew.
 _NOTICED = 0.05
@@ -56,7 +56,7 @@ class LaneEnded(Exception):
 class Waiting(Protocol):
     """The methods and attributes of a request in flight that its lane uses."""
 
-    #: False once there is something to take.
+    #: False once an answer has come or the request has ended.
     waiting: bool
     #: Wakes the thread that waits for it.
     waiter: queue.SimpleQueue[None] | None
@@ -75,7 +75,7 @@ class Lease:
 
     def __init__(self, lane: WorkerLane, key: LeaseKey, segment: ResponseSegment) -> None:
         self._lane = lane
-        #: Taken out by who gives it back: once.
+        #: The lease's key; whoever gives the lease back removes it, so that this happens once.
         self._key = [key]
         self._segment = segment
         self.__array_interface__: dict[str, Any] = {}
@@ -179,12 +179,12 @@ class WorkerLane:
         self._release_at = max(1, response_byte_size // _RELEASED_PART)
         #: Guards what is sent: ids grow, and what a number stands for is said before it is used.
         self.lock = threading.Lock()
-        #: Held by whoever reads.
+        #: Held by the thread or event loop that reads the socket.
         self.reading = threading.Lock()
         self.in_flight: dict[int, Waiting] = {}
-        #: True: the lane is over, and everything in flight has been told.
+        #: True: the lane has ended, and every request in flight has been notified.
         self.ended = False
-        #: True: the worker takes nothing more; what it sent may still be there.
+        #: True: the worker receives nothing more; datagrams that it sent may still be unread.
         self.closing = False
         self._why: ServingError | None = None
 
@@ -196,7 +196,7 @@ class WorkerLane:
         self.known_closures = 0
         #: Datagrams that the socket would not take, each with a descriptor or -1, and the requests in it.
         self.backlog: deque[tuple[bytes, int, tuple[int, ...]]] = deque()
-        #: Requests, with their ids, that leave together when the event loop's turn ends.
+        #: Requests, with their ids, that are sent together when the event loop's iteration ends.
         self._outgoing: list[tuple[bytes, int]] = []
         self._outgoing_size = 0
         self.releases: deque[LeaseKey] = deque()
@@ -216,7 +216,7 @@ class WorkerLane:
 
         #: Threads that wait while another one reads.
         self.followers: dict[queue.SimpleQueue[None], None] = {}
-        #: Requests whose end somebody wants to be called with, and those that have ended.
+        #: Ids of requests with callbacks, and such requests that have ended and whose callbacks are to be called.
         self.watched: set[int] = set()
         self.finished: deque[Any] = deque()
         self._due: list[tuple[float, int]] = []
