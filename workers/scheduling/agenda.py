@@ -3,8 +3,8 @@
     put(part, when)   ─▶ heap ─the time has come─▶ take ─▶ the loop asks the part, which says when it is due next
     wake(part)        ─▶ list ─────at once───────▶
 
-A part is whatever the loop knows how to ask. One that is in neither is not asked, so models without requests cost nothing. A part
-has one due time: another one replaces it, and entries of the heap that do not hold any more are passed over. Pure.
+A part is any object that the loop knows how to ask for work. A part that is in neither is not asked, so models without requests
+cost nothing. A part has one due time: a new one replaces it, and outdated entries of the heap are skipped. Pure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NEVER = sys.maxsize
 
 
 class Agenda(Generic[P]):
-    """Due times and pending work of a loop's parts; each loop has one."""
+    """The parts of a loop that have work now, and the times at which others are due; each loop has one agenda."""
 
     __slots__ = ("_due", "_heap", "_number", "due_ns", "woken")
 
@@ -35,11 +35,11 @@ class Agenda(Generic[P]):
         self.due_ns = NEVER
 
     def wake(self, part: P) -> None:
-        """Has a part asked in the next iteration, which begins at once."""
+        """Adds a part to those that the loop asks for work in its next iteration, which begins at once."""
         self.woken[part] = None
 
     def put(self, part: P, when_ns: int) -> None:
-        """Sets a part's due time; ``NEVER``: it is asked only once it is woken."""
+        """Sets when the loop should ask a part for work, instead of its former due time; ``NEVER``: only after ``wake``."""
         former_ns = self._due.get(part, NEVER)
         if former_ns == when_ns:
             return
@@ -55,9 +55,9 @@ class Agenda(Generic[P]):
             self._clean()
 
     def take(self, now_ns: int) -> list[P]:
-        """Removes and returns the parts to ask: those that have work, then those whose time has come, the earliest first.
+        """Removes and returns the parts that the loop should ask now: those with work, then those that are due, earliest first.
 
-        None of them is due any more, until it says when.
+        The returned parts have no due time until ``put`` sets a new one.
         """
         taken, self.woken = self.woken, {}
         if self._due and not self._due.keys().isdisjoint(taken):
@@ -72,7 +72,7 @@ class Agenda(Generic[P]):
         return list(taken)
 
     def _clean(self) -> None:
-        """Removes stale entries: from the front of the heap, and all of them where they are the majority."""
+        """Removes outdated entries from the heap: those at its front, and all of them once they are the majority."""
         heap, due = self._heap, self._due
         if len(heap) > 4 * len(due) + 64:
             self._heap = heap = [entry for entry in heap if due.get(entry[2]) == entry[0]]
@@ -82,7 +82,7 @@ class Agenda(Generic[P]):
         self.due_ns = heap[0][0] if heap else NEVER
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that every due time is in the heap, and that the first one is known."""
+        """Asserts, for tests, that every due time is in the heap, and that ``due_ns`` is the earliest."""
         entries = {(when_ns, part) for when_ns, _, part in self._heap}
         assert all((when_ns, part) in entries for part, when_ns in self._due.items())
         assert self.due_ns == min(self._due.values(), default=NEVER)

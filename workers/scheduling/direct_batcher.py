@@ -1,7 +1,7 @@
-"""Triton's strategy "direct": a sequence has a row of its instance's batches for itself, the one with the number of its slot.
+"""Implements Triton's strategy "direct": each sequence has a fixed row in its instance's batches, by the number of its slot.
 
-Pure. A batch takes the next request of every slot that is ready and has the key of the one that is ready longest; there is one
-batch in flight for an instance.
+Pure. A batch takes the next request of every ready slot whose key equals that of the slot that has been ready longest; an
+instance has one batch in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tensord.workers.scheduling.sequence import LiveSequence, S
 
 @dataclass(frozen=True, slots=True)
 class DirectRules:
-    """The rules by which a batch of few slots may wait for more of them."""
+    """The rules by which a batch may wait until more slots have a request for it."""
 
     slots: int = 1
     delay_ns: int = 0
@@ -24,7 +24,7 @@ class DirectRules:
 
 
 class DirectBatcher(Generic[S]):
-    """Makes one instance's batches of sequences that have a row of their own."""
+    """Makes the batches of one instance, in which each sequence has a fixed row."""
 
     def __init__(self, rules: DirectRules) -> None:
         self._rules = rules
@@ -35,26 +35,26 @@ class DirectBatcher(Generic[S]):
         self._limits: dict[Hashable, int] = {}
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Notes that the first waiting request of a sequence may run."""
+        """Adds a sequence whose first waiting request may run now."""
         self._ready[live] = None
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Notes that a sequence that was ready is not any more."""
+        """Removes a sequence whose first waiting request may no longer run."""
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
+        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
         if rows:
             self._limits[key] = rows
         else:
             self._limits.pop(key, None)
 
     def at_once(self, key: Hashable) -> int:
-        """Implements ``Planner.at_once``."""
+        """Returns how many rows of a key may run in one batch without a delay; 0: its requests wait for others."""
         return 0 if self._delay_ns else self._limits.get(key, self._rules.slots)
 
     def end_delays(self) -> None:
-        """Stops delaying requests so that others can join them."""
+        """Stops delaying requests for fuller batches."""
         self._delay_ns = 0
 
     def due_ns(self) -> int | None:
@@ -67,7 +67,7 @@ class DirectBatcher(Generic[S]):
         return oldest_ns if len(self._ready) >= self._rules.enough else oldest_ns + self._delay_ns
 
     def take(self, now_ns: int) -> list[LiveSequence[S]]:
-        """Removes and returns the sequences of the next batch, by their slots; empty when none is due."""
+        """Removes and returns the sequences of the next batch, in the order of their slots; empty if no batch is due."""
         due_ns = self.due_ns()
         if due_ns is None or (self._delay_ns and due_ns > now_ns):
             return []

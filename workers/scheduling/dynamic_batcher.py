@@ -1,7 +1,7 @@
 """Decides which waiting requests of one model version run together, and when.
 
-Pure: ``decide`` and ``take`` read the queue and the time they are given. ``tensord.workers.dispatch.dispatcher`` asks, and runs
-what is taken.
+Pure: ``decide`` and ``take`` read the queue and the time they are given. ``tensord.workers.dispatch.dispatcher`` calls them, and
+runs the batches.
 
     no delay    whatever waits is due at once, as much of it as fits
     a delay     requests of one key (they can share a batch) wait for company, each key for itself:
@@ -26,7 +26,7 @@ from tensord.workers.scheduling.queue import QueuePlanner, RequestQueue, W, shap
 
 @dataclass(frozen=True, slots=True)
 class BatchRules:
-    """How one model version batches."""
+    """The rules by which requests to one model version are batched."""
 
     #: Rows in one batch; 1 for a model without a batch dimension.
     max_rows: int = 1
@@ -57,31 +57,31 @@ class DynamicBatcher(QueuePlanner[W]):
 
     @property
     def lives(self) -> bool:
-        """Returns False: while no request waits there is nothing to decide."""
+        """Always False: while no request waits there is nothing to decide."""
         return False
 
     def done(self, requests: Iterable[W], now_ns: int) -> None:
         """Does nothing: no request waits for another one to end."""
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Returns no answers: other requests run although this one never will."""
+        """Returns an empty list: that a taken request will never run makes no other request fail."""
         return []
 
     def stop(self) -> None:
-        """Ends delays, because the worker is to stop: whatever still comes runs at once."""
+        """Stops delaying requests, because the worker is about to end: requests that still come run at once."""
         self.end_delays()
 
     def at_once(self, key: Hashable) -> int:
-        """Implements ``Planner.at_once``."""
+        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
         return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
 
     def end_delays(self) -> None:
-        """Stops delaying requests, because no others will come to join them."""
+        """Stops delaying requests for fuller batches, because no more requests will come."""
         self.delays = False
         self._queue.changed = None
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
+        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
         if rows:
             self._limits[key] = rows
         else:
@@ -90,7 +90,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._changed.add(key)
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        """Implements ``Planner.decide``."""
+        """Returns what the dispatcher should do now for a free instance; None: nothing until a request comes."""
         expiries = self._queue.expiries
         if expiries and expiries[0][0] <= now_ns:
             return Refuse(self.tick(now_ns))
@@ -110,7 +110,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
-        """Removes the next batch from the queue, the one whose first request is the most urgent; empty when none is due."""
+        """Removes and returns the due batch whose first request is the most urgent; empty if none is due."""
         if self.delays:
             return self._take_due(now_ns)
         head = self._queue.head()
@@ -138,7 +138,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._due[key] = oldest_ns if self._ready_rows(key) else oldest_ns + self._rules.delay_ns
 
     def _ready_rows(self, key: Hashable) -> int:
-        """Returns the rows of a key's batch that is due at once, from the front of the queue. 0: it may wait for more."""
+        """Returns how many rows from the front of a key's requests are due at once as a batch; 0: they may wait for more."""
         limit, preferred = self._limit(key), self._rules.preferred
         largest = min(preferred[-1], limit) if preferred else limit
         if self._queue.rows(key) < (preferred[0] if preferred and preferred[0] < largest else largest):

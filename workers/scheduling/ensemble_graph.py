@@ -1,9 +1,9 @@
-"""The steps of a loaded ensemble, and the tensors that flow between them.
+"""Describes the steps of a loaded ensemble, and the tensors that flow between them.
 
     request ─▶ ensemble tensors ─▶ step: a request to another model ─▶ ensemble tensors ─▶ ... ─▶ answer
 
-A step that may answer more than once (``streams``) numbers its answers. What comes of them further on carries that number: such
-tensors have that step as their *origin*, the others have none and are the same for every number.
+The answers of a step that may answer more than once (``streams``) are numbered. Tensors that are computed from such an answer
+carry its number and have that step as their *origin*; other tensors have no origin and are the same for every number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LIMIT = 64
 
 
 class EnsembleStep(NamedTuple):
-    """A request of an ensemble to one of its models."""
+    """One step of an ensemble: a request to another model, with the tensors that it takes and makes."""
 
     model: str
     #: 0: the newest.
@@ -30,12 +30,12 @@ class EnsembleStep(NamedTuple):
 
 
 class EnsembleGraph:
-    """The steps of an ensemble. Its maker has checked that every tensor is written once, and has one origin at most."""
+    """The steps of an ensemble. The caller has checked that every tensor is written once, and has at most one origin."""
 
     def __init__(
         self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[EnsembleStep], most: int = 0
     ) -> None:
-        """``most``: so many answers of one streaming step are worked on at a time; 0: any number."""
+        """``most``: how many answers of one streaming step may be worked on at a time; 0: any number."""
         self.inputs = tuple(inputs)
         self.steps = tuple(steps)
         self.most = most
@@ -53,7 +53,7 @@ class EnsembleGraph:
         self._needed: dict[frozenset[str], NeededSteps] = {}
 
     def origin_of(self, number: int) -> int | None:
-        """Returns the streaming step that a step's inputs come from, or None."""
+        """Returns the number of the streaming step that a step's inputs are computed from, or None."""
         found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
         return next(found, None)
 
@@ -68,7 +68,7 @@ class EnsembleGraph:
         return found
 
     def in_order(self) -> list[int]:
-        """Returns the numbers of the steps, each after those whose outputs it takes."""
+        """Returns the numbers of the steps in an order in which each comes after the steps whose outputs it takes."""
         there, waiting, ordered = set(self.inputs), dict(enumerate(self.steps)), list[int]()
         while ready := [number for number, step in waiting.items() if there.issuperset(step.inputs.values())]:
             ordered += ready
@@ -81,7 +81,7 @@ class EnsembleGraph:
 
 
 class NeededSteps:
-    """The part of an ensemble that certain outputs come from."""
+    """The steps of an ensemble that have to run to compute certain outputs."""
 
     def __init__(self, graph: EnsembleGraph, wanted: frozenset[str]) -> None:
         written = {tensor: number for number, step in enumerate(graph.steps) for tensor in step.outputs.values()}

@@ -1,15 +1,15 @@
-"""Decides for one request to an ensemble which steps run next, what its answers are, and when it is over.
+"""Decides for one request to an ensemble which steps run next, what its answers are, and when the request has ended.
 
     begun(tensors)                 ─┐
     responded(start, tensors)       ├─▶ StepStart: a step may run;  EnsembleAnswer: to the client
     ended(start)                   ─┘
 
-Pure: tensors are whatever the caller gives, and a tensor that is not there (an optional input that the client left out, an output
-that a member did not make) is not passed on. It holds a tensor no longer than somebody needs it. When nothing runs any more and
-nothing can start the run is over, well or not (``stuck``).
+Pure: tensors are any objects that the caller gives, and a missing tensor (an optional input that the client left out, an output
+that a member did not make) is not passed on. A tensor is held no longer than a step or an answer needs it. When no step runs and
+none can start the run is over, successfully or not (``stuck``).
 
-Steps are of the sequence that the client's request is of, until a model says of its answer that it is of another one
-(``controls``): that holds for the steps that take something of it, and for those that take something of these.
+Steps belong to the sequence of the client's request, unless a model names another sequence in its answer (``controls``): then the
+steps that take a tensor of that answer, and all steps that depend on these, belong to the sequence that it names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class StepStart(NamedTuple, Generic[T]):
-    """The decision that a step may run."""
+    """The decision that a step of an ensemble may run now, with its inputs."""
 
     step: int
     #: Number of the origin's answer that the step runs for.
@@ -36,7 +36,7 @@ class StepStart(NamedTuple, Generic[T]):
 
 
 class EnsembleAnswer(NamedTuple, Generic[T]):
-    """An answer to the client: the requested outputs of one iteration."""
+    """An answer of an ensemble to the client: the requested outputs of one iteration."""
 
     outputs: dict[str, T]
 
@@ -64,7 +64,7 @@ class EnsembleRun(Generic[T]):
         self.running = 0
 
     def begun(self, tensors: Mapping[str, T]) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Takes the client's inputs. Returns the steps that may run and answers that are complete."""
+        """Starts the run with the client's inputs, by name. Returns steps that may run now, and answers that are complete."""
         self._keep({name: tensors.get(name) for name in self._graph.inputs}, 0)
         out: list[StepStart[T] | EnsembleAnswer[T]] = [
             start for number in self._needed.numbers if (start := self._start(number, 0)) is not None
@@ -74,7 +74,10 @@ class EnsembleRun(Generic[T]):
     def responded(
         self, start: StepStart[T], outputs: Mapping[str, T], controls: Controls | None = None
     ) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Takes a step's answer, perhaps not its last one. ``controls``: what its model says of the sequence."""
+        """Takes one answer of a step that was started. Returns steps that may run now, and answers that are complete.
+
+        ``controls``: the sequence that the step's model names in its answer, if it names one.
+        """
         number, step = start.step, self._graph.steps[start.step]
         iteration = start.iteration
         if step.streams:
@@ -93,7 +96,7 @@ class EnsembleRun(Generic[T]):
         return out + self._answers()
 
     def ended(self, start: StepStart[T]) -> None:
-        """Notes that a step has answered for the last time, or failed."""
+        """Notes that a step that was started has given its last answer, or has failed."""
         self.running -= 1
         key = (self._needed.origins[start.step], start.iteration)
         if key[0] is not None:
@@ -102,17 +105,17 @@ class EnsembleRun(Generic[T]):
                 del self._open[key]  # type: ignore[arg-type]
 
     def worked_on(self, step: int) -> int:
-        """Returns how many answers of a streaming step are being worked on."""
+        """Returns how many answers of a streaming step are being worked on: later steps run for them or need their tensors."""
         held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether a streaming step's further answers have to wait."""
+        """Returns whether a streaming step must not answer further for now, because the most answers are being worked on."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property
     def stuck(self) -> bool:
-        """True where a run is over and an answer is missing."""
+        """True if an answer is incomplete; asked when no step runs any more, this means that the request has failed."""
         if not any(map(self._dynamic, self._needed.outputs)):
             return not self._answered
         # Of an iteration that has begun everything is there, or was when it was answered.
@@ -130,7 +133,7 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """Uses a tensor once. ``again``: every iteration has such a use, so a tensor without an origin is kept."""
+        """Returns a tensor's value, and drops the tensor after its last use. ``again``: one without an origin is not dropped."""
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
         if self._dynamic(tensor) or not again:
@@ -149,7 +152,7 @@ class EnsembleRun(Generic[T]):
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
-        """Returns the iterations for which a new tensor may have made a step ready."""
+        """Returns the iterations for which a step may have become ready by a tensor that has just come."""
         if self._needed.origins[number] is None:
             return [0]
         if self._dynamic(tensor):
@@ -172,12 +175,12 @@ class EnsembleRun(Generic[T]):
         return StepStart(number, iteration, inputs, controls)
 
     def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
-        """Returns the sequence controls of the first tensor that has some."""
+        """Returns the sequence controls of the first of these tensors that has any, or None."""
         keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
         return next((self._controls[key] for key in keys if key in self._controls), None)
 
     def _answers(self) -> list[StepStart[T] | EnsembleAnswer[T]]:
-        """Returns answers that are complete now, in the order of their iterations."""
+        """Returns the answers that have become complete, in the order of their iterations."""
         out: list[StepStart[T] | EnsembleAnswer[T]] = []
         dynamic = any(self._dynamic(name) for name in self._needed.outputs)
         while (dynamic or not self._answered) and all(
@@ -189,7 +192,7 @@ class EnsembleRun(Generic[T]):
         return out
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that counts of uses and of running steps are right."""
+        """Asserts, for tests, that the counts of uses and of running steps are right."""
         assert self._values.keys() == self._left.keys() >= self._controls.keys()
         assert all(left > 0 for left in self._left.values())
         assert self.running >= sum(self._open.values())

@@ -1,6 +1,6 @@
-"""Deadlines of sequences' requests: for an answer at all, and in the backlog for a slot.
+"""Finds requests of sequences that waited too long: beyond the client's deadline, or beyond the queue timeout without a slot.
 
-Pure. A moment stays here until it is reached, or until there are many of requests that do not wait any more.
+Pure. A deadline of a request that no longer waits is removed when it is reached, or once there are many of that kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class Expiries(Generic[S]):
         self._number = 0
 
     def watch(self, request: S, waiting: int) -> None:
-        """Notes a request's deadline and, in the backlog, its queue timeout. ``waiting``: how many requests wait."""
+        """Adds a request's deadline and, if its sequence has no slot, its queue timeout.
+
+        ``waiting``: how many requests wait in all.
+        """
         moments = [request.deadline_ns] if request.deadline_ns else []
         if request.timeout_ns and request.live.slot is None:
             moments.append(request.arrived_ns + request.timeout_ns)
@@ -36,7 +39,7 @@ class Expiries(Generic[S]):
             heapq.heapify(self._moments)
 
     def next(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """Returns a request whose time is up, and its answer, or None. The caller cancels its sequence."""
+        """Removes and returns one request whose time is up, with its error, or None. The caller has to cancel its sequence."""
         while self._moments and self._moments[0][0] <= now_ns:
             _, _, request = heapq.heappop(self._moments)
             if request.line < 0:
@@ -49,7 +52,7 @@ class Expiries(Generic[S]):
 
     @property
     def earliest_ns(self) -> int | None:
-        """When ``next`` is worth a call, perhaps too early; None while no request has a deadline."""
+        """The earliest time at which ``next`` may find a request, in ns; None while no request has a deadline."""
         # Requests that wait no more are let go of, with the memory that they are in, unless one that waits is before them.
         while self._moments and self._moments[0][2].line < 0:
             heapq.heappop(self._moments)

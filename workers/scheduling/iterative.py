@@ -1,6 +1,6 @@
-"""Models that send a request round again: each request is a sequence of its own, until its model lets it go.
+"""Gives ids to iterative sequences (Triton's term): each is one request, which its model may have run again and again.
 
-Pure. Triton calls them iterative sequences; what batches them is what batches other sequences.
+Pure. Iterative sequences are batched like other sequences.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from tensord.workers.scheduling.sequence import Controls
 
 
 class IterativeIds:
-    """Gives out correlation ids, in one model version, to requests that come without one."""
+    """Gives a new correlation id to each request to one model version that comes without one."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
 
     def first_round(self, controls: Controls) -> Controls:
-        """Returns the controls of a new request: a START where it has no id of its own, and never an END."""
+        """Returns the sequence controls for a request's first run: a new id and START if the client gave no id, and never END."""
         if not controls.correlation_id:
             return Controls(next(self._numbers), True, False)
         return controls._replace(end=False)
 
     @staticmethod
     def next_round(controls: Controls) -> Controls:
-        """Returns the controls of a request that its model has sent round again."""
+        """Returns the sequence controls for a further run of a request that its model asked for: the same without START."""
         return controls._replace(start=False)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""Triton's strategy "oldest": the requests of all sequences with a slot share batches, whichever waits longest first.
+"""Implements Triton's strategy "oldest": requests of all sequences that have a slot share batches, longest-waiting first.
 
-Pure. At most one request of a sequence is in here at a time; they are batched as those of a model without sequences are
+Pure. At most one request of each sequence is queued here at a time; they are batched like those of a model without sequences
 (``tensord.workers.scheduling.dynamic_batcher``).
 """
 
@@ -26,23 +26,23 @@ class OldestBatcher(Generic[S]):
         self._batcher = DynamicBatcher(rules, self._queue)
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Notes that the first waiting request of a sequence may run."""
+        """Adds a sequence whose first waiting request may run now."""
         self._queue.push(live.waiting[0])
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Notes that a sequence that was ready is not any more."""
+        """Removes a sequence whose first waiting request may no longer run."""
         self._queue.remove(live.waiting[0])
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Implements ``Planner.limit``."""
+        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
         self._batcher.limit(key, rows)
 
     def at_once(self, key: Hashable) -> int:
-        """Implements ``Planner.at_once``."""
+        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
         return self._batcher.at_once(key)
 
     def end_delays(self) -> None:
-        """Stops delaying requests so that others can join them."""
+        """Stops delaying requests for fuller batches."""
         self._batcher.end_delays()
 
     def due_ns(self) -> int | None:
@@ -50,11 +50,11 @@ class OldestBatcher(Generic[S]):
         return self._batcher.due_ns()
 
     def take(self, now_ns: int) -> list[LiveSequence[S]]:
-        """Removes and returns the sequences of the next batch, the oldest request first; empty when none is due."""
+        """Removes and returns the sequences of the next batch, the one with the oldest request first; empty if none is due."""
         return [request.live for request in self._batcher.take(now_ns)]
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that each sequence has one request here at most."""
+        """Asserts, for tests, that each sequence has at most one request in this batcher's queue."""
         self._batcher.check_invariants()
         requests = self._queue.requests()
         assert len({request.live for request in requests}) == len(requests)

@@ -1,4 +1,4 @@
-"""Requests that were taken from their queue, or came past it, and wait for a program of their shape. Pure."""
+"""Holds requests that wait for a program of their shapes, whether taken from their queue or just arrived. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensord.workers.scheduling.queue import QueueRules, Replacement, W
 
 
 class ParkedRequests(Generic[W]):
-    """Keeps requests of one shape in their order; of a replace key only the newest one stays, as in the queue."""
+    """Holds requests of equal shapes in their order, and of each replace key only the newest request, as the queue does."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -23,10 +23,11 @@ class ParkedRequests(Generic[W]):
         return len(self.requests)
 
     def add(self, request: W) -> Replacement[W] | None:
-        """Adds a request that has just come, or puts it into the place of the one of its replace key.
+        """Appends a request that has just arrived, or puts it into the place of the one with the same replace key.
 
-        Returns: who was replaced, if any: the request itself where one of its key is here that arrived later.
-        Raises: Unavailable: as many are here as may wait in the queue.
+        Returns: the discarded request and the newer one, if there were two of one replace key; ``request`` itself is discarded
+        where the other one arrived later. Else None.
+        Raises: Unavailable: as many requests are held as may wait in the queue.
         """
         at = self._at.get(request.replace_key)
         if at is not None:
@@ -37,7 +38,7 @@ class ParkedRequests(Generic[W]):
         return None
 
     def extend(self, batch: Iterable[W]) -> list[Replacement[W]]:
-        """Adds requests that were taken from the queue, however many are here. Returns who was replaced."""
+        """Adds requests that were taken from the queue, without a bound. Returns the discarded ones, each with its newer one."""
         replacements: list[Replacement[W]] = []
         for request in batch:
             at = self._at.get(request.replace_key)

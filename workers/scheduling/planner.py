@@ -1,18 +1,20 @@
 """A planner decides which requests of one model version run together, and when.
 
-It is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``; ``tensord.workers.dispatch.dispatcher`` carries it out.
+A planner is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``; ``tensord.workers.dispatch.dispatcher`` carries out its
+decisions.
 
-    decide ─▶ Run         a batch is due: take it, once there is somebody to run it
+    decide ─▶ Run         a batch is due: take it, once an instance is free to run it
            ─▶ Refuse      requests waited too long: answer them
-           ─▶ WaitUntil   nothing is due before that
+           ─▶ WaitUntil   nothing is due before that time
            ─▶ None        nothing is due before something happens: a request, the end of a run
 
     arrived ─▶ waits ─▶ take ─▶ runs ─▶ done
                  │        ├──▶ restore: it could not run, and waits again
-                 │        └──▶ dropped: it never will
+                 │        └──▶ dropped: it will never run
                  └─▶ cancelled, replaced, or its time is up: refused
 
-A request that is lost may take others along, so whatever loses one returns the answers of all of them.
+When one request of a sequence fails unrun, those behind it fail too. So methods by which a request can fail return all requests
+that do, each with the error that answers it.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ P = TypeVar("P", bound=Waiting)
 
 
 class Run(NamedTuple):
-    """The decision that a batch is to be taken and run."""
+    """A planner's decision that a batch is to be taken and run."""
 
     #: Since when the batch could have run: the version whose request has waited longest goes first.
     since_ns: int
 
 
 class WaitUntil(NamedTuple):
-    """The decision that nothing is due before a moment."""
+    """A planner's decision that it has nothing to do before ``when_ns``."""
 
     when_ns: int
 
 
 class Refuse(NamedTuple, Generic[P]):
-    """The decision to answer requests that waited too long with an error."""
+    """A planner's decision to answer requests that waited too long with an error."""
 
     answers: list[tuple[P, ServingError]]
 
@@ -53,61 +55,61 @@ class Planner(Protocol[P]):
 
     @property
     def arrived(self) -> Callable[[P], Replacement[P] | None]:
-        """Queues a request. Returns whom it replaces, if any: that one is to be answered.
+        """A function that queues a request. It returns the discarded request and the newer one, if one replaces the other.
 
-        Raises: InvalidArgument, Unavailable: why it may not wait; then nothing has changed.
+        It raises InvalidArgument: the request fits no sequence; Unavailable: there is no room. Then nothing has changed.
         """
 
     def cancelled(self, request: P) -> list[tuple[P, ServingError]]:
-        """Cancels a request; one that runs goes on. Returns the answers of all that will not run."""
+        """Cancels a waiting request; a running one goes on. Returns all requests that will not run now, each with its error."""
 
     def tick(self, now_ns: int) -> list[tuple[P, ServingError]]:
-        """Removes requests that waited too long. Returns their answers."""
+        """Removes requests that waited too long. Returns each with the error that answers it."""
 
     @property
     def next_tick_ns(self) -> int:
-        """When ``tick`` is worth a call, perhaps too early; 0: never."""
+        """The earliest time at which ``tick`` may have something to do, in ns; 0: never."""
 
     @property
     def lives(self) -> bool:
-        """True while the planner must be asked although no request waits."""
+        """True while the dispatcher must go on to call ``decide`` although no request waits."""
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[P]:
-        """Returns what is to be done now for an instance that is free."""
+        """Returns what the dispatcher should do now for a free instance; None: nothing until a request comes or a run ends."""
 
     def due_ns(self, instance: int = 0) -> int | None:
         """Returns when an instance's next batch should run, or None while no request waits for it."""
 
     def take(self, now_ns: int, instance: int = 0) -> list[P]:
-        """Removes and returns the next batch of a free instance; empty when none is due."""
+        """Removes and returns the requests of a free instance's next batch; empty if no batch is due."""
 
     def done(self, requests: Iterable[P], now_ns: int) -> None:
-        """Notes that requests have run, well or not."""
+        """Notes that requests have run, successfully or not."""
 
     def dropped(self, request: P, now_ns: int) -> list[tuple[P, ServingError]]:
-        """Notes that a taken request will never run. Returns the answers of others that will not run for that."""
+        """Notes that a request that was taken will never run. Returns other requests that fail with it, each with its error."""
 
     def restore(self, requests: list[P], now_ns: int) -> list[tuple[P, ServingError]]:
-        """Queues taken requests again that could not run. Returns the answers of those that will not run."""
+        """Queues requests again that were taken but could not run. Returns those that fail instead, each with its error."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
+        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows of a key may run together without a delay. 0: its requests wait, or run alone."""
+        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
 
     def end_delays(self) -> None:
-        """Stops delaying requests, because no others will come to join them."""
+        """Stops delaying requests for fuller batches, because no more requests will come."""
 
     def stop(self) -> None:
-        """Prepares for the worker's stop: refuses what may be refused for that."""
+        """Prepares for the end of the worker: no request is delayed any more, and new sequences are refused."""
 
 
 Decision = Run | WaitUntil | Refuse[P] | None
 
 
 def decide(planner: Planner[P], now_ns: int, instance: int) -> Decision[P]:
-    """Implements ``Planner.decide`` by a planner's due time and next expiry."""
+    """Decides what a planner's dispatcher should do now (``Planner.decide``), by the planner's due time and next expiry."""
     tick_ns = planner.next_tick_ns
     if 0 < tick_ns <= now_ns:
         return Refuse(planner.tick(now_ns))

@@ -1,15 +1,15 @@
-"""The queue of requests that wait for one model version: in order, within bounds, found by what they can be batched with.
+"""Queues the requests that wait for one model version: in order, bounded in number, and grouped by which may share a batch.
 
-Pure: it knows shapes only as an opaque compatibility key, sizes as rows, and time as an argument. Owned by the model version;
-one thread uses it.
+Pure: the queue knows shapes only as an opaque compatibility key, sizes as rows, and time as an argument. Owned by the model
+version; one thread uses it.
 
     line 2 * (level - 1)        requests of that priority level, on time         each line: key -> requests, oldest first
-    line 2 * (level - 1) + 1    those whose timeout passed and may be delayed
+    line 2 * (level - 1) + 1    requests of that level whose timeout passed and that may be delayed
 
-A line is there while somebody stands in it: a model may have more levels than any memory could hold.
+A line exists only while a request waits in it: a model may have more levels than any memory could hold.
 
-A request with a replace key waits as the only one of that key: the next one takes its place, with the time since when it has been
-due, so that whoever replaces often goes neither ahead of others nor behind them.
+At most one request of each replace key waits: a newer one takes the older one's place in the line, and the time since when it has
+been due, so a client that replaces its requests often is served neither earlier nor later than others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tensord.shm.errors import Cancelled, DeadlineExceeded, Replaced, ServingErr
 
 
 class Waiting:
-    """A request as the scheduler knows it; ``tensord.workers.requests.request.Request`` adds the rest."""
+    """The fields of a request that the scheduler needs; ``tensord.workers.requests.request.Request`` adds the rest."""
 
     __slots__ = (
         "arrived_ns",
@@ -65,14 +65,14 @@ class Waiting:
 
 
 class SetKey(NamedTuple):
-    """The key of requests that name a parameter set: only those of one set run together."""
+    """The batching key of requests that name a parameter set: requests run together only if shapes and set are equal."""
 
     shapes: Hashable
     set: str
 
 
 def shapes_of(key: Hashable) -> Hashable:
-    """Returns a key without the parameter set that it may name."""
+    """Returns the part of a request's batching key that describes its shapes, without the parameter set that the key may name."""
     return key.shapes if type(key) is SetKey else key
 
 
@@ -80,14 +80,14 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Replacement(NamedTuple, Generic[W]):
-    """A request that does not wait any more, and the newer one of its key that took its place."""
+    """A waiting request (``old``) that was discarded because a newer one (``new``) with the same replace key took its place."""
 
     old: W
     new: W
 
     @property
     def error(self) -> Replaced:
-        """Returns the answer to the old one."""
+        """The error that answers the discarded request."""
         key, client_id = self.new.replace_key, self.new.client_id
         of_key = f" of key '{key}'" if key else ""
         with_id = f", request id '{client_id}'" if client_id else ""
@@ -96,7 +96,7 @@ class Replacement(NamedTuple, Generic[W]):
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """Bounds of one priority level, as ModelConfig's ``ModelQueuePolicy`` names them."""
+    """The bounds of one priority level of a queue: the fields of ModelConfig's ``ModelQueuePolicy``."""
 
     #: Requests that may wait in this level; 0: as many as in the whole queue.
     max_size: int = 0
@@ -110,7 +110,7 @@ class QueuePolicy:
 
 @dataclass(frozen=True, slots=True)
 class QueueRules:
-    """The policies of all priority levels, and the bound on the whole queue."""
+    """The policies of a queue's priority levels, and how many requests all levels together may hold."""
 
     max_size: int
     default_policy: QueuePolicy = field(default_factory=QueuePolicy)
@@ -123,12 +123,12 @@ class QueueRules:
 
     @property
     def single_line(self) -> bool:
-        """True where all requests stand in one line, bounded only by ``max_size``, their own deadlines and replace keys."""
+        """True if all requests wait in one line, bounded only by ``max_size``, their own deadlines and replace keys."""
         one_level = self.levels == self.default_level == 1 and not self.policies
         return one_level and self.default_policy == QueuePolicy() and not self.replaces
 
     def level(self, priority: int) -> int:
-        """Returns the level for a priority. As in Triton, a priority beyond the levels means the default one."""
+        """Returns the priority level for a request's priority: the default level if no such level exists, as in Triton."""
         return priority if 0 < priority <= self.levels else self.default_level
 
     def policy(self, level: int) -> QueuePolicy:
@@ -136,7 +136,7 @@ class QueueRules:
 
 
 class RequestQueue(Generic[W]):
-    """The waiting requests of one model version: first come, first served within a level; lower levels first."""
+    """The waiting requests of one model version: level 1 before level 2, and first come, first served within a priority level."""
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
@@ -170,18 +170,19 @@ class RequestQueue(Generic[W]):
         return self.size
 
     def rows(self, key: Hashable) -> int:
-        """Returns how many rows of a key wait."""
+        """Returns how many rows the waiting requests of a key have together."""
         return self._rows.get(key, 0)
 
     @property
     def replaceable(self) -> bool:
-        """Whether any request waits that the next one of its key replaces."""
+        """True while any request waits that a newer one with the same replace key would replace."""
         return bool(self._replaceable)
 
     def push(self, request: W) -> Replacement[W] | None:
-        """Appends a request, or puts it into the place of the one of its replace key that waits.
+        """Appends a request, or puts it into the place of the waiting request with the same replace key.
 
-        Returns: who was replaced, if any: the request itself where one of its key waits that arrived later.
+        Returns: the discarded request and the newer one, if there were two of one replace key; ``request`` itself is discarded
+        where the waiting one arrived later. Else None.
         Raises: Unavailable: the queue is full; then nothing has changed.
         """
         if request.replace_key or self._rules.replaces:
@@ -233,17 +234,17 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Puts a request before those of its line and key that came after whom it replaces."""
+        """Inserts a request into a line, ahead of the requests of its key with a higher ``sequence``."""
         self._insert(request, number)
         waiting = self._lines[number][request.key]
         for sequence in [each for each in waiting if each > request.sequence]:
             waiting.move_to_end(sequence)
 
     def restore(self, requests: list[W]) -> list[Replacement[W]]:
-        """Puts taken requests back that could not run: ahead of everything that came after them, whatever the bounds.
+        """Puts requests that were taken but could not run back into the queue, ahead of later ones, even if the queue is full.
 
-        They are in the order of their arrival, and older than all of their keys that wait. Returns those of them of which a newer
-        one of their replace key waits: that one has their place.
+        ``requests`` are in the order of their arrival, and older than all waiting requests of their batching keys. Returns the
+        requests that were discarded because a newer one has their replace key; the newer one has their place.
         """
         replacements: list[Replacement[W]] = []
         for request in reversed(requests):
@@ -268,7 +269,7 @@ class RequestQueue(Generic[W]):
         return replacements
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
-        """Notes when a request expires."""
+        """Adds a request to the heap of expiries, if it can expire."""
         expires_ns = self._expiry(request, policy)
         if expires_ns:
             self._push_expiry(expires_ns, request)
@@ -293,7 +294,7 @@ class RequestQueue(Generic[W]):
         return min(moments, default=0)
 
     def head(self) -> W | None:
-        """Returns the request that is next, or None."""
+        """Returns the request that is to run next, without removing it, or None if none waits."""
         for number in self._order:
             line = self._lines[number]
             if line:
@@ -304,18 +305,21 @@ class RequestQueue(Generic[W]):
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
-        """Iterates over a key's requests in the order of ``take``. The queue must not change meanwhile."""
+        """Iterates over a key's waiting requests in the order in which ``take`` removes them.
+
+        The queue must not change meanwhile.
+        """
         for number in self._order:
             waiting = self._lines[number].get(key)
             if waiting is not None:
                 yield from waiting.values()
 
     def oldest_ns(self, key: Hashable) -> int:
-        """Returns since when the oldest place of a key is taken; one must wait."""
+        """Returns since when (ns) the longest-waiting request of a key, or one that it replaced, has waited; one must wait."""
         return min(_first(line[key]).since_ns for line in self._lines.values() if key in line)
 
     def take(self, key: Hashable, max_rows: int) -> list[W]:
-        """Removes and returns a key's oldest requests, most urgent line first: as many as fit, at least one if any waits."""
+        """Removes and returns a key's first requests, most urgent line first: up to ``max_rows`` rows, or one larger request."""
         taken: list[W] = []
         rows = 0
         for number in self._order.copy():
@@ -345,7 +349,7 @@ class RequestQueue(Generic[W]):
         return taken
 
     def remove(self, request: W) -> bool:
-        """Removes a request, wherever it stands. Returns False if it does not wait here."""
+        """Removes a request from the queue. Returns False if it does not wait in the queue."""
         if request.line < 0:
             return False
         line = self._lines[request.line]
@@ -363,13 +367,13 @@ class RequestQueue(Generic[W]):
         return True
 
     def _forget_taken(self) -> None:
-        """Lets go of requests that wait no more and would expire first: an empty queue keeps none, nor their memory."""
+        """Removes requests that no longer wait from the front of the heap of expiries, so that their memory is freed."""
         expiries = self.expiries
         while expiries and expiries[0][3].line < 0:
             heapq.heappop(expiries)
 
     def expire(self, now_ns: int) -> list[W]:
-        """Removes and returns expired requests to refuse; those that may be late are only put behind the others."""
+        """Removes and returns expired requests, to be refused; those whose policy allows delay move behind the others instead."""
         refused: list[W] = []
         while self.expiries and self.expiries[0][0] <= now_ns:
             *_, request = heapq.heappop(self.expiries)
@@ -387,11 +391,11 @@ class RequestQueue(Generic[W]):
         return refused
 
     def requests(self) -> list[W]:
-        """Returns all waiting requests, in no order."""
+        """Returns all waiting requests, in no particular order."""
         return [request for line in self._lines.values() for waiting in line.values() for request in waiting.values()]
 
     def _forget(self, request: W) -> None:
-        """Forgets the replace key of a request that does not wait any more."""
+        """Removes a request that no longer waits from the table of replace keys."""
         if self._replaceable.get(request.replace_key) is request:
             del self._replaceable[request.replace_key]
 
@@ -417,7 +421,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, OrderedDict[int, W]], key: Hashable) -> None:
-        """Removes a key that has no request left in a line."""
+        """Removes a key from a line in which none of its requests is left, and the line itself if it is empty."""
         del line[key]
         if not line and number:
             del self._lines[number]
@@ -435,7 +439,7 @@ class RequestQueue(Generic[W]):
             del self._rows[key]
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that the counters say what the lines hold."""
+        """Asserts, for tests, that the counters agree with the requests in the lines."""
         requests = self.requests()
         assert len(requests) == self.size
         assert self._order == sorted(self._lines)
@@ -461,7 +465,7 @@ class RequestQueue(Generic[W]):
 
 
 class QueuePlanner(Generic[W]):
-    """The part of a planner that concerns requests waiting in its queue."""
+    """Base of planners whose requests wait in a ``RequestQueue``: arrival, cancellation and expiry."""
 
     def __init__(self, queue: RequestQueue[W]) -> None:
         self._queue = queue
@@ -472,11 +476,11 @@ class QueuePlanner(Generic[W]):
         return self._queue.size
 
     def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
-        """Cancels a request. Returns its answer, if it waited."""
+        """Cancels a waiting request. Returns it with its error; nothing if it does not wait in the queue."""
         return [(request, Cancelled("the request was cancelled"))] if self._queue.remove(request) else []
 
     def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Removes requests that waited too long. Returns their answers."""
+        """Removes requests that waited too long. Returns each with the error that answers it."""
         return [
             (
                 request,
@@ -487,12 +491,12 @@ class QueuePlanner(Generic[W]):
 
     @property
     def next_tick_ns(self) -> int:
-        """When ``tick`` is worth a call, perhaps too early; 0: never."""
+        """The earliest time at which ``tick`` may find an expired request, in ns; 0: none can expire."""
         expiries = self._queue.expiries
         return expiries[0][0] if expiries else 0
 
     def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """Queues taken requests again that could not run. Returns the answers of those that newer ones have replaced."""
+        """Queues requests again that were taken but could not run. Returns those that newer ones replace, each with its error."""
         return [(replacement.old, replacement.error) for replacement in self._queue.restore(requests)]
 
 

@@ -1,8 +1,8 @@
 """Implements Triton's rate limiter: instances that need resources run only while these are free.
 
-Pure. An instance asks before each run and gives back after it. Where several wait, the one goes first that had the fewest turns,
-each turn counted as often as its ``priority`` says. One that does not fit lets others pass, but not for ever: after
-``MAX_PASSED`` of them, nobody behind it gets what it needs.
+Pure. An instance asks before each run and gives its resources back after it. Of several that wait, the one with the fewest runs
+goes first, where each run counts ``priority`` times. An instance whose resources are not free lets others go first, but not for
+ever: after ``MAX_PASSED`` of them, no instance behind it gets the resources that it needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Asker:
 
 @dataclass(slots=True)
 class Resources(Generic[A]):
-    """The limited resources of one device, and the instances that ask for them; ``A`` names an instance."""
+    """The limited resources of one device, and the instances that ask for them; ``A`` is the type of an instance."""
 
     #: Name -> how many there are.
     limits: Mapping[str, int]
@@ -42,7 +42,7 @@ class Resources(Generic[A]):
     _used: dict[str, int] = field(default_factory=dict)
 
     def add(self, asker: A, needs: Mapping[str, int], priority: int = 0) -> None:
-        """Adds an instance. Raises InvalidArgument: it needs more than there is."""
+        """Adds an instance. ``needs``: resource -> count. Raises InvalidArgument: it needs more than the device has."""
         for name, count in needs.items():
             if count > self.limits.get(name, 0):
                 raise InvalidArgument(
@@ -54,14 +54,14 @@ class Resources(Generic[A]):
         self._askers[asker] = _Asker(needs, max(1, priority), least)
 
     def remove(self, asker: A) -> list[A]:
-        """Removes an instance. Returns those that may run now."""
+        """Removes an instance and frees its resources. Returns the waiting instances that may run now."""
         self._waiting.pop(asker, None)
         granted = self.give_back(asker)
         del self._askers[asker]
         return granted
 
     def ask(self, asker: A) -> bool:
-        """Returns whether an instance may run now. If not, ``give_back`` names it once it may."""
+        """Asks for an instance's resources. Returns whether it may run now; if not it waits, and a later call returns it."""
         self._waiting[asker] = None
         return asker in self._grant()
 
@@ -70,13 +70,16 @@ class Resources(Generic[A]):
         return asker in self._running
 
     def withdraw(self, asker: A) -> list[A]:
-        """Notes that an instance has nothing to run any more. Returns those that may run now."""
+        """Ends an instance's wait, because it has nothing to run any more. Returns the waiting instances that may run now."""
         self._waiting.pop(asker, None)
         self._askers[asker].passed = 0
         return self._grant()
 
     def give_back(self, asker: A, again: bool = False) -> list[A]:
-        """Frees an instance's resources. Returns those that may run now. ``again``: it asks for another run at once."""
+        """Frees an instance's resources. Returns the waiting instances that may run now.
+
+        ``again``: this one asks for another run.
+        """
         if again:
             self._waiting[asker] = None
         if asker not in self._running:
@@ -115,7 +118,7 @@ class Resources(Generic[A]):
             self._used[name] = self._used.get(name, 0) + count
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that running instances use what is counted, and no more than there is."""
+        """Asserts, for tests, that the counts of used resources are those of the running instances, and within the limits."""
         used = dict.fromkeys(self._used, 0)
         for asker in self._running:
             for name, count in self._askers[asker].needs.items():

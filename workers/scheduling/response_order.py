@@ -1,6 +1,6 @@
-"""Answers leave in the order in which requests were taken from the queue, whichever instance is done first.
+"""Releases answers in the order in which their requests were taken from the queue, whichever instance is done first.
 
-Pure. ``preserve_ordering`` asks for it. An answer waits for those before it; an error takes its turn like any other.
+Pure. A model asks for this order by ``preserve_ordering``. An answer waits for all answers before it; so does an error.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class ResponseOrder(Generic[K, A]):
         return len(self._turns)
 
     def taken(self, request: K) -> None:
-        """Notes that a request leaves the queue, to be run or refused: its turn is behind all that left before."""
+        """Notes that a request leaves the queue, to be run or refused: its answer is due after those of all earlier ones."""
         self._turns.append(request)
 
     def done(self, request: K, answer: A) -> list[tuple[K, A]]:
-        """Takes a request's answer. Returns the answers that may leave now, in their order."""
+        """Stores a request's answer. Returns the requests whose answers may be sent now, each with its answer, in their order."""
         self._ready[request] = answer
         leaving: list[tuple[K, A]] = []
         while self._turns and self._turns[0] in self._ready:
@@ -40,7 +40,7 @@ class ResponseOrder(Generic[K, A]):
         return leaving
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that each answer that is held waits for one that is not ready."""
+        """Asserts, for tests, that each stored answer waits for an earlier one that is not ready."""
         assert len(set(self._turns)) == len(self._turns)
         assert self._ready.keys() <= set(self._turns)
         assert not self._turns or self._turns[0] not in self._ready

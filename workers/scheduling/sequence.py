@@ -1,9 +1,9 @@
-"""A sequence: requests of one correlation id that one slot of one instance runs, one after the other.
+"""Describes sequences: requests of one correlation id that one slot of one instance runs, one after the other.
 
     WAITING ──a slot becomes free──▶ ACTIVE ──its id is forgotten──▶ ENDING ──its last request is done──▶ gone
        └──cancelled, or its time is up──▶ gone
 
-Pure values; ``tensord.workers.scheduling.sequence_table`` owns and changes them.
+Pure values, which ``tensord.workers.scheduling.sequence_table`` owns and changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tensord.workers.scheduling.queue import Waiting
 
 
 class Controls(NamedTuple):
-    """A request's correlation id and flags: START and END."""
+    """A request's correlation id, and its flags START and END."""
 
     #: A number or a text: 5 and "5" are two sequences. 0 and "" are none.
     correlation_id: int | str
@@ -29,14 +29,14 @@ Asked = tuple[int | str, bool, bool]
 
 
 class Slot(NamedTuple):
-    """The slot of an instance where a sequence runs. Lower numbers are given out first, over all instances."""
+    """A place of an instance where one sequence runs. Slots with lower numbers are given out first, over all instances."""
 
     number: int
     instance: int
 
 
 class Sequenced(Waiting):
-    """A request to a model with sequences, as the scheduler knows it."""
+    """The fields of a request to a model with sequences that the scheduler needs."""
 
     __slots__ = ("controls", "live", "slot")
 
@@ -53,7 +53,7 @@ S = TypeVar("S", bound=Sequenced)
 
 
 class LiveSequence(Generic[S]):
-    """One sequence, from its admission until its slot is free."""
+    """One sequence, from its admission until its slot is given to another one."""
 
     __slots__ = (
         "begun",
@@ -94,7 +94,7 @@ class LiveSequence(Generic[S]):
 
     @property
     def ready(self) -> bool:
-        """True while its first waiting request may run."""
+        """True while the sequence's first waiting request may run: it has a slot, and no other request of it runs."""
         return self.slot is not None and not self.running and bool(self.waiting)
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
     request ─▶ table: its sequence, a slot ─▶ the batcher of that slot's instance, once it may run ─▶ taken ─▶ done
 
-Pure. ``tensord.workers.dispatch.dispatcher`` asks, runs what is taken, and answers what is refused.
+Pure. ``tensord.workers.dispatch.dispatcher`` calls it, runs the batches, and answers requests that are refused.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ class Strategy(Protocol[S]):
     """Makes batches of the ready sequences of one instance: ``DirectBatcher`` or ``OldestBatcher``."""
 
     def ready(self, live: LiveSequence[S]) -> None:
-        """Notes that the first waiting request of a sequence may run."""
+        """Adds a sequence whose first waiting request may run now."""
 
     def withdraw(self, live: LiveSequence[S]) -> None:
-        """Notes that a sequence that was ready is not any more."""
+        """Removes a sequence whose first waiting request may no longer run."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
+        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
 
     def at_once(self, key: Hashable) -> int:
-        """Implements ``Planner.at_once``."""
+        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
 
     def end_delays(self) -> None:
-        """Stops delaying requests so that others can join them."""
+        """Stops delaying requests for fuller batches."""
 
     def due_ns(self) -> int | None:
         """Returns when the next batch should run, or None while no sequence is ready."""
 
     def take(self, now_ns: int) -> list[LiveSequence[S]]:
-        """Removes and returns the sequences of the next batch; empty when none is due."""
+        """Removes and returns the sequences of the next batch; empty if no batch is due."""
 
     def check_invariants(self) -> None:
-        """Asserts its invariants, for tests."""
+        """Asserts, for tests, that the strategy's state is consistent."""
 
 
 class SequenceBatcher(Generic[S]):
-    """Plans the requests of one model version with sequences."""
+    """Plans which requests of sequences of one model version run together, on which instance, and when."""
 
     def __init__(
         self,
@@ -60,7 +60,10 @@ class SequenceBatcher(Generic[S]):
         events: RegisteredSequences,
         attach: Callable[[S], None] | None = None,
     ) -> None:
-        """Makes a strategy for each instance. ``attach``: called with each request before it may run."""
+        """Makes a strategy for each instance.
+
+        ``events`` gets each sequence's changes; ``attach`` each request before it may run.
+        """
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._attach = attach
         self._strategies = [strategy() for _ in range(instances)]
@@ -72,33 +75,40 @@ class SequenceBatcher(Generic[S]):
     # ---------------------------------------------------------------------------------------------------------- events
 
     def arrived(self, request: S) -> None:
-        """Admits a request. Raises InvalidArgument, Unavailable: why not; then nothing has changed."""
+        """Queues a request in its sequence.
+
+        Raises InvalidArgument: the request fits no sequence; Unavailable: there is no room, the worker is about to end, or the
+        sequence's state was lost. Then the request is not queued.
+        """
         live = self.table.admit(request)
         if len(live.waiting) == 1:
             self._look(live)
 
     def cancelled(self, request: S) -> list[tuple[S, ServingError]]:
-        """Cancels a request. Returns the answers of all that do not run now: none where it did not wait."""
+        """Cancels a waiting request and its sequence. Returns all requests that will not run now, each with its error."""
         return self._lose(request, Cancelled("the request was cancelled")) if request.line >= 0 else []
 
     def done(self, requests: Iterable[S], now_ns: int) -> None:
-        """Notes that requests have run, well or not."""
+        """Notes that requests have run, successfully or not."""
         for request in requests:
             self._look(self.table.done(request, now_ns))
 
     def restore(self, requests: Iterable[S], now_ns: int) -> list[tuple[S, ServingError]]:
-        """Queues taken requests again, to run once more. Returns the answers of those whose sequences are gone."""
+        """Queues requests again that were taken but could not run.
+
+        Returns those whose sequences were cancelled, each with its error.
+        """
         lost = [request for request in requests if not self._put_back(request, now_ns)]
         return [(request, _cancelled(request)) for request in lost]
 
     def dropped(self, request: S, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Notes that a taken request will never run. Returns the answers of all that wait behind it."""
+        """Notes that a taken request will never run. Returns the requests of its sequence that wait, each with its error."""
         answers = [] if request.live.cancelled else self._lose(request, _cancelled(request))
         self.done([request], now_ns)
         return answers
 
     def tick(self, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends silent sequences and expired requests. Returns the answers of these, and of all that wait behind them."""
+        """Ends silent sequences, and those of expired requests. Returns the requests that fail by that, each with its error."""
         for live in self.table.close_idle(now_ns):
             self._look(live)
         answers: list[tuple[S, ServingError]] = []
@@ -107,7 +117,7 @@ class SequenceBatcher(Generic[S]):
         return answers
 
     def _lose(self, request: S, error: ServingError) -> list[tuple[S, ServingError]]:
-        """Ends the sequence of a request. Returns the answers of its waiting requests."""
+        """Ends the sequence of a request that failed with ``error``. Returns its waiting requests, each with its error."""
         live: LiveSequence[S] = request.live
         if live.ready and live.slot is not None:
             self._strategies[live.slot.instance].withdraw(live)
@@ -125,7 +135,7 @@ class SequenceBatcher(Generic[S]):
         return True
 
     def _look(self, live: LiveSequence[S] | None) -> None:
-        """Gives a sequence to its instance's strategy, if it has become ready."""
+        """Gives a sequence to its instance's strategy, if its first waiting request may run."""
         if live is not None and live.ready and live.slot is not None:
             if self._attach is not None:
                 self._attach(live.waiting[0])
@@ -134,38 +144,38 @@ class SequenceBatcher(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Begins requests of the first instance that came together, one row each, if no others wait.
+        """Begins to run requests that came together on the first instance, one row each, if no other requests wait.
 
-        They need not arrive, be taken and be done one by one.
+        This saves ``arrived``, ``take`` and ``done`` for each of them. It stops at the first request that has to wait, is of a
+        sequence that runs, or is to be refused; that request and those after it have not arrived.
 
-        Returns the sequences of the first ones, which run now; ``have_run`` is to be called when they have. The others have not
-        arrived: one of a sequence that runs, or one that has to wait, or is to be refused.
+        Returns the sequences of the requests that begin, in the order of ``asked``; call ``have_run`` when they have run.
         """
         self.table.close_idle(now_ns)
         return self.table.run_now(asked)
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Notes that sequences that ``run_now`` began have run, well or not."""
+        """Notes that the requests of sequences that ``run_now`` returned have run, successfully or not."""
         self.table.have_run(chosen, now_ns)
 
     def at_once(self, key: Hashable) -> int:
-        """Implements ``Planner.at_once``."""
+        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
         return self._strategies[0].at_once(key)
 
     # ---------------------------------------------------------------------------------------------------------- batches
 
     @property
     def next_tick_ns(self) -> int:
-        """When ``tick`` is worth a call, perhaps too early; 0: never."""
+        """The earliest time at which ``tick`` may have something to do, in ns; 0: never."""
         return self.table.next_tick_ns
 
     @property
     def lives(self) -> bool:
-        """Returns False: while no request waits, only silent sequences need a call (``silent_ns`` of its table)."""
+        """Always False: while no request waits only silent sequences have to be ended (at ``silent_ns`` of ``table``)."""
         return False
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[S]:
-        """Implements ``Planner.decide``."""
+        """Returns what the dispatcher should do now for a free instance; None: nothing until a request comes or a run ends."""
         return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:
@@ -173,48 +183,48 @@ class SequenceBatcher(Generic[S]):
         return self._strategies[instance].due_ns()
 
     def take(self, now_ns: int, instance: int = 0) -> list[S]:
-        """Removes and returns the next batch of a free instance; empty when none is due.
+        """Removes and returns the requests of a free instance's next batch; empty if no batch is due.
 
-        Each request has its slot; batches of strategy "direct" are in the order of slots.
+        Each returned request has its ``slot`` set; with Triton's strategy "direct" they are in the order of their slots.
         """
         return [self.table.take(live) for live in self._strategies[instance].take(now_ns)]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Bounds the rows of a key that run at once from now on; 0: as many as of any other key."""
+        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
         for strategy in self._strategies:
             strategy.limit(key, rows)
 
     # -------------------------------------------------------------------------------------------------------------- end
 
     def end_delays(self) -> None:
-        """Stops delaying requests, because no others will come to join them."""
+        """Stops delaying requests for fuller batches, because no more requests will come."""
         for strategy in self._strategies:
             strategy.end_delays()
 
     def stop(self) -> None:
-        """Refuses new sequences from now on; those that live may go on."""
+        """Refuses new sequences from now on; existing sequences may go on."""
         self.table.stopping = True
         self.end_delays()
 
     def close(self, correlation_id: int | str) -> None:
-        """Forgets the id of a sequence that goes on elsewhere; its waiting requests still run."""
+        """Ends a sequence once its waiting requests have run; later requests of its id do not join it."""
         self._look(self.table.close(correlation_id))
 
     def close_client(self, client: int) -> None:
-        """Ends the sequences whose last request came on that client's lane, which is gone; what waits of them still runs."""
+        """Ends the sequences whose last request came from a client whose lane (by number) is gone; waiting requests still run."""
         for live in [live for live in self.table.sequences() if live.client == client and not live.closed]:
             self.close(live.correlation_id)
 
     def close_all(self) -> None:
-        """Ends every sequence once its waiting requests have run, because nobody will send more."""
+        """Ends every sequence once its waiting requests have run, because no more requests will come."""
         self.table.forget_all()
         for live in self.table.close_idle():
             self._look(live)
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Ends an instance's sequences that have begun, because their state is gone; each client is told so once.
+        """Ends an instance's sequences that have begun, because their state is lost; each client gets that error once.
 
-        Returns the answers of all of them that wait; where nothing waits, the next request is told.
+        Returns their waiting requests, each with its error; where none waits or runs, the sequence's next request gets the error.
         """
         answers: list[tuple[S, ServingError]] = []
         for live in self.table.begun(instance):
@@ -228,7 +238,7 @@ class SequenceBatcher(Generic[S]):
         return answers
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that each ready sequence is with its instance, and nowhere else."""
+        """Asserts, for tests, that the table and the strategies of all instances are consistent."""
         self.table.check_invariants()
         for strategy in self._strategies:
             strategy.check_invariants()

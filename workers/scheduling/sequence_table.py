@@ -1,11 +1,10 @@
-"""The live sequences of one model version: which has a slot, which waits for one, and which was silent too long.
+"""Keeps the live sequences of one model version: which have a slot, which wait for a slot, and which were silent too long.
 
     admit ─▶ a free slot ────────────────▶ taken ─▶ done ─▶ taken ... ─▶ END done, or idle: the slot goes to the backlog's head
           └▶ backlog: whole sequences ──▶ (first come, first served)
 
-Pure. It says which sequences have become ready; ``tensord.workers.scheduling.sequence_batcher`` makes batches of them. Its
-rule: requests of a sequence run in their order and without a hole, so where one is lost before it ran, all that wait of it are
-refused.
+Pure. The table tells which sequences have become ready; ``tensord.workers.scheduling.sequence_batcher`` makes batches of them.
+Requests of a sequence run in their order and without a gap: if one is lost before it ran, all waiting ones of it are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MOST_LOST = 4096
 
 @dataclass(frozen=True, slots=True)
 class SequenceRules:
-    """How one model version treats sequences."""
+    """The limits of one model version's sequences: slots, idle time, waiting requests."""
 
     #: Slots of each instance.
     slots: int = 1
@@ -82,7 +81,7 @@ class SequenceTable(Generic[S]):
         return len(self._backlog)
 
     def with_slot(self, now_ns: int) -> int:
-        """Returns how many sequences have a slot, without those that have been silent too long and are still to be ended."""
+        """Returns how many sequences have a slot, not counting those that were silent too long and are still to be ended."""
         silent = 0
         for since_ns in self._idle.values():
             if since_ns + self._rules.idle_ns > now_ns:
@@ -96,15 +95,16 @@ class SequenceTable(Generic[S]):
         return self._slots.free
 
     def find(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns the sequence that a request of an id without START would join, or None."""
+        """Returns the sequence that a request with this id and without START would join, or None."""
         return self._live.get(correlation_id)
 
     # -------------------------------------------------------------------------------------------------------- admission
 
     def admit(self, request: S) -> LiveSequence[S]:
-        """Queues a request. Returns its sequence, which may be ready now.
+        """Queues a request in its sequence, or in a new one if it has START. Returns the sequence, which may be ready to run now.
 
-        Raises: InvalidArgument, Unavailable: why not; then nothing has changed.
+        Raises: InvalidArgument: the request fits no sequence; Unavailable: there is no room, the worker is about to end, or the
+        sequence's state was lost. Then the request is not queued.
         """
         correlation_id, start, end = request.controls
         if request.rows > 1:
@@ -158,9 +158,10 @@ class SequenceTable(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
-        """Begins requests that run now, together, if no others wait, as ``admit`` and ``take`` of each would.
+        """Begins to run requests together, if no other requests wait: it does what ``admit`` and ``take`` would do for each.
 
-        Returns the sequences of the first ones. It ends before one that has to wait, or is to be refused: ``admit`` says why.
+        Returns the sequences of the requests that begin, in the order of ``asked``. It stops before the first request that has to
+        wait or is to be refused (``admit`` raises the reason).
         """
         chosen: list[LiveSequence[S]] = []
         if self._waiting or self._lost or self._rules.iterative:
@@ -182,7 +183,7 @@ class SequenceTable(Generic[S]):
         return chosen
 
     def have_run(self, chosen: Iterable[LiveSequence[S]], now_ns: int) -> None:
-        """Notes that sequences that ``run_now`` began have run."""
+        """Notes that the requests of sequences that ``run_now`` returned have run."""
         idle = self._idle
         for live in chosen:
             live.running = False
@@ -192,7 +193,7 @@ class SequenceTable(Generic[S]):
                 idle[live] = now_ns
 
     def _begin_now(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Returns a new sequence whose first request runs now, or None where it has to wait or is to be refused."""
+        """Returns a new sequence whose first request runs now, or None if the request has to wait or is to be refused."""
         if not correlation_id or self.stopping or not self._slots.free:
             return None
         try:
@@ -219,7 +220,10 @@ class SequenceTable(Generic[S]):
         return request
 
     def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
-        """Notes that a request has run. Returns the sequence that has become ready: its own, or one out of the backlog."""
+        """Notes that a request has run.
+
+        Returns the sequence that becomes ready by that (its own, or the backlog's first), or None.
+        """
         live = request.live
         live.running = False
         if live.waiting:
@@ -230,7 +234,10 @@ class SequenceTable(Generic[S]):
         return None
 
     def restore(self, request: S) -> LiveSequence[S] | None:
-        """Puts a taken request back as the first of its sequence. None: the sequence was cancelled; call ``done``."""
+        """Puts a request that was taken back as the first of its sequence.
+
+        Returns the sequence; None: it is cancelled, call ``done``.
+        """
         live = request.live
         if live.cancelled:
             return None
@@ -242,7 +249,10 @@ class SequenceTable(Generic[S]):
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
-        """Gives the slot of a sequence to the first of the backlog, which is returned."""
+        """Ends a sequence and gives its slot to the first sequence of the backlog.
+
+        Returns that one; None: the backlog is empty.
+        """
         slot = live.slot
         assert slot is not None
         del self._holders[slot]
@@ -256,7 +266,7 @@ class SequenceTable(Generic[S]):
         return first
 
     def hold(self, live: LiveSequence[S], parameters: object | None) -> None:
-        """Has a sequence go on with some parameters; None: with the newest of main."""
+        """Sets the parameters that a sequence goes on with; None: always the newest of the parameter set ``main``."""
         self.holding += (parameters is not None) - (live.parameters is not None)
         live.parameters = parameters
 
@@ -273,7 +283,10 @@ class SequenceTable(Generic[S]):
     # ----------------------------------------------------------------------------------------------------------- ending
 
     def cancel(self, live: LiveSequence[S]) -> tuple[list[S], LiveSequence[S] | None]:
-        """Ends a sequence, because one of its requests is lost. Returns those that waited, and which has become ready."""
+        """Ends a sequence, because a request of it is lost.
+
+        Returns its waiting requests, and the sequence that gets its slot, if any.
+        """
         refused = list(live.waiting)
         live.waiting.clear()
         live.cancelled = True
@@ -290,7 +303,7 @@ class SequenceTable(Generic[S]):
         return refused, None
 
     def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
-        """Has the next request of a lost sequence's id refused with the reason, unless that starts it again."""
+        """Records that a sequence's state was lost, so that the next request of its id gets that error, unless it has START."""
         if not live.closed:
             self._lost.pop(live.correlation_id, None)
             self._lost[live.correlation_id] = now_ns
@@ -298,7 +311,10 @@ class SequenceTable(Generic[S]):
             del self._lost[next(iter(self._lost))]
 
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
-        """Forgets an id, if it is live; its queued requests run. Returns the sequence that has become ready."""
+        """Ends the sequence of an id, if any, once its waiting requests have run.
+
+        Returns the sequence that gets its slot, or None.
+        """
         live = self._live.get(correlation_id)
         return None if live is None else self._close(live)
 
@@ -307,7 +323,10 @@ class SequenceTable(Generic[S]):
         return self._free(live) if self._idle.pop(live, None) is not None else None
 
     def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
-        """Ends sequences that were silent too long; without a time, all idle ones. Returns those that have become ready."""
+        """Ends sequences that were silent too long; without ``now_ns`` all idle ones.
+
+        Returns the sequences that get their slots.
+        """
         ready: list[LiveSequence[S]] = []
         while self._idle:
             live, since_ns = next(iter(self._idle.items()))
@@ -318,13 +337,13 @@ class SequenceTable(Generic[S]):
         return ready
 
     def forget_all(self) -> None:
-        """Forgets all ids; what is queued runs."""
+        """Ends all sequences once their waiting requests have run; no further requests can join them."""
         for live in list(self._live.values()):
             self._forget(live)
 
     @property
     def next_tick_ns(self) -> int:
-        """When a request expires or a silent sequence's slot is due to the backlog, perhaps too early; 0: never."""
+        """The earliest time at which a request may expire, or the backlog may get a silent sequence's slot, in ns; 0: never."""
         earliest = self.expiries.earliest_ns
         moments = [] if earliest is None else [earliest]
         if self._idle and self._backlog:
@@ -332,13 +351,13 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     def silent_ns(self, now_ns: int) -> int:
-        """Returns a moment before which no sequence will have been silent too long, whatever comes and goes meanwhile."""
+        """Returns a time (ns) before which no sequence can have been silent too long, whatever requests come until then."""
         return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
     # ----------------------------------------------------------------------------------------------------------- looking
 
     def begun(self, instance: int) -> list[LiveSequence[S]]:
-        """Returns the sequences that have run on an instance."""
+        """Returns an instance's live sequences of which at least one request was taken to be run."""
         return [live for slot, live in self._holders.items() if slot.instance == instance and live.begun]
 
     def sequences(self) -> Iterable[LiveSequence[S]]:
@@ -347,7 +366,7 @@ class SequenceTable(Generic[S]):
         yield from self._backlog
 
     def records(self, now_ns: int, most: int) -> list[dict[str, str | float | None]]:
-        """Describes so many sequences at most, for operators: id, slot, requests that wait, seconds without one."""
+        """Describes at most ``most`` sequences for operators: id, slot, state, waiting requests, seconds without a request."""
         return [
             {
                 "id": live.correlation_id,

@@ -23,7 +23,7 @@ class Slots:
         self._fresh = 0
 
     def take(self) -> Slot:
-        """Takes the lowest free slot."""
+        """Marks the lowest free slot as used and returns it; a slot must be free."""
         self.free -= 1
         # Whatever was used before is lower than what never was.
         if self._freed:
@@ -33,7 +33,7 @@ class Slots:
         return Slot(number, instance)
 
     def give_back(self, slot: Slot) -> None:
-        """Frees a slot."""
+        """Marks a used slot as free."""
         self.free += 1
         heapq.heappush(self._freed, slot)
 

@@ -1,14 +1,15 @@
 """Decides which requests of a stepped model have a slot, and which of them take part in the next step.
 
-Pure: it knows neither the device nor the time. ``tensord.workers.dispatch.stepping`` runs what it decides and reports the
-results.
+Pure: the batcher knows neither the device nor the time. ``tensord.workers.dispatch.stepping`` runs what it decides and reports
+the results.
 
     request ─▶ waits ─▶ take: a slot ─▶ step ─▶ step ─▶ ... ─▶ finished, or its last step ─▶ gone, the slot is free
                  │                        └──▶ cancelled, or failed with all others ─▶ gone, the slot is free
                  └──▶ cancelled, or its time is up: refused
 
-A step is given to the device before the one before it is read, so that the device never waits for us: ``AHEAD`` steps are on
-their way. A step's result for a slot belongs to the request that took part in it, not to one that has the slot by then.
+A step is given to the device before the results of the previous step are read, so that the device never waits for the host:
+``AHEAD`` steps are on their way. A step's result for a slot belongs to the request that took part in the step, not to a request
+that has got the slot since.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ EMITS, FINISHED = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The limits of stepping for one model version."""
+    """The limits of one version of a stepped model: slots, steps of a request, and insertions between steps."""
 
     #: Requests that take part in steps at a time.
     slots: int
@@ -43,7 +44,7 @@ class StepRules:
 
 
 class SlotHolder(Generic[W]):
-    """One request's stay in a slot."""
+    """A request to a stepped model that has a slot, and how far it is."""
 
     __slots__ = ("left", "number", "paused", "request", "steps")
 
@@ -62,7 +63,7 @@ class SlotHolder(Generic[W]):
 
 
 class Step(NamedTuple, Generic[W]):
-    """One step of all slots: who takes part in it."""
+    """One step of a stepped model: which requests take part, for which it is the last step, and which slots are left out."""
 
     #: Requests that take part, and slots for which it is the last step.
     holders: Sequence[SlotHolder[W]]
@@ -73,7 +74,7 @@ class Step(NamedTuple, Generic[W]):
     goes_on: bool = False
 
     def parts(self, groups: Sequence[Sequence[SlotHolder[W]]]) -> list[Step[W]]:
-        """Returns the step in parts, which are to be run one after the other: each leaves the others' slots alone."""
+        """Splits the step into one part for each group of requests, to be run one after the other, each for its group's slots."""
         numbers = [frozenset([holder.number for holder in group]) for group in groups]
         whole = frozenset().union(*numbers)
         return [
@@ -94,7 +95,7 @@ class SlotAnswer(NamedTuple, Generic[W]):
 
 
 class StepBatcher(QueuePlanner[W]):
-    """Plans insertions and steps of one version of a stepped model."""
+    """Plans which requests to one version of a stepped model get a slot, and which take part in each step."""
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
         super().__init__(queue)
@@ -112,7 +113,10 @@ class StepBatcher(QueuePlanner[W]):
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
-        """Cancels a request. Returns its answer, if it waited; one that has a slot leaves it."""
+        """Cancels a request.
+
+        Returns it with its error if it waited; if it has a slot, frees the slot and returns an empty list.
+        """
         refused = super().cancelled(request)
         if not refused:
             self._leave(request)
@@ -120,11 +124,11 @@ class StepBatcher(QueuePlanner[W]):
 
     @property
     def lives(self) -> bool:
-        """True while a request has a slot, or a step is on its way."""
+        """True while a request has a slot, or a step was given to the device and is not read."""
         return bool(self._holders) or self._on_their_way > 0
 
     def decide(self, now_ns: int, instance: int = 0) -> Decision[W]:
-        """Implements ``Planner.decide``: a batch is requests that get their slots."""
+        """Returns what the dispatcher should do now; ``Run`` means that waiting requests may get slots."""
         return decide(self, now_ns, instance)
 
     def due_ns(self, instance: int = 0) -> int | None:
@@ -133,7 +137,10 @@ class StepBatcher(QueuePlanner[W]):
         return None if head is None else head.since_ns
 
     def take(self, now_ns: int, instance: int = 0) -> list[W]:
-        """Gives slots to the next requests, which one call inserts; none where no more may begin before a step."""
+        """Gives slots to the next waiting requests and returns them, for one insertion.
+
+        Empty: none may begin before the next step.
+        """
         head = self._queue.head() if self._queue.size and self._free and self._room else None
         if head is None:
             return []
@@ -146,32 +153,35 @@ class StepBatcher(QueuePlanner[W]):
         return taken
 
     def done(self, requests: Iterable[W], now_ns: int) -> None:
-        """Frees the slots of requests that are over, well or not."""
+        """Frees the slots of requests that have ended, successfully or not."""
         for request in requests:
             self._leave(request)
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Frees the slot of a request that is not stepped any more; others go on."""
+        """Frees the slot of a request that will not be stepped any more.
+
+        Returns an empty list, because no other request fails.
+        """
         self._leave(request)
         return []
 
     def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """Queues requests again that could not be inserted."""
+        """Queues requests again that could not be inserted. Returns those that newer ones replace, each with its error."""
         self.done(requests, now_ns)
         return super().restore(requests, now_ns)
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Does nothing: every key has one program, whatever the rows."""
+        """Does nothing: the program of a key does not depend on the number of rows."""
 
     def at_once(self, key: Hashable) -> int:
-        """Returns 0: each request joins a slot of its own."""
+        """Always returns 0: requests to a stepped model have slots and do not share batches."""
         return 0
 
     def end_delays(self) -> None:
-        """Does nothing: no request waits for others to join it."""
+        """Does nothing: requests to a stepped model are never delayed for fuller batches."""
 
     def stop(self) -> None:
-        """Does nothing: requests that are there when the worker stops still run."""
+        """Does nothing: requests that wait or run when the worker is about to end still run."""
 
     # ------------------------------------------------------------------------------------------------------------ slots
 
@@ -184,7 +194,7 @@ class StepBatcher(QueuePlanner[W]):
         return list(self._holders)
 
     def _leave(self, request: W, known: bool = False) -> bool:
-        """Frees a request's slot, if it has one. ``known``: the device knows that the slot is free."""
+        """Frees a request's slot. Returns False if it has none. ``known``: the device itself has marked the slot as free."""
         holder = self._holders.pop(request, None)
         if holder is None:
             return False
@@ -196,7 +206,7 @@ class StepBatcher(QueuePlanner[W]):
         return True
 
     def pause(self, request: W) -> None:
-        """Leaves a request out of steps until ``resume``; it keeps its slot. Ignores one that has none."""
+        """Leaves a request out of steps until ``resume``, without freeing its slot. Ignores a request without a slot."""
         holder = self._holders.get(request)
         if holder is not None:
             holder.paused = True
@@ -214,7 +224,7 @@ class StepBatcher(QueuePlanner[W]):
             self._masked -= {holder.number}
 
     def step(self) -> Step[W] | None:
-        """Begins the next step. None: no request takes part, or enough steps are on their way."""
+        """Begins the next step and returns it; None: no request takes part, or ``AHEAD`` steps are on their way to the device."""
         if self._on_their_way >= AHEAD:
             return None
         self._room = self._rules.inserts_per_step
@@ -234,7 +244,7 @@ class StepBatcher(QueuePlanner[W]):
     # ------------------------------------------------------------------------------------------------------ what came of it
 
     def inserted(self, requests: Sequence[W], says: Sequence[int]) -> list[SlotAnswer[W]]:
-        """Takes the flags of an insertion, one for each request. Returns the requests' answers."""
+        """Takes the result flags (EMITS, FINISHED) of an insertion, one for each request. Returns the answers to send."""
         answers: list[SlotAnswer[W]] = []
         for row, (request, said) in enumerate(zip(requests, says, strict=False)):
             if request in self._holders and said:
@@ -244,9 +254,9 @@ class StepBatcher(QueuePlanner[W]):
     def stepped(
         self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
     ) -> tuple[list[SlotAnswer[W]], list[int]]:
-        """Takes the flags of the oldest step on its way, one for each slot.
+        """Takes the result flags (EMITS, FINISHED) of the oldest step that was given to the device, one for each slot.
 
-        Returns: the requests' answers; and the slots among ``joined`` that emit and go on.
+        Returns: the answers to send; and the slots marked in ``joined`` whose requests emit and go on, which are not among these.
         """
         self._on_their_way -= not step.goes_on
         answers: list[SlotAnswer[W]] = []
@@ -271,7 +281,7 @@ class StepBatcher(QueuePlanner[W]):
         return SlotAnswer(request, row, said & EMITS > 0, over)
 
     def failed(self) -> list[W]:
-        """Frees all slots, because the device's state is lost. Returns the requests that had one: they are over."""
+        """Frees all slots, because the device's state is lost. Returns the requests that had a slot, all of which fail."""
         lost = list(self._holders)
         self.done(lost, 0)
         # The device begins anew, and knows of nobody.
@@ -279,7 +289,7 @@ class StepBatcher(QueuePlanner[W]):
         return lost
 
     def check_invariants(self) -> None:
-        """Asserts, for tests, that each slot is free or one request's, and that who is stepped has one."""
+        """Asserts, for tests, that each slot is free or has one request, and that each stepped request has a slot."""
         self._queue.check_invariants()
         numbers = [holder.number for holder in self._holders.values()]
         assert sorted(numbers + self._free) == list(range(self._rules.slots))

@@ -9,10 +9,10 @@ N = TypeVar("N", bound=Hashable)
 
 
 def is_stuck(node: N, waits_for: Callable[[N], Iterable[N]]) -> bool:
-    """Returns whether a node waits for itself, or for others that do, and for nobody else.
+    """Returns whether a node is deadlocked: it and all nodes that it waits for, directly or through others, wait.
 
     Args:
-      waits_for: returns a node's alternatives: any one lets it go on; none: it goes on by itself.
+      waits_for: returns the nodes of which any one would let the given node go on; empty: it can go on by itself.
     """
     visited, left = {node}, [node]
     while left:
