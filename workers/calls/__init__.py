@@ -1,1 +1,1 @@
-"""Requests that models make to other models, from whichever thread, and what they wait for."""
+"""What a model's code may ask of the worker: requests to other models, loading them, metrics, spans and processes."""

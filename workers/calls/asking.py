@@ -1,4 +1,4 @@
-"""Functions of arrays by which host models and generators call other models (``tensord.models``)."""
+"""Calls other models from the code of host models and generators, with numpy arrays (``tensord.models``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tensord.workers.requests.result import Result
 
 
 class Own(TypedDict, total=False):
-    """Keyword arguments of a request besides its tensors."""
+    """The keyword arguments of a request to another model besides its tensors."""
 
     parameters: Mapping[str, Parameter]
     request_id: str
@@ -30,32 +30,35 @@ class Own(TypedDict, total=False):
 
 
 class Asked(Own, total=False):
-    """Keyword arguments of a call besides its tensors."""
+    """The keyword arguments of a call to another model besides its tensors."""
 
     #: 0: the newest.
     version: int
 
 
 class Pending:
-    """A call that was begun, whose result is to come."""
+    """A call to another model that was begun and whose result can be waited for."""
 
     def __init__(self, call: ModelCall) -> None:
         self._call = call
         self._answer: Result | None = None
 
     def result(self) -> dict[str, Array]:
-        """Waits for the outputs and returns them by name; they are read-only. Raises ServingError."""
+        """Waits for the outputs and returns them by name; they are read-only. Raises ServingError: the called model's error."""
         if self._answer is None:
             self._answer, _ = self._call.next()
         return _outputs(self._answer)
 
     def cancel(self) -> None:
-        """Cancels the call: nobody waits for it any more."""
+        """Cancels the call, because its result is not needed any more."""
         self._call.cancel()
 
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
-    """Begins a call. Raises InvalidArgument: an input is no array, or no model of a server runs this."""
+    """Begins a call to another model; its result is asked of the returned ``Pending``. ``outputs``: none: all outputs.
+
+    Raises InvalidArgument: an input is no array, or the caller is not the code of a model that works on a request.
+    """
     call = _call(model, inputs, outputs, own, streams=False)
     call.begin()
     return Pending(call)
@@ -64,7 +67,10 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
-    """Begins a call and iterates over its responses. Raises as ``begin``; ServingError: a response is one, and the last."""
+    """Begins a call to another model and returns an iterator over the outputs of its responses.
+
+    Raises InvalidArgument as ``begin`` does. The iterator raises ServingError where a response is an error, and ends.
+    """
     call = _call(model, inputs, outputs, own, streams=True)
     call.begin()
     return _responses(call)
@@ -121,14 +127,14 @@ def _outputs(result: Result | None) -> dict[str, Array]:
 
 
 def snapshot(array: Array) -> Array:
-    """Returns a read-only copy, because the array's owner may write to it, or a client's next request may."""
+    """Returns a read-only copy of an array, because the array's owner or a client's next request may overwrite the original."""
     made = strings(array) if array.dtype.kind in "SUO" else np.array(array)
     made.flags.writeable = False
     return made
 
 
 def check_sequence(sequence_id: int | str) -> None:
-    """Raises InvalidArgument if a call's sequence can have no such id."""
+    """Raises InvalidArgument if the value cannot be a sequence's id: a number beyond 64 bits, or too long a text."""
     if isinstance(sequence_id, int) and not 0 <= sequence_id < 1 << 64:
         raise InvalidArgument(f"correlation ID {sequence_id} is no unsigned number of 64 bits")
     if isinstance(sequence_id, str) and (size := len(sequence_id.encode())) > MAX_SEQUENCE_ID:

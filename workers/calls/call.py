@@ -1,9 +1,9 @@
-"""A model's request to another model, on the side of the calling thread.
+"""Represents a model's request to another model, for the calling thread.
 
     ModelCall ─▶ server (loop): an inner request ─▶ answered, answered, ... ─▶ next, next, ... in whichever thread takes them
                                                                   ◀─ took: there is room for a further response
 
-Where the model that is called answers with many responses, at most ``expert.max_ahead`` bytes of them wait here.
+If the called model answers with many responses, at most ``expert.max_ahead`` bytes of them are queued for the caller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from tensord.workers.requests.timeline import RequestTimeline
 
 
 class ModelCall:
-    """A call: ``begin`` once, then ``next`` until the last response. ``answered`` and ``abandoned`` are for the loop."""
+    """A call of another model: ``begin`` once, then ``next`` until the last response.
+
+    ``answered`` and ``abandoned`` are for the worker's loop.
+    """
 
     __slots__ = (
         "_answered",
@@ -60,12 +63,12 @@ class ModelCall:
     ) -> None:
         """
         Args:
-          prepared, own: the request but for its inputs and outputs.
-          arrays: the inputs; nobody writes to them any more.
+          prepared, own: the request without its inputs and requested outputs.
+          arrays: the inputs by name, which must not be written to any more.
           outputs: names of wanted outputs; none: all.
-          streams: whether any number of responses will be taken.
-          hint: the error where the model streams, and the call does not.
-          timeline: of the traced request that the call is traced with, if any.
+          streams: whether the caller takes any number of responses; False: exactly one.
+          hint: the error message if the called model streams although ``streams`` is False.
+          timeline: the timeline of the traced request that this call is traced with; None: it is not traced.
         """
         assert caller.port.server is not None
         self._server = caller.port.server
@@ -94,14 +97,14 @@ class ModelCall:
         self._first: Callable[[], None] | None = None
 
     def begin(self, by_coroutine: bool = False) -> None:
-        """Begins the call; the calling thread or coroutine has to wait for it next."""
+        """Sends the request to the worker's loop; the calling thread or coroutine must wait for the response next."""
         self._thread = 0 if by_coroutine else threading.get_ident()
         self._asked = 1
         self._server.begin(self)
 
     @property
     def thread(self) -> int:
-        """The thread that waits for the call; 0: none does."""
+        """The identifier of the thread that waits for a response to the call; 0: no thread waits."""
         return self._thread if self.is_awaited else 0
 
     @property
@@ -110,7 +113,7 @@ class ModelCall:
         return self._asked > self._answered
 
     def answered(self, result: Result | None, final: bool) -> None:
-        """Takes a response from the loop; None: only the end of the responses."""
+        """Passes a response from the loop to the caller. ``result``: None: no response, only the end of the responses."""
         self._answered += 1
         self._came.put((result, final))
         first, self._first = self._first, None
@@ -118,7 +121,7 @@ class ModelCall:
             first()
 
     def next(self) -> tuple[Result | None, bool]:
-        """Waits for the next response. Returns it, and whether it is the last; not to be called after that one."""
+        """Waits for the next response. Returns the response, and whether it is the last one, after which no call is allowed."""
         self._thread = threading.get_ident()
         self._taken += 1
         self._asked = self._taken
@@ -129,7 +132,7 @@ class ModelCall:
         return result, final
 
     def first(self) -> asyncio.Task[tuple[Result | None, bool]]:
-        """Waits for the first response in the running event loop. Cancelling the task cancels the call."""
+        """Returns a task of the running event loop that waits for the first response. Cancelling the task cancels the call."""
         waiting = asyncio.ensure_future(self._wait())
         waiting.add_done_callback(lambda done: self.cancel() if done.cancelled() else None)
         return waiting
@@ -154,12 +157,12 @@ class ModelCall:
             self._server.cancel(self)
 
     def stop(self) -> None:
-        """Tells the called model that it may stop; responses that it still sends come. Idempotent."""
+        """Asks the called model to stop; the caller still gets responses that the model sends after that. Idempotent."""
         if not self._over:
             self._server.stop(self)
 
     def abandon(self) -> None:
-        """Discards the responses that are still to come."""
+        """Discards the responses that are still to come, and lets the called model go on."""
         if not self._over:
             self._over = True
             self._server.abandon(self)

@@ -1,11 +1,11 @@
-"""Finds which model's code calls: by the context that the worker runs it in, and elsewhere by that code itself.
+"""Finds out which model's code is running: by its context variable, or else by the builtins of the code on the stack.
 
-    execute, and coroutines of it       the requests that it works on: what it calls ends with them
+    execute, and coroutines of it       the requests that it works on are known: its calls end with them
     threads that a model starts         only the model is known, not the request that they work for
-    initialize                          no calls, because the model is not served yet; it may have other models loaded
+    initialize                          no calls, because the model is not served yet; it may load other models
     auto_complete_config, finalize      no calls and no loads
 
-Python gives a coroutine the context of whoever began it, and a new thread none.
+Python gives a coroutine the context of the code that began it, and a new thread none.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 
 class CallServer(Protocol):
-    """Takes calls of models to the worker's loop, from any thread; a ``calls.call.ModelCall`` gets the responses."""
+    """The interface by which models' code in any thread reaches the worker's loop. ``call`` is a ``calls.call.ModelCall``."""
 
     def begin(self, call: Any) -> None:
-        """Has a call made."""
+        """Sends the request of a call to the called model; the call gets the responses."""
 
     def cancel(self, call: Any) -> None:
-        """Ends a call with an error, because nobody waits for it any more."""
+        """Ends a call with an error, because the caller does not wait for it any more."""
 
     def stop(self, call: Any) -> None:
-        """Asks the called model to stop; responses that it still sends are waited for."""
+        """Asks the called model to stop; the caller still takes the responses that it sends after that."""
 
     def took(self, call: Any) -> None:
-        """Notes that a response of a call was taken, and that there is room for a further one."""
+        """Notes that the caller has taken one response of a call, so that the called model may send a further one."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon carry out an operation for a ``ModelPort``. Waits for its answer. Raises ServingError."""
+        """Has the daemon carry out an operation for a model's ``ModelPort``, and returns its answer. Raises ServingError."""
 
     def abandon(self, call: Any) -> None:
-        """Lets a call go on whose responses nobody takes."""
+        """Lets a call go on but discards its responses, because the caller takes no more of them."""
 
 
 #: Name of the ``ModelPort`` among the builtins of a model's code.
@@ -54,22 +54,22 @@ PORT = "__tensord_port__"
 
 
 class Held(Protocol):
-    """A resource of a model that is to be closed with it."""
+    """A resource that a model's code has made outside of itself, to be closed when the model version ends."""
 
     def close(self) -> None:
         """Closes the resource. Idempotent."""
 
 
 class EndsLater(Held, Protocol):
-    """A resource that takes a while to end."""
+    """A resource of a model that takes a while to end after ``close``."""
 
     @property
     def ended(self) -> bool:
-        """True once it was closed and has ended."""
+        """True once the resource was closed and has ended."""
 
 
 class ModelPort:
-    """Connects the code of one loaded version with the rest of its worker."""
+    """Connects the code of one loaded model version with its worker: calls, metrics, resources."""
 
     def __init__(
         self,
@@ -81,8 +81,9 @@ class ModelPort:
     ) -> None:
         """
         Args:
-          server: None where nothing is served, as in a check.
-          code: makes a context that threads of the worker enter to run the model's code.
+          server: takes the calls that the code makes; None: nothing is served, so it may make none.
+          metrics: the registry of the worker's metrics; None: one of its own.
+          code: makes a context that the worker's threads enter to run the model's code.
         """
         self.name = name
         self.version = version
@@ -104,11 +105,11 @@ class ModelPort:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Its model and version."""
+        """The name and the version of the model."""
         return self.name, self.version
 
     def close(self) -> None:
-        """Closes the model's resources, because its version is gone."""
+        """Closes the resources that the model's code has made, because its version has ended."""
         for held in list(self.held):
             held.close()
 
@@ -117,7 +118,7 @@ class ModelPort:
 
 
 class CallerPhase(enum.Enum):
-    """A phase of a model's life, which decides what its code may ask for."""
+    """The phases of a model's life, which decide what its code may ask of the worker."""
 
     #: It may call, load and unload other models.
     SERVING = enum.auto()
@@ -128,7 +129,7 @@ class CallerPhase(enum.Enum):
 
 
 class Caller:
-    """A run of a model's code that may call other models. ``in_flight`` belongs to the worker's loop."""
+    """A run of a model's code that may call other models. ``in_flight`` is for the worker's loop only."""
 
     __slots__ = ("execution", "in_flight", "phase", "port", "requests")
 
@@ -142,7 +143,7 @@ class Caller:
         """
         Args:
           requests: the requests that the code works on.
-          execution: the execution that it is part of; None: it holds no instance.
+          execution: the ``Execution`` that the code is part of; None: the code does not keep an instance busy.
         """
         self.port = port
         self.requests = tuple(requests)
@@ -153,11 +154,11 @@ class Caller:
 
     @property
     def may_call(self) -> bool:
-        """True while other models may be called."""
+        """True while the code may call other models."""
         return self.phase is CallerPhase.SERVING and not (self is self.port.detached and self.port.loading)
 
     def close(self) -> None:
-        """Forgets the requests, which are done: a task that is left behind calls for none of them."""
+        """Forgets the requests, because they have ended: later calls by tasks that go on are not made for them."""
         self.requests, self.execution = (), None
 
     def __repr__(self) -> str:
@@ -165,7 +166,10 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """Returns ``caller()``. Raises InvalidArgument if this process was forked, where no answer from the worker would come."""
+    """Returns which model's code is running (``caller``), or None. Raises InvalidArgument: this is a forked process.
+
+    In a process that the model's code has forked no answer from the worker would come.
+    """
     found = caller()
     if found is not None and found.port.process != (here := os.getpid()):
         raise InvalidArgument(
@@ -180,7 +184,7 @@ _current: ContextVar[Caller] = ContextVar("caller")
 
 @contextlib.contextmanager
 def calling(caller: Caller) -> Iterator[Caller]:
-    """Makes ``caller`` the caller of code that runs within the block."""
+    """Runs the block as code of ``caller``'s model: ``current`` returns ``caller`` there."""
     token = _current.set(caller)
     try:
         yield caller
@@ -191,12 +195,12 @@ def calling(caller: Caller) -> Iterator[Caller]:
 
 
 def current() -> Caller | None:
-    """Returns the caller in whose context this code is run; None: in none, as in a thread that a model has started."""
+    """Returns the ``Caller`` of the running context; None: there is none, as in a thread that a model's code has started."""
     return _current.get(None)
 
 
 def caller() -> Caller | None:
-    """Returns the caller that this code is run by, or None where it is no model's code."""
+    """Returns the ``Caller`` of the model whose code is running or is next on the stack, or None if no model's code is."""
     found = _current.get(None)
     if found is not None:
         return found

@@ -1,7 +1,7 @@
-"""Registers the metrics that models of one worker keep themselves: counters, gauges and histograms, by family and labels.
+"""Registers the metrics that models' code on one worker makes: counters, gauges and histograms, by family and labels.
 
-A family, and each metric in it, exists as long as somebody holds it who has made it. Makers of one name share one family. Any
-thread may use it.
+A family, and each metric in it, exists as long as one of its holders (models' objects that made it) does. Holders that make a
+family of the same name share it. Any thread may use the registry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class MetricKind(enum.Enum):
-    """The kind of a family's metrics."""
+    """The kinds of metrics; all metrics of a family are of one kind."""
 
     #: It only grows.
     COUNTER = "counter"
@@ -41,7 +41,7 @@ class MetricKind(enum.Enum):
 
 
 class Value:
-    """The value of one metric. ``counts``: of a histogram, the values in each bucket."""
+    """The value of one metric. ``counts``: how many values each bucket of a histogram has."""
 
     __slots__ = ("buckets", "counts", "holders", "sum")
 
@@ -66,7 +66,7 @@ class _Family:
 
 
 class MetricRegistry:
-    """The metrics that models of one worker keep themselves."""
+    """The metrics that models' code on one worker has made, by family and labels."""
 
     def __init__(self) -> None:
         #: Reentrant: the garbage collector may release a family while this thread holds the lock.
@@ -75,7 +75,11 @@ class MetricRegistry:
         self._count = 0
 
     def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
-        """Makes a family, or shares the one of that name. Raises InvalidArgument."""
+        """Adds a holder to the family of that name, which is made if there is none. ``owner``: the holder's model and version.
+
+        Raises InvalidArgument: the name or description is malformed, or the family is of another kind; Unavailable: there are too
+        many families.
+        """
         if not _NAME.fullmatch(name):
             raise InvalidArgument(f"'{name[:100]}' cannot be the name of a metric")
         if name.startswith(_TAKEN):
@@ -96,7 +100,7 @@ class MetricRegistry:
             family.owners.append(owner)
 
     def release(self, name: str, owner: tuple[str, int], held: Sequence[Labels]) -> None:
-        """Releases a family and metrics that its holder made in it."""
+        """Ends a holder's part in a family, and in its metrics with the labels ``held``; what has no holder left is removed."""
         with self._lock:
             family = self._families[name]
             for labels in held:
@@ -111,7 +115,11 @@ class MetricRegistry:
                 del self._families[name]
 
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> tuple[Labels, Value]:
-        """Makes or shares a metric of a held family, to be released with it. Raises InvalidArgument, Unavailable."""
+        """Returns the metric of a family with these labels, made if there is none, and its key for ``release``.
+
+        ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: the labels or buckets are malformed, or the buckets
+        differ from the metric's; Unavailable: there are too many metrics.
+        """
         key = _checked_labels(name, labels)
         with self._lock:
             family = self._families[name]
@@ -130,7 +138,7 @@ class MetricRegistry:
             return key, value
 
     def increment(self, kind: MetricKind, value: Value, by: float) -> None:
-        """Adds to a counter or a gauge. Raises InvalidArgument, Unsupported."""
+        """Adds ``by`` to a counter or gauge. Raises InvalidArgument: a counter would fall; Unsupported: it is a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         if kind is MetricKind.COUNTER and not by >= 0:
@@ -141,14 +149,14 @@ class MetricRegistry:
             value.sum += by
 
     def set(self, kind: MetricKind, value: Value, to: float) -> None:
-        """Sets a gauge. Raises Unsupported."""
+        """Sets a gauge to a value. Raises Unsupported: the metric is no gauge."""
         if kind is not MetricKind.GAUGE:
             raise _unsupported()
         with self._lock:
             value.sum = to
 
     def observe(self, kind: MetricKind, value: Value, observed: float) -> None:
-        """Adds a value to a histogram. Raises InvalidArgument, Unsupported."""
+        """Adds a value to a histogram. Raises InvalidArgument: the value is NaN; Unsupported: the metric is no histogram."""
         if kind is not MetricKind.HISTOGRAM:
             raise _unsupported()
         if math.isnan(observed):
@@ -158,13 +166,13 @@ class MetricRegistry:
             value.sum += observed
 
     def value(self, kind: MetricKind, value: Value) -> float:
-        """Returns the value of a counter or a gauge. Raises Unsupported."""
+        """Returns the value of a counter or a gauge. Raises Unsupported: the metric is a histogram."""
         if kind is MetricKind.HISTOGRAM:
             raise _unsupported()
         return value.sum
 
     def figures(self) -> tuple[OwnMetrics, ...]:
-        """Returns all metrics, as they are now."""
+        """Returns the present values of all metrics, by family."""
         with self._lock:
             return tuple(
                 OwnMetrics(

@@ -1,4 +1,4 @@
-"""Functions by which a model has the daemon load and unload other models, and asks whether they are ready."""
+"""Lets a model's code load and unload other models by the daemon, and ask whether they are ready."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ _MAX_BYTE_SIZE = 128 << 20
 
 
 class NotAllowed(InvalidArgument):
-    """Raised where code may not ask for other models."""
+    """Raised if the running code may not load, unload or ask about other models."""
 
 
 def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads a model, or loads it anew, and waits for that. Raises ServingError: it could not be loaded; NotAllowed.
+    """Loads or reloads a model, and waits until it is loaded.
+
+    Raises ServingError: the model could not be loaded; NotAllowed: the running code may not load models.
 
     Args:
-      config: a configuration in JSON that takes the place of its config.pbtxt.
-      files: ``file:<version>/<name>`` -> content; the model consists of these.
+      config: a configuration in JSON that is used instead of the model's config.pbtxt; "": none.
+      files: ``file:<version>/<name>`` -> content, of which the model consists; None: its files in the repository.
     """
     given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
     total = sum(map(len, given.values()))
@@ -34,12 +36,15 @@ def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) 
 
 
 def unload(name: str, dependents: bool = False) -> None:
-    """Begins to unload a model; ``dependents``: with its models, where it is an ensemble. Raises ServingError; NotAllowed."""
+    """Begins to unload a model. ``dependents``: if it is an ensemble, its models are unloaded too.
+
+    Raises ServingError: the daemon refused; NotAllowed: the running code may not unload models.
+    """
     _ask(UnloadModel(name, dependents))
 
 
 def is_ready(name: str, version: int = 0) -> bool:
-    """Returns whether a version, or any (0), answers requests. Raises NotAllowed."""
+    """Returns whether a version of a model answers requests; 0: any version. Raises NotAllowed: the code may not ask."""
     return bool(json.loads(_ask(ModelReady(name, version))))
 
 

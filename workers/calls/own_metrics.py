@@ -1,4 +1,4 @@
-"""Metrics that a model keeps itself: shown as long as it holds them, and no longer than its version is served.
+"""Metrics that a model's code makes: they are shown as long as the code holds their objects and the version is served.
 
 counter, gauge, histogram ─▶ a family that is held ─▶ MetricRegistry ─▶ figures ─▶ /metrics
 """
@@ -14,10 +14,13 @@ from tensord.workers.calls.metric_registry import Labels, MetricKind, MetricRegi
 
 
 class HeldFamily:
-    """One holder's share of a metric family: the metrics that it has made there."""
+    """One holder of a metric family, and the metrics that it has made in the family."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes or shares a family. Raises InvalidArgument: it is malformed, exists as another kind, or no model makes it."""
+        """Makes a family, or joins the family of that name.
+
+        Raises InvalidArgument: name or description is malformed, the family is of another kind, or no model's code is running.
+        """
         found = caller()
         if found is None:
             raise InvalidArgument("it is no model that makes it")
@@ -31,7 +34,7 @@ class HeldFamily:
 
     @property
     def registry(self) -> MetricRegistry:
-        """The registry. Raises InvalidArgument, in Triton's words: the family is held no longer."""
+        """The registry of the worker's metrics. Raises InvalidArgument, in Triton's words: this holder was closed."""
         if self._port is None:
             raise InvalidArgument(
                 "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. The 'MetricFamily' object "
@@ -40,13 +43,17 @@ class HeldFamily:
         return self._port.metrics
 
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
-        """Returns the metric with these labels. Raises InvalidArgument, Unavailable."""
+        """Returns the metric of the family with these labels, which is made if there is none. ``buckets``: a histogram's bounds.
+
+        Raises InvalidArgument: the labels or buckets are malformed, or the buckets differ from the metric's; Unavailable: there are
+        too many metrics.
+        """
         key, value = self.registry.metric(self.name, labels, buckets)
         self._labels.append(key)
         return value
 
     def close(self) -> None:
-        """Releases the family and its metrics. Idempotent."""
+        """Ends this holder's part in the family and its metrics. Idempotent."""
         port, self._port = self._port, None
         if port is not None:
             port.held.discard(self)
@@ -54,14 +61,17 @@ class HeldFamily:
 
 
 class OwnMetric:
-    """A metric that a model keeps itself."""
+    """Base of the metrics that a model's code makes; each object is one metric of the family ``name``."""
 
     _kind: MetricKind
 
     def __init__(
         self, name: str, description: str, labels: Mapping[str, str] | None, buckets: Sequence[float] | None = None
     ) -> None:
-        """Makes a metric. Raises InvalidArgument: it is malformed, or exists as another kind. Unavailable: there are too many."""
+        """Makes a metric, or joins the one with the same name and labels.
+
+        Raises InvalidArgument: it is malformed, or exists as another kind; Unavailable: there are too many metrics.
+        """
         self._held = HeldFamily(name, description, self._kind)
         self._value = self._held.metric(labels or {}, buckets)
 
@@ -74,27 +84,27 @@ class OwnMetric:
 
 
 class Counter(OwnMetric):
-    """A metric that only grows."""
+    """A counter that a model's code makes: a metric that only grows."""
 
     _kind = MetricKind.COUNTER
 
     def increment(self, by: float = 1) -> None:
-        """Adds to the counter. Raises InvalidArgument: ``by`` is less than 0."""
+        """Adds ``by`` to the counter. Raises InvalidArgument: ``by`` is less than 0."""
         self._held.registry.increment(self._kind, self._value, float(by))
 
     @property
     def value(self) -> float:
-        """The count of this worker since the family exists in it."""
+        """The metric's value on this worker; a new family's metrics begin with 0."""
         return self._held.registry.value(self._kind, self._value)
 
 
 class Gauge(Counter):
-    """A metric that goes up and down; with several workers each shows its own."""
+    """A gauge that a model's code makes: a metric that goes up and down. With several workers each shows its own value."""
 
     _kind = MetricKind.GAUGE
 
     def increment(self, by: float = 1) -> None:
-        """Adds to the gauge; ``by`` may be less than 0."""
+        """Adds ``by`` to the gauge; ``by`` may be less than 0."""
         super().increment(by)
 
     def set(self, to: float) -> None:
@@ -102,10 +112,10 @@ class Gauge(Counter):
 
 
 class Histogram(OwnMetric):
-    """A metric that counts values by size."""
+    """A histogram that a model's code makes: a metric that counts values by size."""
 
     _kind = MetricKind.HISTOGRAM
 
     def observe(self, value: float) -> None:
-        """Adds a value. Raises InvalidArgument: it is no number."""
+        """Adds a value to the histogram. Raises InvalidArgument: the value is NaN."""
         self._held.registry.observe(self._kind, self._value, float(value))

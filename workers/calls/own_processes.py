@@ -1,10 +1,10 @@
-"""Finds the processes that a model has started, and ends them with it.
+"""Finds the processes that a model's code has started, and ends them when the model ends.
 
-Whatever Python starts a process with asks whose code calls it: a model's, a thread's that such code began, or a library's on
-behalf of either. An executed program gets a mark of the model in its environment, which all it starts inherits; a process that
-was forked is remembered, and what it executes has the mark. When the model is gone:
+Python's functions that start processes are patched to find out whose code calls them: a model's, a thread's that such code has
+started, or a library's on behalf of either. An executed program gets an environment variable that marks the model, which its
+children inherit; a forked process is recorded, and programs that it executes have the mark. When the model has ended:
 
-    a moment for those that end by themselves ─▶ SIGTERM ─▶ a moment ─▶ SIGKILL, until there is none
+    wait for those that end by themselves ─▶ SIGTERM ─▶ wait ─▶ SIGKILL, until no process is left
 
 Processes that models share, the resource tracker and the fork server of multiprocessing, belong to no model. They end with the
 worker.
@@ -46,7 +46,7 @@ _PORT = "_tensord_port"
 
 
 class OwnProcesses:
-    """The processes that one load of a model has started. Any thread may use it."""
+    """The processes that the code of one load of a model has started. Any thread may use it."""
 
     _serials = itertools.count(1)
 
@@ -62,13 +62,13 @@ class OwnProcesses:
 
     @property
     def ended(self) -> bool:
-        """True once it was closed and all processes are gone."""
+        """True once ``close`` was called and all of the model's processes have ended."""
         return self._ending is not None and not self._ending.is_alive()
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables that mark a program that is executed for the model.
+        """Returns the environment variables that mark a program as executed by the model's code.
 
-        Raises OSError: the model is gone, and what it has left behind, the thread of a pool say, starts nothing more.
+        Raises OSError: the model has ended, so that code of it that still runs (a pool's thread, say) must not start processes.
         """
         if self._closed:
             raise OSError(errno.ECANCELED, f"model '{self._name}' is unloaded, and starts no more processes")
@@ -77,7 +77,7 @@ class OwnProcesses:
         return {MODEL_MARK: self._mark} | ({} if worker is None else {MARK: worker})
 
     def forked(self, pid: int) -> None:
-        """Adds a process that the model has forked."""
+        """Records a process that the model's code has forked."""
         found = marked_processes.look(pid)
         with self._lock:
             if found is not None:
@@ -87,7 +87,7 @@ class OwnProcesses:
                 self._prune_at = 2 * len(self._forked) + 64
 
     def close(self) -> None:
-        """Begins to end the model's processes, because it is gone. Idempotent."""
+        """Begins to end the model's processes in a thread, because the model has ended. Idempotent."""
         with self._lock:
             self._closed = True
             if self._ending is None:
@@ -125,14 +125,14 @@ class OwnProcesses:
         )
 
     def _wait(self, seconds: float) -> list[Found]:
-        """Waits for the processes to end. Returns those that are still there after ``seconds``."""
+        """Waits up to ``seconds`` for the processes to end. Returns those that still run."""
         until = time.monotonic() + seconds
         while (found := self._found()) and time.monotonic() < until:
             time.sleep(_INTERVAL)
         return found
 
     def _found(self) -> list[Found]:
-        """Returns processes that live, with those that they have started."""
+        """Returns the model's processes that still run, and all their descendants."""
         variable = f"{MODEL_MARK}={self._mark}".encode()
         everybody = marked_processes.everybody()
         with self._lock:
@@ -157,7 +157,7 @@ def _worker_mark() -> str:
 
 
 def _owner() -> OwnProcesses | None:
-    """Returns the owner of a process that this thread starts now; None: no model."""
+    """Returns the ``OwnProcesses`` of the model whose code starts a process in this thread now; None: no model's code does."""
     if getattr(_thread, "undertakes", False):
         return None
     found = caller()
@@ -181,7 +181,7 @@ def _owner() -> OwnProcesses | None:
 
 
 def prepare() -> None:
-    """Patches Python's functions that start processes and threads, to mark what models start. Idempotent."""
+    """Patches Python's functions that start processes and threads, so that those that models start are marked. Idempotent."""
     if hasattr(os.fork, "__wrapped__"):
         return
     executes = _fork_exec_for(_posixsubprocess.fork_exec)
@@ -289,9 +289,9 @@ _undertaker: list[subprocess.Popen[bytes]] = []
 
 
 def _ensure_undertaker() -> None:
-    """Starts, with the first process of a model, one that ends models' processes once this worker has died.
+    """Starts, before the first process of a model, a process that ends all models' processes once this worker has died.
 
-    A supervisor that is killed takes its workers with it, and then nobody else is there to end what their models have started.
+    If the supervisor is killed its workers die with it, and no other process would end those that their models have started.
     """
     mark = os.environ.get(MARK)
     if _undertaker or mark is None or getattr(_thread, "undertakes", False):

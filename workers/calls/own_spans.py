@@ -1,8 +1,8 @@
-"""Spans that a model's code names within a traced request: what ``tensord.models.span`` does.
+"""Records spans that a model's code names within a traced request: implements ``tensord.models.span``.
 
     with span("tokenize"):  ─▶ the timeline of each traced request that the code works on ─▶ Timeline.spans ─▶ OTLP, trace file
 
-Where no such request is traced a span is nothing but a look at the caller's requests.
+If no request that the code works on is traced, a span costs only a look at these requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManager[None]:
-    """Returns a context whose duration is a span of the traced requests that this code works on."""
+    """Returns a context manager whose block is recorded as a span of the traced requests that the running code works on."""
     found = current()
     timelines = (
         [] if found is None else [request.timeline for request in found.requests if request.timeline is not None]
@@ -39,13 +39,13 @@ def span(name: str, attributes: Mapping[str, Parameter]) -> AbstractContextManag
 
 
 def trace_id() -> str:
-    """Returns the id of the trace that this code works for, several separated by commas; "": of none."""
+    """Returns the trace ids of the requests that the running code works on, separated by commas; "": none is traced."""
     found = current()
     return "" if found is None else trace_id_of(request.timeline for request in found.requests)
 
 
 class _OpenSpan:
-    """Ends a span with the block that it is for. (A generator may leave the block in another context than it has entered it.)"""
+    """The context manager of a span: ends the span with its block, which a generator may leave in another context."""
 
     def __init__(self, made: Span) -> None:
         self._span = made
@@ -65,5 +65,5 @@ def _told(value: object) -> Parameter:
 
 
 def _is_large(value: float) -> bool:
-    """Returns whether a number has more than the 64 bits that records and protobufs have for one."""
+    """Returns whether an integer does not fit into the 64 bits (with a sign) that records and protobufs have for it."""
     return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63

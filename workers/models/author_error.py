@@ -20,9 +20,9 @@ _LINK_OR_PATH = re.compile(
 
 
 def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> str:
-    """Describes a model's own exception: type and message, on one line and without the paths in it.
+    """Describes an exception of a model's code: type and message, on one line and without this host's paths.
 
-    ``folders``: of the model, the version's first. Its files are named as they are called there, and the line that failed.
+    ``folders``: the version's and the model's folder; the text names files in them by relative path, and the line that failed.
     """
     # Where it is comes behind it, as for any other.
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
@@ -37,7 +37,7 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
     """Describes a failure of loading a version, and says what to do where that is known.
 
-    ``folders``: the version's and the model's.
+    ``folders``: the version's and the model's folder.
     """
     said = describe_exception(error, folders)
     name = error.filename if isinstance(error, FileNotFoundError) else None
@@ -47,7 +47,7 @@ def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _line(error: BaseException, folders: Sequence[Path]) -> str:
-    """Returns the last line of the model's own, as `` (model.py, line 7, in apply)``; "": the error comes from elsewhere."""
+    """Returns where in the model's files the error arose, as `` (model.py, line 7, in apply)``; "": not in any of them."""
     if isinstance(error, SyntaxError):
         frames = [(error.filename or "", error.lineno, "")]
     else:
@@ -61,13 +61,13 @@ def _line(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def bounded(text: str, limit: int) -> str:
-    """Returns the first ``limit`` characters of a text, and how many more there are."""
+    """Returns a text cut to ``limit`` characters, followed by a note of how many more there are; a shorter text as it is."""
     more = len(text) - limit
     return text if more <= 0 else f"{text[:limit]}... ({more} more characters)"
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """Drops an error's frames, and frees arrays that they held, also those in reference cycles."""
+    """Drops an error's traceback and causes, which frees arrays that their frames held, and returns the error."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     gc.collect()
     return error

@@ -1,7 +1,7 @@
 """Compares the outputs of a Triton Python model with its configuration.
 
-Triton sends what such a model answers as it is, whatever the configuration says. So does this, and warns of it once a version;
-with the model's parameter ``strict_outputs`` an output of another datatype or shape is the model's error.
+Triton sends an output as the model returns it, whatever the configuration says. So does this module, and warns of a difference
+once for each version; with the model's parameter ``strict_outputs`` an output of another datatype or shape is an error.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _log = logging.getLogger(__name__)
 
 
 class DeclaredOutputs:
-    """Compares a version's outputs with what its configuration declares. Its instances share one."""
+    """Compares a version's outputs with its configuration; the version's instances share one object."""
 
     def __init__(self, message: ModelConfig, signature: Signature) -> None:
-        """Reads the model's parameter ``strict_outputs``. Raises InvalidArgument: it is neither yes nor no."""
+        """Reads the model's parameter ``strict_outputs``. Raises InvalidArgument: its value is no boolean."""
         self._signature = signature
         self._strict = wants(message, STRICT_OUTPUTS)
         self._lock = threading.Lock()
         self._warned = False
 
     def fit(self, name: str, array: Array, rows: int) -> Array:
-        """Returns an output in the client's shape. Raises Internal: it is not as declared, and the model is strict."""
+        """Returns an output in the client's shape. Raises Internal: it is not as declared and ``strict_outputs`` is set."""
         spec = self._signature.outputs[name]
         if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
             array = array.astype(np.object_, copy=False)
@@ -50,7 +50,7 @@ class DeclaredOutputs:
         return self._reshaped(spec, array)
 
     def _has_dims(self, spec: TensorSpec, array: Array) -> bool:
-        """Returns whether the dimensions behind the batch are as declared."""
+        """Returns whether an output's dimensions, without the batch dimension, are as declared."""
         lead = int(self._signature.batches)
         return len(array.shape) >= lead and spec.fits_model(array.shape[lead:])
 

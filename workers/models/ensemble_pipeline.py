@@ -1,8 +1,8 @@
-"""Runs the steps of an ensemble as a pipeline, for requests that find no others waiting for any of its models.
+"""Runs the steps of an ensemble as one pipeline of programs, if no other requests wait for any of its models.
 
-It does what the steps would do as requests of their own, where all of them are compiled programs of fixed shapes on the
-worker's device: they would be run at once, and alone, because nobody waits there (``workers/programs/pipeline_program.py``).
-Pipelines are found once for each set of outputs, until a model changes.
+The results are those of running each step as a request to its model. A pipeline needs compiled programs of fixed shapes on the
+worker's device for all steps, and each step must run at once and in a batch of its own, because no request waits there
+(``workers/programs/pipeline_program.py``). Pipelines are found once for each set of outputs, until a model changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
 
 class EnsemblePipeline:
-    """The pipeline of one ensemble version for one set of outputs. Belongs to the worker's loop."""
+    """The pipeline that computes one set of outputs of one ensemble version. Used by the worker's loop only."""
 
     #: Requests share batches, and no calls besides.
     grouped = None
@@ -57,26 +57,26 @@ class EnsemblePipeline:
 
     @property
     def free(self) -> bool:
-        """True while no request waits for any of its models."""
+        """True while no request waits for any of the ensemble's models."""
         return not any(len(step.version.planner) for step in self._steps)
 
     def answers(self, request: Request) -> bool:
-        """Returns whether it makes exactly the outputs that a request asks for."""
+        """Returns whether the pipeline computes exactly the outputs that a request asks for."""
         return len(request.outputs or self._signature.outputs) == len(self._outputs)
 
     def program(self, rows: int) -> PipelineProgram | None:
-        """Returns the program for so many rows, or None where the steps have to be requests."""
+        """Returns the pipeline's program for a number of rows, or None if the steps have to run as requests to their models."""
         if rows not in self._by_rows:
             self._by_rows[rows] = self._build(rows)
         found = self._by_rows[rows]
         return None if found is None or found.long or not found.gathers else found
 
     def programs(self, key: Shapes, most: int) -> list[PipelineProgram | None]:
-        """Returns the program for each number of rows that wait, up to ``most``, as ``JaxModel.programs``."""
+        """Returns the programs for 1, 2, ... ``most`` waiting rows; None: the steps have to run as requests to their models."""
         return [self.program(rows) for rows in range(1, most + 1)]
 
     def run(self, execution: Execution, program: PipelineProgram) -> None:
-        """Runs a batch and fills in its results. Raises whatever a program raises."""
+        """Runs a batch by the pipeline's program and fills in its results. Raises whatever the program raises."""
         requests = execution.requests
         arguments, execution.copied_byte_size = program.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
@@ -105,14 +105,14 @@ class EnsemblePipeline:
         return results
 
     def count(self, execution: Execution) -> None:
-        """Counts a run for its models."""
+        """Counts a run of the pipeline in the statistics of the ensemble's models."""
         rows = sum([request.rows for request in execution.requests])
         took, count = execution.computed_ns - execution.gathered_ns, len(execution.requests)
         batch = (rows, 1, 0, took, 0)
         self.credit(NativeRuns(count, rows, 1, 0, 0, 0, (0, count * took, 0), [batch]))
 
     def credit(self, done: NativeRuns) -> None:
-        """Counts runs for its models: each had all of the requests, and a share of the time that the programs took."""
+        """Counts runs in the statistics of the ensemble's models: for each all requests, and its share of the programs' time."""
         shares = [0] * len(self._steps)
         for program in self._made.values():
             for number, ns in enumerate(program.call_ns):
@@ -123,7 +123,7 @@ class EnsemblePipeline:
             step.version.statistics.add(done.part(share, whole))
 
     def _build(self, rows: int) -> PipelineProgram | None:
-        """Builds the program of the smallest bucket that has room for the rows and that all models have."""
+        """Builds the program for the smallest batch size with room for the rows that all models have; None: there is none."""
         if any(-1 in spec.dims for spec in self._signature.inputs.values()):
             return None
         bucket, found = rows, list[Executable]()
@@ -160,7 +160,7 @@ class EnsemblePipeline:
 
 
 class EnsemblePipelines:
-    """Finds and caches the pipelines of a worker's ensembles."""
+    """Finds and caches the pipelines of all ensembles of a worker."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
@@ -171,7 +171,7 @@ class EnsemblePipelines:
     def find(
         self, version: ModelVersion, graph: EnsembleGraph, requests: Sequence[Request]
     ) -> tuple[EnsemblePipeline, PipelineProgram] | None:
-        """Returns the pipeline for a batch, or None where the steps have to be requests."""
+        """Returns the pipeline and its program for a batch, or None if the steps have to run as requests to their models."""
         if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
             return None
         if self._changes != self._models.changes or len(self._known) >= _LIMIT:
@@ -197,13 +197,13 @@ class EnsemblePipelines:
 
 
 def needs_steps(request: Request) -> bool:
-    """Returns whether a request says which parameters its steps have, or asks which they were."""
+    """Returns whether a request names a parameter set, or asks which one it was computed with."""
     parameters = request.prepared.parameters
     return SET_PARAMETER in parameters or bool(parameters.get(TELLING_PARAMETER))
 
 
 def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
-    """Returns the program that a step runs, or None where it needs more than that program."""
+    """Returns the program that computes a step, or None if running the step takes more than a program (a thread, a cache...)."""
     member = step.version
     loaded, model, specs = member.loaded, member.jitted, member.signature.inputs
     if model is None or loaded.instances or loaded.made_inputs or member.sequences is not None or loaded.streams:

@@ -1,8 +1,8 @@
-"""Runs a model over a batch, such that a bad request costs only its own answer.
+"""Runs a model on a batch of requests, so that a bad request fails alone and not the batch.
 
-``run`` catches twice: an error of our family keeps its code, anything else is a defect of the model and becomes one calm
-sentence, with the traceback in the worker's log. A batch that fails as a whole is run again request by request; of a model that
-keeps anything between requests, or may have answered some, it fails for all of them.
+A ServingError of the model keeps its code; any other exception is a defect of the model and becomes one sentence for the client,
+with the traceback in the worker's log. A failed batch is run again request by request, unless the model keeps state between
+requests or may have answered some of them: then all of its requests fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Execution:
-    """A batch on its way through a model, with the moments that statistics are made of."""
+    """One run of a model on a batch: the requests, their results, and the times that statistics are made of."""
 
     __slots__ = (
         "_results",
@@ -111,15 +111,15 @@ class Execution:
 
     @property
     def moments(self) -> tuple[int, int, int]:
-        """When it began, had gathered its inputs, and had computed; in ns."""
+        """The times at which the run began, had gathered its inputs, and had computed its outputs; in ns."""
         return self.began_ns, self.gathered_ns, self.computed_ns
 
     def parameters_of(self, request: Request) -> ParameterSet | None:
-        """Returns the parameters that one of its requests is computed with, as ``parameters``."""
+        """Returns the parameter set that one of the batch's requests is computed with, or None if the run has not begun."""
         return self.parameters.of(request) if isinstance(self.parameters, BatchSets) else self.parameters
 
     def time(self, request: Request) -> None:
-        """Notes for one of its requests how long it took, and its part of what was gathered."""
+        """Records in one of the batch's requests when it ran, and its share of the bytes that were copied for the batch."""
         gathered = 0
         if self.copied_byte_size:
             gathered = self.copied_byte_size * request.rows // sum([each.rows for each in self.requests])
@@ -127,7 +127,7 @@ class Execution:
 
     @property
     def results(self) -> list[Result]:
-        """The result for each request, in the same order."""
+        """The result of each request, in the order of ``requests``."""
         if self.cut is not None:
             self.results = self.cut()
         return self._results
@@ -138,7 +138,7 @@ class Execution:
         self.cut = None
 
     def sender(self, request: Request) -> ResponseSender:
-        """Returns the sender by which a model answers a request, whose result is ``STREAMED`` then."""
+        """Returns the response sender by which the model answers a request; the request's result must be ``STREAMED`` then."""
         self.by_senders = True
         if self.responder is None:
             return ResponseSender(request, Nobody(), self.began_ns)
@@ -148,13 +148,13 @@ class Execution:
         return sender
 
     def caller(self, port: ModelPort) -> Caller:
-        """Makes the caller for the model's code; a sample, which nobody waits for, has no requests."""
+        """Makes the ``Caller`` that stands for this run while the model's code runs; for a warmup sample it has no requests."""
         if self.responder is None:
             return Caller(port)
         return Caller(port, self.requests, self.whole or self)
 
     def finish(self, results: list[Result | None]) -> None:
-        """Fills in the results; None for a request that is to be run once more."""
+        """Sets the results, one for each request in order; None: the request is to be run once more, and leaves this batch."""
         pairs = list(zip(self.requests, results, strict=True))
         self.again = [request for request, result in pairs if result is None]
         if self.again:
@@ -164,21 +164,21 @@ class Execution:
 
 
 class Describing(Protocol):
-    """A model that can describe its failures."""
+    """The interface of a model that can describe its failures to clients."""
 
     def describe(self, error: BaseException) -> str:
-        """Returns the sentence for a client when the model failed: no path, no traceback."""
+        """Returns the sentence that clients get when the model failed with ``error``: no path, no traceback."""
 
 
 class RunnableModel(Describing, Protocol):
-    """A runnable model: a jitted function, a host-side function, or an instance of a Triton Python model."""
+    """The interface of a model that runs batches: a jitted or host-side function, or an instance of a Triton Python model."""
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch, fills in results and moments. Raises whatever the model raises; then nothing is filled in."""
+        """Runs a batch and fills in its results and times. Raises whatever the model raises; then no result is filled in."""
 
 
 def run(model: RunnableModel, execution: Execution, check: CheckDevice = works) -> None:
-    """Runs a batch; every request has its result afterwards. ``check``: of the model's device."""
+    """Runs a batch; every request has a result or an error afterwards. ``check``: raises if the model's device has failed."""
     try:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread
@@ -222,7 +222,10 @@ def _lost(model: RunnableModel, error: StateLost, execution: Execution, check: C
 def own_failure(
     model: Describing, error: BaseException, execution: Execution, check: CheckDevice = works
 ) -> ServingError:
-    """Returns the error for requests that a model has failed for; details are in the log."""
+    """Returns the error for clients when a model failed on a batch with ``error``, and logs the details.
+
+    ``check``: raises if the model's device has failed.
+    """
     if isinstance(error, ServingError):
         # Without the frames: they hold the requests, and the result they become holds them.
         return error.with_traceback(None)
@@ -245,5 +248,5 @@ def own_failure(
 
 
 def describe_failure(model: str, version: int, error: BaseException) -> str:
-    """Returns the sentence for a client: the kind of error, and nothing of its message."""
+    """Returns the sentence for clients when a model version failed: it has the error's type, and nothing of its message."""
     return f"model '{model}' version {version} failed with {type(error).__name__}"

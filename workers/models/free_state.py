@@ -1,11 +1,11 @@
-"""State with dims that vary: each sequence has arrays of its own, of the size that its last step made.
+"""Keeps sequence state whose dims vary: each sequence has arrays of its own, of the sizes that its last step returned.
 
-    a step may run ─▶ attach: what the step before it left, or where sequences begin ─▶ batched with steps of equal shapes
+    a step may run ─▶ attach: the state that the last step left, or the initial one ─▶ batched with steps of equal shapes
                                               run: the state goes in as further inputs, and comes out as further outputs
                       keep ◀─ the new state ──╯
 
-They lie in host memory, because no array could hold those of all sequences. A run that fails changes nothing of them. Belongs to
-the worker's loop.
+The arrays are in host memory, because no single array could hold those of all sequences. A run that fails does not change them.
+Used by the worker's loop only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tensord.workers.tensors.state import InitialState
 
 
 class Unfit:
-    """The key of a request that cannot run, and so shares a batch with no other one."""
+    """The batching key of a request that cannot run, which equals no other key."""
 
     def __init__(self, error: InvalidArgument) -> None:
         #: Why the request cannot run.
@@ -37,7 +37,7 @@ class Unfit:
 
 
 def program_signature(described: Signature) -> Signature:
-    """Returns a program's signature with state among inputs and outputs. Raises Unsupported."""
+    """Returns a signature that has the state among its inputs and outputs. Raises Unsupported: the model has ragged inputs."""
     if described.ragged:
         name = described.states[0].name
         raise Unsupported(
@@ -55,7 +55,7 @@ def _tensor(name: str, spec: Any) -> TensorSpec:
 
 
 def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    """Wraps a model's function such that state is among inputs and outputs."""
+    """Wraps a model's function (parameters, inputs, state) as one that has the state among its inputs and outputs."""
     names = [spec.name for spec in described.states]
 
     def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -68,14 +68,15 @@ def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any
 
 
 class FreeState:
-    """The varying state of one model version's sequences."""
+    """The state, of varying size, of one model version's sequences."""
 
     def __init__(self, described: Signature, buckets: Buckets, initial: InitialState, limit: int) -> None:
         """
         Args:
-          described: what clients send and get, and the state.
-          buckets: of the programs.
-          limit: bytes that the state of all sequences may have.
+          described: the inputs and outputs that clients send and get, and the state.
+          buckets: the shapes of the model's programs.
+          initial: the state with which sequences begin.
+          limit: bytes that the state of all sequences together may have.
         """
         self._described = described
         self._shapes = RequestShapes(buckets.signature, buckets)
@@ -85,7 +86,10 @@ class FreeState:
         self._byte_size = 0
 
     def attach(self, request: Request) -> None:
-        """Gives the next step of a sequence its state, and the key of steps that it can share a batch with."""
+        """Adds its sequence's state to a request's inputs, and sets the request's batching key accordingly.
+
+        If the state does not fit the inputs the key is an ``Unfit`` with the error.
+        """
         kept = None if request.controls.start else request.live.kept
         try:
             states = self.begun(request.arrays, request.rows) if kept is None else self._fitting(request, kept)
@@ -97,7 +101,7 @@ class FreeState:
         request.keep(arrays)
 
     def _fitting(self, request: Request, kept: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Returns the kept state. Raises InvalidArgument: the step has another size."""
+        """Returns ``kept``, a sequence's state. Raises InvalidArgument: the request's inputs have other axis sizes."""
         lengths = self._lengths(request.arrays)
         for spec in self._described.states:
             for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
@@ -109,11 +113,14 @@ class FreeState:
         return kept
 
     def _lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Returns axis name -> size in a client's inputs. Raises InvalidArgument: these contradict each other."""
+        """Returns axis name -> size in a client's inputs. Raises InvalidArgument: two inputs give one axis different sizes."""
         return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
 
     def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
-        """Returns the initial state for a sequence's first inputs. Raises InvalidArgument: these contradict each other."""
+        """Returns the initial state of a sequence with these first inputs and ``rows`` rows.
+
+        Raises InvalidArgument: two inputs give one axis different sizes.
+        """
         lengths = self._lengths(arrays)
         lead = (rows,) if self._described.batches else ()
         found: dict[str, Array] = {}
@@ -127,7 +134,10 @@ class FreeState:
         return found
 
     def keep(self, execution: Execution, live: Callable[[], Iterable[LiveSequence[Any]]]) -> None:
-        """Takes the new state out of the results of a run. ``live``: all sequences, to count what they have."""
+        """Moves the new state from the results of a run to the sequences.
+
+        ``live``: returns all sequences, to count their bytes.
+        """
         results = execution.results
         execution.results = [
             result if isinstance(result, ServingError) else self._kept(request, result, live)

@@ -1,9 +1,9 @@
-"""A host or JAX model whose function is a generator: everything it yields is a response.
+"""Runs a host or JAX model whose function is a generator: each value that it yields is a response.
 
     apply(params, inputs) ─▶ {"token": ...} ─▶ {"token": ...}, {"parameter": ...} ─▶ the end of the function: no further one
 
-It is driven in its instance's thread, one request at a time. While the client of one has not taken what came, that one rests and
-the thread runs others; when its client is gone it is closed where it stands, as ``close()`` of a generator does.
+Generators run in their instance's thread, one request at a time. While a client has not acknowledged earlier responses its
+generator is paused and the thread runs others; when the client is gone its generator is closed (``close()``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class GeneratorModel:
         execution.results = [STREAMED]
 
     def response(self, request: Request, made: Any) -> Result:
-        """Returns a yielded value as a response, in the client's shapes. Raises Internal: it is no response of this model."""
+        """Returns a yielded value as a response, in the client's shapes.
+
+        Raises Internal: it is no valid response of this model.
+        """
         parameters: Any = {}
         if isinstance(made, tuple) and len(made) == 2:
             made, parameters = made
@@ -93,14 +96,14 @@ class GeneratorModel:
         return describe_failure(self._signature.model, self._version, error)
 
     def initialize(self) -> None:
-        """Does nothing: there is nothing to start."""
+        """Does nothing: a generator model needs no initialisation."""
 
     def close(self) -> None:
-        """Does nothing: there is nothing to finish."""
+        """Does nothing: a generator model holds nothing to release."""
 
 
 class _Run:
-    """One request's generator, in the thread that began it."""
+    """One request's generator and its response sender, used in the instance's thread."""
 
     def __init__(
         self,
@@ -118,9 +121,9 @@ class _Run:
         self._resume = execution.resume
 
     def go_on(self, alone: bool) -> None:
-        """Runs the generator to its end, or until its client is too far behind. Raises what the model raises.
+        """Runs the generator to its end, or until too many of its responses are not acknowledged. Raises what the model raises.
 
-        ``alone``: nothing else tells the loop that it is at its end.
+        ``alone``: whether the generator runs outside of ``execute``, so that the loop must be woken at its end.
         """
         sender, generator, request = self._sender, self._generator, self._request
         # Of one that was given ahead, and that nobody waits for by now, nothing runs.
@@ -133,7 +136,7 @@ class _Run:
         sender.finish(alone)
 
     def _room(self) -> None:
-        """Goes on with a throttled generator, once its client has caught up; called on the loop."""
+        """Has the thread go on with a paused generator, once its client has acknowledged enough; called on the loop."""
         assert self._resume is not None
         self._resume(self._rested)
 

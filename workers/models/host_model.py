@@ -1,6 +1,7 @@
-"""A host-side model: a Python function of numpy arrays, for strings, tokenizers and whatever is not to be jitted.
+"""Runs a host-side model: a Python function of numpy arrays, for strings, tokenizers and other code that is not to be jitted.
 
-It runs in a thread of its own, so one that sleeps or parses stalls nobody. BYTES are object arrays of ``bytes``.
+Each instance has a thread of its own, so a function that sleeps or parses delays no other model. BYTES tensors are object arrays
+of ``bytes``.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class HostModel:
         execution.results = results
 
     def _laid_out(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """Lays out inputs of a batch whose lengths differ, with its batch inputs; nothing is padded."""
+        """Concatenates the ragged inputs of a batch, without padding, and adds the batch inputs that describe their lengths."""
         inputs: dict[str, Array] = {}
         rows = sum(request.rows for request in requests)
         for spec in self._signature.inputs.values():
@@ -118,14 +119,14 @@ class HostModel:
         return describe_failure(self._signature.model, self._version, error)
 
     def initialize(self) -> None:
-        """Does nothing: there is nothing to start."""
+        """Does nothing: a host-side model needs no initialisation."""
 
     def close(self) -> None:
-        """Does nothing: there is nothing to finish."""
+        """Does nothing: a host-side model holds nothing to release."""
 
 
 def shapes_key(arrays: Mapping[str, Array], signature: Signature) -> Hashable:
-    """Returns the key of requests to a model that is not jitted: those of equal keys may run together."""
+    """Returns the batching key of a request to a model that is not jitted: requests with equal keys may run in one batch."""
     batches, inputs = signature.batches, signature.inputs
     return tuple(
         (name, None if name in inputs and inputs[name].ragged else array.shape[1:] if batches else array.shape)

@@ -1,4 +1,4 @@
-"""Runs one instance of a model in a thread: one that is not jitted, so that it may sleep, or one of several.
+"""Runs one instance of a model in a thread of its own: if the model is not jitted (it may sleep), or has several instances.
 
     loop ── Execution ──▶ thread: status page, run, status page ──▶ inbox: ``done(execution)`` on the loop
 
@@ -25,10 +25,10 @@ from tensord.workers.threads.inbox import Inbox
 
 
 class Instantiated(RunnableModel, Protocol):
-    """A model that lives in an instance's thread."""
+    """The interface of a model object that an instance's thread creates, runs and closes."""
 
     def initialize(self) -> None:
-        """Initialises the model. Raises whatever the model raises."""
+        """Initialises the model before its first batch. Raises whatever the model raises."""
 
     def close(self) -> None:
         """Ends the model; raises nothing."""
@@ -42,7 +42,7 @@ class _Closing:
 
 
 class Instance:
-    """A thread that runs one instance. ``given``, ``depth`` and ``status_slot`` belong to the worker's loop."""
+    """The thread that runs one instance of a model. ``given``, ``depth`` and ``status_slot`` are for the worker's loop only."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class Instance:
         check: CheckDevice = works,
         code: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``warm`` is called with the initialised model before the instance counts as started. ``check``: of its device.
+        """``create`` makes the model, and ``warm`` is called with it before the instance counts as started, in the thread.
 
-        ``code``: what the thread is in while it runs the model's code (``OwnFlags.code``).
+        ``check``: raises if the model's device has failed. ``code``: makes a context for the thread (``OwnFlags.code``).
         """
         self._code = code
         self._check = check
@@ -90,11 +90,11 @@ class Instance:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begins to initialise and warm the model; ``wait_started`` waits for that."""
+        """Starts the thread, which initialises and warms up the model; ``wait_started`` waits until it has."""
         self._thread.start()
 
     def wait_started(self, cancellation: Cancellation) -> None:
-        """Returns once the model is initialised and warm. Raises whatever it raised; Cancelled: nobody wants it any more."""
+        """Waits until the model is initialised and warm. Raises what the model raised; Cancelled: the load was cancelled."""
         # What it is in nobody can cut short: it is left to itself, and is to be closed all the same.
         with cancellation.interrupting(self._started.set):
             self._started.wait()
@@ -105,32 +105,32 @@ class Instance:
 
     @property
     def failed(self) -> bool:
-        """True where the model could not be started; then the thread has ended, or is about to."""
+        """True if the model could not be started; then the thread has ended, or is about to."""
         return self._failure is not None
 
     @property
     def busy(self) -> bool:
-        """True while it has as many executions as it takes."""
+        """True while the instance has as many executions as it may be given at a time (``depth``)."""
         return len(self.given) >= self.depth
 
     @property
     def running(self) -> Execution | None:
-        """The execution that its thread runs, as far as the loop knows, or None."""
+        """The execution that the thread runs, as far as the loop knows, or None."""
         return self.given[0] if self.given else None
 
     @property
     def thread(self) -> int:
-        """The identifier of its thread (``threading.get_ident``)."""
+        """The identifier of the instance's thread (``threading.get_ident``); -1: it was not started."""
         return self._thread.ident or -1
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Runs a batch in its thread; ``done`` is called on the loop."""
+        """Has the instance's thread run a batch; ``done`` is called on the loop afterwards."""
         self.given.append(execution)
         self._ahead.append(execution)
         self._jobs.put((execution, done))
 
     def take_back(self, execution: Execution) -> bool:
-        """Takes an execution back, for which ``done`` is not called then. Returns False if the thread has begun it."""
+        """Withdraws an execution, so that it is not run and its ``done`` not called. Returns False if the thread has begun it."""
         # One of the two removes it: that is one step, which no other thread can come between.
         with contextlib.suppress(ValueError):
             self._ahead.remove(execution)
@@ -139,9 +139,9 @@ class Instance:
         return False
 
     def close(self, closed: Callable[[], None]) -> None:
-        """Ends the model and the thread after what was given to it; ``closed`` is called on the loop.
+        """Ends the model and the thread after all given executions; ``closed`` is called on the loop then.
 
-        One that is being initialised ends after that.
+        An instance that is being initialised ends after that.
         """
         self.closing = True
         self._jobs.put(_Closing(closed))
@@ -149,7 +149,7 @@ class Instance:
             self._say_closed()
 
     def _say_closed(self) -> None:
-        """Reports a failed instance as closed, which runs no further jobs."""
+        """Calls, on the loop, the ``closed`` functions of a failed instance, and drops its other jobs."""
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._jobs.get_nowait()
@@ -202,7 +202,7 @@ class Instance:
             del job, execution, done
 
     def _done(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Passes a finished execution on, on the loop."""
+        """Removes the finished execution from ``given`` and calls its ``done``; runs on the loop."""
         self.given.popleft()
         done(execution)
 

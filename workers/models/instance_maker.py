@@ -1,4 +1,4 @@
-"""Makes the instances of a version: when it is loaded, and when its configuration asks for another number of them."""
+"""Makes the instances of a model version: when it is loaded, and when its configuration asks for another number of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensord.workers.models.warmup import Sample
 
 @dataclass(frozen=True, slots=True)
 class InstanceMaker:
-    """Makes a load's instances; also for later loads that took its instances over."""
+    """What it takes to make instances of one load, also for later loads that take its code and instances over."""
 
     #: Returns a function from an instance's name to the instance; the second argument is the compiled model, if it is one.
     create: Callable[[ModelConfig, JaxModel | None], Callable[[str], Instantiated]]

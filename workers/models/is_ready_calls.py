@@ -1,10 +1,10 @@
-"""Asks Triton Python models for their own readiness: ``TritonPythonModel.is_ready()``, where they have one.
+"""Asks Triton Python models that have ``TritonPythonModel.is_ready()`` whether they are ready.
 
     the supervisor asks ─▶ ask (loop) ─▶ a thread beside the instances' ─▶ each model's is_ready ─▶ answered (loop)
                                         ╰─ nothing after five seconds: it is not ready
 
-It is asked beside ``execute``, so a model that is busy is no less ready. While one thread asks no other does: whoever comes
-meanwhile gets the same answer, and "no" at once where that thread has not come back in time.
+``is_ready`` runs while ``execute`` may run, so a busy model is still ready. At most one thread asks at a time: callers that come
+meanwhile get the same answer, and "no" at once if that thread has not answered in time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _SECONDS = 5.0
 
 
 class IsReadyCalls:
-    """Calls ``is_ready()`` of a version's instances. ``join`` and ``leave`` are for their threads, the rest for the loop."""
+    """Calls ``is_ready()`` of a version's instances.
+
+    ``join`` and ``leave`` are for the instances' threads, the rest for the loop.
+    """
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._name = name
@@ -35,20 +38,20 @@ class IsReadyCalls:
 
     @classmethod
     def of(cls, module: ModuleType, name: str, inbox: Inbox) -> IsReadyCalls | None:
-        """Makes one for a Triton Python model that has ``is_ready``, else returns None."""
+        """Returns an ``IsReadyCalls`` if the module's ``TritonPythonModel`` has ``is_ready``, else None."""
         return cls(name, inbox) if hasattr(module.TritonPythonModel, "is_ready") else None
 
     def join(self, is_ready: Callable[[], object]) -> None:
-        """Adds an instance that is to be asked."""
+        """Adds an instance's ``is_ready`` to the functions that are called."""
         self._models.append(is_ready)
 
     def leave(self, is_ready: Callable[[], object]) -> None:
-        """Removes an instance, which is not asked any more."""
+        """Removes an instance's ``is_ready`` from the functions that are called."""
         with contextlib.suppress(ValueError):
             self._models.remove(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:
-        """Asks every instance, and calls ``answered``, on the loop, with whether all said ``True``."""
+        """Calls ``is_ready`` of every instance in a thread, then ``answered`` on the loop with whether all returned ``True``."""
         if self._thread is not None and not self._waiting:
             answered(False)
             return

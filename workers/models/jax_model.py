@@ -1,4 +1,4 @@
-"""A jitted model: requests are padded into a bucket, run by its executable on the worker's execution thread, sliced back."""
+"""Runs a jitted model: a batch is padded to a bucket's shape, run by the executable for that shape, and cut into answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tensord.workers.threads.cancellation import Cancellation
 
 
 class JaxModel:
-    """One version of a jitted model. Everything but ``executables.compile`` belongs to the execution thread."""
+    """One version of a jitted model. Everything but ``executables.compile`` is for the execution thread only."""
 
     def __init__(
         self,
@@ -46,9 +46,12 @@ class JaxModel:
         alone: bool = False,
         free_state: FreeState | None = None,
     ) -> None:
-        """``instances``: how many threads execute it. ``alone``: requests that cannot share a batch share no call either.
+        """Raises Unsupported: a tensor has a datatype that cannot be jitted.
 
-        ``free_state``: state of its sequences that varies in size; then it is among the inputs and outputs of ``signature``.
+        Args:
+          instances: how many threads execute the model.
+          alone: requests that cannot share a batch may not share a call of a program either.
+          free_state: sequence state that varies in size; it is then among the inputs and outputs of ``signature``.
         """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
@@ -89,11 +92,14 @@ class JaxModel:
         self.free_state = free_state
 
     def for_instances(self, count: int, alone: bool) -> JaxModel:
-        """Returns a model without sequences, with the same programs, for so many threads. ``alone``: as it was made."""
+        """Returns a copy of this model, which has no sequences, for ``count`` threads, with the same programs.
+
+        ``alone``: as for the constructor.
+        """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
-        """Returns the shapes of the executable for a batch of compatible requests."""
+        """Returns the rows and shapes that the executable for a batch of compatible requests must have."""
         first = requests[0]
         # A request that must run alone has a key of its own, which says more than its shapes.
         shapes: Shapes = self.key(first.arrays) if first.own.strikes else shapes_of(first.key)  # type: ignore[assignment]
@@ -103,17 +109,17 @@ class JaxModel:
         return Wanted(self._buckets.rows(rows), shapes)
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """Returns how many requests, from the first one on, the largest program has room for."""
+        """Returns how many of these requests, from the first on, fit into the largest program together."""
         return self._buckets.fitting(requests) if self.ragged else len(requests)
 
     def find(self, requests: Sequence[Request]) -> Executable | None:
-        """Returns the executable for a batch, or None while it is not compiled."""
+        """Returns the executable for a batch of requests, or None while there is none that is compiled."""
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:
-        """Returns the program for each number of waiting rows of a key, up to ``most``; None: not decided yet.
+        """Returns the programs for 1, 2, ... waiting rows of a key, to ``most`` (``MOST`` for grouped calls); None: no program.
 
-        Asking changes nothing.
+        The list is empty if outputs have to be cut, inputs are ragged, or sequence state varies in size. Nothing is compiled.
         """
         if self.grouped is not None:
             # What does not share calls, or not yet, is run one after the other.
@@ -125,36 +131,36 @@ class JaxModel:
         return [program if program is not None and program.gathers else None for program in planned]
 
     def prepare_grouped(self, cancellation: Cancellation) -> None:
-        """Makes the programs for grouped calls, after those for one request. Raises whatever tracing raises."""
+        """Makes the programs that run several requests in one call, if this model has such. Raises whatever tracing raises."""
         if self.grouped is not None:
             planned = [self.executables.planned(Wanted(*wanted)) for wanted in self._buckets.planned()]
             singles = [single for single in planned if single is not None]
             self.grouped.prepare(singles, self.executables.kept_grouped(cancellation))
 
     def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
-        """Returns a function that runs requests of sequences that are gathered in an executable's memory.
+        """Returns a function that runs an executable on inputs that are already in its memory, and returns the outputs.
 
-        It takes the slots of the first rows, and whether each starts. Raises as ``execute``.
+        It takes the sequence slots of the first rows, and whether each sequence starts. It raises what ``execute`` raises.
         """
         if self._carry is None:
             return lambda slots, starts: executable.run()
         return GatheredRun(executable, self._carry, self._signature)
 
     def single(self, shapes: Shapes, rows: int) -> Executable | None:
-        """Returns the executable for rows of some shapes, if tensors need no padding or cutting; else None."""
+        """Returns the executable for ``rows`` rows of these shapes if tensors need no padding or cutting, else None."""
         several = self.executables.several is not None
         if not self._plain or self._carry is not None or self._buckets.axes or self.ragged or several:
             return None
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | GroupedProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Returns output -> bytes, where it pays to find places for a single request's outputs before the run."""
+        """Returns output -> bytes if the places of one request's outputs should be found before the run; else None."""
         if not isinstance(executable, Executable) or self._carry is not None:
             return None
         return executable.sizes(requests, self._plain and self._whole(requests, executable.wanted.rows))
 
     def is_whole(self, execution: Execution) -> bool:
-        """Returns whether a run was of one request, whose inputs and outputs are the program's as they are."""
+        """Returns whether a run was of a single request whose inputs and outputs have exactly the program's shapes."""
         executable, requests = execution.executable, execution.requests
         if (
             not isinstance(executable, Executable)
@@ -169,13 +175,17 @@ class JaxModel:
         return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
-        """Returns whether a program's outputs are one request's, with nothing to be cut off."""
+        """Returns whether a program's outputs are the answer to a single request, with nothing to cut off.
+
+        ``bucket``: its rows.
+        """
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
     def execute(self, execution: Execution, carry: Carry | None = None) -> None:
-        """Runs a batch. ``carry``: the state of sequences, where an instance of its own runs it.
+        """Runs a batch and fills in its outputs. ``carry``: the sequence state of the instance that runs it; None: the loop's.
 
-        Raises: LookupError: its executable is not compiled; ask ``find`` first.  StateLost: it failed, and that state is gone.
+        Raises: LookupError: no executable for the batch is compiled (call ``find`` first); StateLost: the run failed and the
+        sequence state is lost with it.
         """
         requests = execution.requests
         executable: Executable | GroupedProgram | None = execution.executable
@@ -213,7 +223,7 @@ class JaxModel:
 
     @property
     def full_sizes(self) -> frozenset[int] | None:
-        """Batch sizes that need no padding; None: all of them."""
+        """The batch sizes that need no padding; None: no batch size needs any."""
         if self._pads:
             return frozenset()
         return frozenset(self._buckets.batch) if self._signature.batches else None
@@ -226,7 +236,7 @@ class JaxModel:
         return rows, max(0, executable.elements - given)
 
     def padding(self, key: Shapes, done: NativeRuns) -> tuple[int, int]:
-        """Returns padded rows and elements of runs outside of Python, which copy all bytes of requests and answers."""
+        """Returns how many rows and input elements of padding runs in C code took. ``key``: the requests' shapes."""
         rows = elements = byte_size = 0
         inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
         row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])
@@ -299,5 +309,5 @@ class JaxModel:
 
 
 def _leave(requests: Sequence[Request]) -> bool:
-    """Returns whether any answer leaves the worker, and not all of them go to other models."""
+    """Returns whether the answer of any of these requests leaves the worker, rather than going to another model there."""
     return requests[0].sink is None or any(request.sink is None for request in requests)

@@ -1,8 +1,8 @@
-"""Runs a jitted model in a thread that is not the worker's loop, with gather memory of that thread.
+"""Runs a jitted model in an instance's thread, beside the worker's loop, with memory of that thread for the inputs of batches.
 
-XLA runs programs without holding Python back, so the instances of a model run side by side. Code and parameters are shared, the
-state of sequences is not: each sequence belongs to one instance. On a GPU each instance copies on a stream of its own, so that
-inputs of one travel while another's batch is computed and the outputs of a third leave:
+XLA runs programs without Python's lock, so the instances of a model run in parallel. They share code and parameters, but not the
+state of sequences: each sequence belongs to one instance. On a GPU each instance copies on a stream of its own, so that the
+inputs of one instance are copied while a second one computes and the outputs of a third one are copied back:
 
     instance 0    | in | run | out |     | in | run | out |
     instance 1         | in |     run | out |     | in | ...
@@ -19,10 +19,10 @@ from tensord.workers.programs.execution_device import ExecutionDevice
 
 
 class JittedInstance:
-    """An instance of a jitted model; its thread alone uses it."""
+    """An instance of a jitted model; used by the instance's thread only."""
 
     def __init__(self, model: JaxModel, device: ExecutionDevice) -> None:
-        """``device``: the instance's thread's."""
+        """``device``: the device with the memory and the stream of the instance's thread."""
         self._model = model
         self._device = device
         #: The state of the sequences that run here, if the model keeps any.
@@ -31,10 +31,10 @@ class JittedInstance:
         self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
 
     def initialize(self) -> None:
-        """Does nothing: there is nothing to start."""
+        """Does nothing: a jitted instance needs no initialisation."""
 
     def execute(self, execution: Execution) -> None:
-        """Runs a batch. Raises as ``JaxModel.execute``."""
+        """Runs a batch with this thread's copy of the executable. Raises what ``JaxModel.execute`` raises."""
         shared = execution.executable or self._model.find(execution.requests)
         if isinstance(shared, Executable):
             twin = self._twins.get(shared)
@@ -47,6 +47,6 @@ class JittedInstance:
         return self._model.describe(error)
 
     def close(self) -> None:
-        """Frees its gather memory."""
+        """Frees the thread's memory for inputs."""
         self._twins.clear()
         self._device.close()

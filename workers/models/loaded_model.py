@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model version that the loader has loaded, for the worker's loop."""
+    """The parts of a model version that the loader has loaded, for the worker's loop."""
 
     name: str
     version: int
@@ -79,7 +79,7 @@ class LoadedModel:
     users: dict[ModelVersion, None] = field(default_factory=dict)
 
     def join(self, request: Request) -> None:
-        """Adds inputs that the worker makes to a request. Raises InvalidArgument: they cannot be made of it."""
+        """Adds inputs that the worker makes to a request. Raises InvalidArgument: they cannot be made from the request."""
         if self.sequences is not None:
             self.sequences.join(request)
         if self.made_inputs:

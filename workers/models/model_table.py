@@ -1,6 +1,6 @@
-"""The model versions of a worker by name and number. Belongs to the worker's loop.
+"""Finds the model versions of a worker by name and version number. Used by the worker's loop only.
 
-A version that is loaded again replaces the one before it in one step: requests that came before finish on the old one.
+A version that is loaded again replaces its former load in one step: requests that came before finish on the former load.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tensord.workers.models.model_version import ModelVersion
 
 
 class ModelTable:
-    """Versions that take requests, and those that finish theirs."""
+    """The model versions of a worker that serve, are held back, or drain (finish their requests)."""
 
     def __init__(self) -> None:
         self._serving: dict[tuple[str, int], ModelVersion] = {}
@@ -31,12 +31,12 @@ class ModelTable:
         yield from self._serving.values()
 
     def everyone(self) -> Iterator[ModelVersion]:
-        """Iterates over all versions, those included that only finish their requests."""
+        """Iterates over all versions that serve, and those that are draining."""
         yield from self._serving.values()
         yield from self.draining
 
     def add(self, version: ModelVersion) -> None:
-        """Adds a version, which requests find from now on; a version that it replaces drains."""
+        """Adds a version, to which requests go from now on; a former load of it drains (only finishes its requests)."""
         old = self._serving.pop((version.name, version.version), None)
         if old is not None and version.loaded.taken_over:
             version.join_programs()
@@ -48,7 +48,7 @@ class ModelTable:
             self._drain(old, version.statistics.inherit)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
-        """Removes a version, which no request finds any more; ``done`` is called once it has finished and is gone."""
+        """Removes a version, to which no request goes any more; ``done`` is called once its requests and instances have ended."""
         self.discard_held(name, number)
         version = self._serving.pop((name, number), None)
         for gone in (version, *self.draining):
@@ -61,32 +61,35 @@ class ModelTable:
         self._drain(version, done)
 
     def hold(self, version: ModelVersion) -> None:
-        """Keeps a version that no request finds before ``serve_held``; one that was held before ends."""
+        """Holds a loaded version back: no request goes to it before ``serve_held``. Ends a load of it that was held before."""
         self.discard_held(version.name, version.version)
         self.held[version.name, version.version] = version
 
     def serve_held(self, name: str, number: int) -> None:
-        """Lets requests find a version that was held. Ignores any other."""
+        """Lets requests go to a version that was held back. Does nothing if there is no such version."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.add(version)
 
     def discard_held(self, name: str, number: int) -> None:
-        """Ends a version that is held, if there is such."""
+        """Ends a version that is held back. Does nothing if there is no such version."""
         version = self.held.pop((name, number), None)
         if version is not None:
             self.discard(version)
 
     def serving(self, name: str, number: int) -> ModelVersion | None:
-        """Returns a version, if it serves, or only holds its model; else None."""
+        """Returns a version that was added and not removed, even if all its instances are passive; else None."""
         return self._serving.get((name, number))
 
     def discard(self, version: ModelVersion) -> None:
-        """Ends a version that was never added."""
+        """Ends a loaded version that was never added to the table."""
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Returns a version; ``number`` 0: the newest. Raises NotFound; InvalidArgument: it takes no requests."""
+        """Returns the version that a request goes to; ``number`` 0: the newest.
+
+        Raises NotFound: there is no such version; InvalidArgument: it has only passive instances, which take no requests.
+        """
         version = self._found.get((name, number))
         if version is not None:
             return version
@@ -97,16 +100,16 @@ class ModelTable:
         raise NotFound(f"{UNKNOWN_MODEL}'{name}' is not found")
 
     def serves(self, name: str, number: int) -> bool:
-        """Returns whether a version takes requests here; for any thread."""
+        """Returns whether a version takes requests on this worker; may be called in any thread."""
         return (name, number) in self._found
 
     def vouches(self, name: str, number: int) -> bool:
-        """Returns whether a version takes requests here, and the model itself need not be asked; for any thread."""
+        """Returns whether a version takes requests on this worker and has no ``is_ready`` to be asked; callable in any thread."""
         found = self._found.get((name, number))
         return found is not None and found.loaded.is_ready_calls is None
 
     def settle(self) -> None:
-        """Moves draining versions on; called in each iteration while there are any."""
+        """Closes draining versions that have finished their requests; called in each iteration of the loop while any drain."""
         self.draining = [version for version in self.draining if not version.settle()]
 
     def _drain(self, version: ModelVersion, done: Callable[[], None]) -> None:
@@ -114,9 +117,9 @@ class ModelTable:
         self.draining.append(version)
 
     def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
-        """Returns the load that a sequence's request goes to: one that began before a reload ends where it began.
+        """Returns the load of a version that a sequence's request goes to: a sequence stays on the load where it began.
 
-        A START goes to the new load, and ends the old run of its sequence.
+        A request with START goes to ``version``, the new load, and ends a sequence of its id on a former load.
         """
         for old in self.draining:
             if old.sequences is None or (old.name, old.version) != (version.name, version.version):

@@ -1,4 +1,4 @@
-"""One loaded model version and everything that waits for it. Belongs to the worker's loop.
+"""One loaded model version, and the requests that wait for it. Used by the worker's loop only.
 
 SERVING ──unload──▶ DRAINING: takes no request, finishes those it has ──▶ CLOSED: its instances have ended
 """
@@ -44,7 +44,7 @@ AgendaPart: TypeAlias = "ModelVersion | Callable[[int], object]"
 
 
 class VersionState(enum.Enum):
-    """The state of a version's life."""
+    """The states of a loaded model version."""
 
     #: It takes requests.
     SERVING = enum.auto()
@@ -55,7 +55,7 @@ class VersionState(enum.Enum):
 
 
 class ModelVersion:
-    """A version's queue, planner, statistics, and requests that wait for a shape to be compiled."""
+    """A loaded model version: its queue, planner, statistics, and the requests that wait for a program to be compiled."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class ModelVersion:
     ) -> None:
         """
         Args:
-          register: the worker's sequences, for a model that has such.
-          buckets: upper bounds of its histograms, in seconds.
+          register: registers the worker's sequences; needed if the model has sequences.
+          buckets: upper bounds of the buckets of duration histograms, in seconds.
         """
         self.loaded = loaded
         self.name = loaded.name
@@ -161,14 +161,14 @@ class ModelVersion:
             instance.depth = _AHEAD if self.runs_ahead else 1
 
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
-        """Returns the key of a request: those of equal keys may run together."""
+        """Returns the batching key of a request with these inputs: requests with equal keys may run in one batch."""
         compiled = self.jitted or self.loaded.stepped
         if compiled is not None:
             return compiled.key({**arrays, **self.loaded.made_inputs.nobody})
         return shapes_key(arrays, self.signature)
 
     def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
-        """Takes as much of the next batch as the largest program has room for."""
+        """Takes the next batch, as many of its requests as the largest program has room for; the others wait again."""
         batch = self.planner.take(now_ns, instance)
         if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
             # They are older than what waits, so none of them is refused.
@@ -184,7 +184,10 @@ class ModelVersion:
         now_ns: int,
         instance: int = 0,
     ) -> list[Request]:
-        """Takes as much of the next batch as is computed with the same parameters: a sequence keeps those that it began with."""
+        """Takes the requests of the next batch that have the same parameters; the others wait again.
+
+        A sequence goes on with the parameters that it began with. ``take``: takes a batch, of (now_ns, instance).
+        """
         batch, table = take(now_ns, instance), sequences.table
         # What a thread is given may begin when others are in use.
         main = sets.main if self.loaded.instances else None
@@ -204,9 +207,9 @@ class ModelVersion:
         return [request for request in batch if request.chosen is batch[0].chosen]
 
     def commit(self, parameters: ParameterSet, moves: bool) -> list[object]:
-        """Puts staged parameters into use. Returns what is not used any more, to be freed.
+        """Puts staged parameters into use. Returns objects that are not used any more, to be freed.
 
-        ``moves``: also for sequences and stepped requests that have begun.
+        ``moves``: sequences and stepped requests that have begun use them too, instead of those that they began with.
         """
         assert self.sets is not None
         former = self.sets.newest(parameters.name)
@@ -217,7 +220,10 @@ class ModelVersion:
         return self.sets.commit(parameters, stays=held)
 
     def _hold_sequences(self, former: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
-        """Has live sequences keep a set that is about to be replaced, or move on. Returns whether any keeps it."""
+        """Decides which parameters sequences that have begun with ``former`` go on with: ``now`` if ``moves``, else ``former``.
+
+        ``now``: None: the newest of the parameter set ``main``. Returns whether any sequence goes on with ``former``.
+        """
         if self.sequences is None:
             return False
         table, held = self.sequences.table, False
@@ -228,7 +234,7 @@ class ModelVersion:
         return held
 
     def _hold_steps(self, former: ParameterSet, new: ParameterSet, now: ParameterSet | None, moves: bool) -> bool:
-        """As ``_hold_sequences``, of requests of a stepped model that have a slot."""
+        """Decides which parameters stepped requests that have begun with ``former`` go on with, as ``_hold_sequences`` does."""
         if self.steps is None:
             return False
         held = False
@@ -242,25 +248,25 @@ class ModelVersion:
         return held
 
     def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
-        """Ends an instance's sequences, whose state is gone. Returns the answers of their waiting requests."""
+        """Ends an instance's sequences, because their state is lost. Returns their waiting requests, each with its error."""
         if self.sequences is None:
             return []
         self.statistics.lost_sequences += len(self.sequences.table.begun(instance))
         return self.sequences.lose(instance, now_ns)
 
     def use(self, cache: ResponseCache) -> None:
-        """Lets the response cache answer its requests."""
+        """Lets the response cache answer requests to this version."""
         self.cache = cache
         self.native = False
         self.when_closed(lambda: cache.forget(self))
 
     @property
     def pending(self) -> int:
-        """How many requests wait to run, also at an instance, or for their shape to be compiled."""
+        """How many requests wait to run: in the queue, at an instance, or until a program for their shape is compiled."""
         return len(self.planner) + self.queue.ahead + sum(map(len, self.compiling.values()))
 
     def figures(self, now_ns: int) -> VersionFigures:
-        """Returns the version's figures for metrics."""
+        """Returns this version's figures for metrics."""
         statistics, table = self.statistics, None if self.sequences is None else self.sequences.table
         sequences = None if table is None else (table.with_slot(now_ns), table.backlog)
         cached = self.cache is not None
@@ -283,7 +289,7 @@ class ModelVersion:
 
     @property
     def busy(self) -> bool:
-        """True while any request waits or runs, or may still come for a sequence."""
+        """True while any request to this version waits or runs, or any of its sequences is live."""
         if self.sequences is not None and self.sequences.table.live:
             return True
         return bool(len(self.planner) or self.executing or self.senders or self.compiling or self.planner.lives)
@@ -293,19 +299,19 @@ class ModelVersion:
         return [*self.loaded.instances, *self.loaded.passive]
 
     def join_programs(self) -> None:
-        """Lets batches of shapes that were compiled for a request grow as far as there are programs for them."""
+        """Lets batches of shapes that were first compiled for a request be as large as the programs that exist by now."""
         if self.jitted is not None:
             executables = self.jitted.executables
             for shapes in executables.unexpected:
                 self.planner.limit(shapes, executables.limit(shapes))
 
     def serve(self) -> None:
-        """Begins to serve: new sequences join this version."""
+        """Begins to serve: new sequences of this model and version number join this load of it from now on."""
         if self._registered is not None and self.sequences is not None:
             self._registered.serve(self.sequences.table)
 
     def drain(self, on_closed: Callable[[], None]) -> None:
-        """Takes only requests of live sequences from now on; ``on_closed`` is called once the version is closed."""
+        """Stops this version: it finishes its requests and live sequences, then closes and calls ``on_closed``."""
         self.when_closed(on_closed)
         if self.state is VersionState.SERVING:
             self.state = VersionState.DRAINING
@@ -316,16 +322,19 @@ class ModelVersion:
                 self._registered.retire()
 
     def end_sequences(self) -> None:
-        """Ends its sequences once their waiting requests have run, because no request finds the version any more."""
+        """Ends this version's sequences once their waiting requests have run, because no new request can reach the version."""
         if self.sequences is not None:
             self.sequences.close_all()
 
     def when_closed(self, call: Callable[[], object]) -> None:
-        """Calls a function at the end of this version's life."""
+        """Registers a function that is called once this version has closed."""
         self._on_closed.append(call)
 
     def settle(self) -> bool:
-        """Closes a drained version. Returns True once nothing is left to do for it."""
+        """Closes this version if it is draining and has no requests.
+
+        Returns True once it has closed and its instances have ended.
+        """
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
             del self.loaded.users[self]
@@ -344,7 +353,7 @@ class ModelVersion:
         self._open_instances -= 1
 
     def _lets_go(self) -> bool:
-        """Ends processes that its model has left running. Returns whether that is done."""
+        """Ends the processes that the model's code has started and left running. Returns True once all have ended."""
         processes = None if self.loaded.users else self.loaded.imports.processes
         if processes is None:
             return True
@@ -365,7 +374,7 @@ class ModelVersion:
 
 
 def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
-    """Groups requests by their version, in the order in which their submitters sent them."""
+    """Groups requests by the model version they go to; within a group they are in the order in which they were sent."""
     found: dict[ModelVersion, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.sequence):
         version = request.version

@@ -1,8 +1,8 @@
-"""A Triton Python-backend model: one ``TritonPythonModel`` object per instance, each in its own thread.
+"""Runs a Triton Python-backend model: one ``TritonPythonModel`` object per instance, each in its own thread.
 
-What the model sees is ``tensord.workers.python_backend.interface``; here is the other side: requests, responses. A model
-returns its responses from ``execute``, or sends them by its requests' senders, and one that is decoupled always does. Outputs
-that nobody declared are dropped, as in Triton; what becomes of one of another datatype or shape than declared:
+The interface that the model sees is ``tensord.workers.python_backend.interface``; this module converts requests and responses. A
+model returns its responses from ``execute``, or sends them by its requests' response senders, as decoupled models always do.
+Outputs that are not declared are dropped, as in Triton; for outputs of another datatype or shape than declared see
 ``tensord.workers.models.declared_outputs``.
 """
 
@@ -43,9 +43,9 @@ _log = logging.getLogger(__name__)
 
 
 def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> ModelConfig:
-    """Lets the model complete its own configuration, where it can.
+    """Returns the configuration as completed by the model's ``auto_complete_config``, or as it is if the model has none.
 
-    Raises: InvalidArgument: it returned something else than a configuration; or whatever it raises itself.
+    Raises: InvalidArgument: the model returned no valid configuration; or any error that the model itself raises.
     """
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
     if complete is None:
@@ -66,7 +66,7 @@ def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> 
 
 
 class PythonModel:
-    """One instance of a Triton Python model. Its thread calls ``initialize``, ``execute`` and ``close``."""
+    """One instance of a Triton Python model. The instance's thread calls ``initialize``, ``execute`` and ``close``."""
 
     def __init__(
         self,
@@ -82,7 +82,10 @@ class PythonModel:
         sequences: SequencePlan | None = None,
         readiness: IsReadyCalls | None = None,
     ) -> None:
-        """``sequences``: None without sequences. ``readiness``: None where the model does not say itself whether it is ready."""
+        """``sequences``: None: the model has no sequences.
+
+        ``readiness``: None: the model has no ``is_ready`` function to call.
+        """
         self._readiness = readiness
         self._port = port
         self._sequences = sequences
@@ -114,14 +117,17 @@ class PythonModel:
         readiness: IsReadyCalls | None,
         message: ModelConfig,
     ) -> Callable[[str], PythonModel]:
-        """Returns a function that makes a version's instances by name. Raises InvalidArgument: a parameter is invalid."""
+        """Returns a function from an instance's name to the new instance.
+
+        Raises InvalidArgument: a model parameter is invalid.
+        """
         outputs, of = DeclaredOutputs(message, signature), (record.version, record.model_path)
         return lambda instance: cls(
             module, message, signature, outputs, *of, instance, kind, port, sequences, readiness
         )
 
     def initialize(self) -> None:
-        """Calls the model's ``initialize``. Raises whatever the model raises."""
+        """Calls the model's ``initialize``, if it has one. Raises whatever the model raises."""
         if hasattr(self._model, "initialize"):
             with calling(Caller(self._port, phase=CallerPhase.LOADING)):
                 self._model.initialize(self._arguments)
@@ -173,7 +179,10 @@ class PythonModel:
         execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
-        """Returns the number of each row's request (None: it has none), or None where rows are the requests."""
+        """Returns for each row of the batch the index of its request, or None for an empty slot.
+
+        Returns None instead of a list if the rows are simply the requests in their order.
+        """
         if self._sequences is None or not self._sequences.direct or requests[0].version is None:
             return None
         rows: list[int | None] = [None] * (requests[-1].slot.number + 1)
@@ -182,7 +191,7 @@ class PythonModel:
         return rows
 
     def _nobody(self, request: Request) -> interface.InferenceRequest:
-        """Makes a request for an empty slot: of the shapes of another one, and neither START, END nor READY."""
+        """Makes a placeholder for an empty slot: zeros of the shapes of ``request``, and neither START, END nor READY."""
         assert self._sequences is not None
         arrays = {name: np.zeros(array.shape, array.dtype) for name, array in request.arrays.items()}
         for array in arrays.values():
@@ -214,7 +223,7 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a request that its sender answers. None: it goes round again."""
+        """Returns the result of a request whose responses a sender sends; None: the model asked to have it run again."""
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
         if self._sequences is not None and request.version is not None:
@@ -232,7 +241,10 @@ class PythonModel:
         caller: Caller,
         error: BaseException | None,
     ) -> None:
-        """Ends the execution of a coroutine, in its thread."""
+        """Ends the requests of an ``execute`` coroutine that has ended; called in the coroutines' thread.
+
+        ``error``: what it raised.
+        """
         caller.close()
         if self._port.ran is not None:
             self._port.ran()
@@ -246,7 +258,7 @@ class PythonModel:
                     sender.fail(failed)
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
-        """Returns the result of a request. None: it goes round again."""
+        """Returns the result of a request from the model's response; None: the model asked to have the request run again."""
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
             return self._rescheduled(response)
         if asked.sender is not None:
@@ -274,7 +286,7 @@ class PythonModel:
             return error
 
     def _rescheduled(self, response: Any) -> Result | None:
-        """Returns the error for a request that may not be rescheduled. None: it goes round again."""
+        """Returns None for a request that the model may have run again (an iterative sequence's), else the error for it."""
         if self._sequences is None or self._sequences.iterative is None:
             return Internal(
                 "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "
@@ -292,7 +304,7 @@ class PythonModel:
         return f"Failed to process the request(s) for model '{self._instance}', message: {reason}"
 
     def close(self) -> None:
-        """Calls the model's ``finalize``, and logs what it raises."""
+        """Calls the model's ``finalize``, if it has one, and logs an exception that it raises."""
         if self._readiness is not None:
             self._readiness.leave(self._is_ready)
         self._coroutines.close()

@@ -1,7 +1,7 @@
 """Triton's rate limiter on a worker: an instance runs only while the resources that it needs are free.
 
-How much there is of a resource the operator says; of others there is as much as the instance needs that needs most of it.
-Belongs to the worker's loop.
+The operator's configuration says how much there is of a resource; of any other resource there is as much as the most demanding
+instance needs. Used by the worker's loop only.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from tensord.workers.scheduling.resources import Resources
 
 
 class RateLimiter:
-    """The resources of one worker, and the instances that need some."""
+    """The limited resources of one worker, and the instances that need some of them to run."""
 
     def __init__(self, given: Mapping[str, int]) -> None:
-        """``given``: resource -> the operator's limit."""
+        """``given``: resource -> how much there is, from the operator's configuration."""
         self._given = given
         self._limits: dict[str, int] = dict(given)
         self._resources: Resources[Instance] = Resources(self._limits)
@@ -25,7 +25,10 @@ class RateLimiter:
         self.moved = False
 
     def add(self, instances: Iterable[Instance]) -> None:
-        """Adds instances that are not there yet. None of them needs more than the operator gives."""
+        """Adds those instances that need resources and were not added before.
+
+        None may need more than the operator has configured.
+        """
         for instance in instances:
             if instance.needs and instance not in self._known:
                 self._known[instance] = None
@@ -33,7 +36,7 @@ class RateLimiter:
                 self._resources.add(instance, instance.needs, instance.priority)
 
     def remove(self, instances: Iterable[Instance]) -> None:
-        """Removes instances."""
+        """Removes instances and frees their resources."""
         for instance in instances:
             if instance in self._known:
                 del self._known[instance]
@@ -48,11 +51,11 @@ class RateLimiter:
         self._limits.update(self._given)
 
     def may_run(self, instance: Instance) -> bool:
-        """Returns whether an instance has its resources, until ``done``. If not, it waits for them."""
+        """Returns whether an instance has the resources that it needs, until ``done``. If not, it waits for them."""
         return self._resources.runs(instance) or self._resources.ask(instance)
 
     def done(self, instance: Instance, again: bool = False) -> None:
-        """Frees an instance's resources, or ends its wait. ``again``: it has run, and there is more to run."""
+        """Frees an instance's resources, or ends its wait for them. ``again``: it has run, and asks at once for another run."""
         self.moved |= bool(
             self._resources.give_back(instance, again)
             if self._resources.runs(instance)
@@ -61,7 +64,7 @@ class RateLimiter:
 
     @property
     def running(self) -> list[Instance]:
-        """Instances that run now."""
+        """The instances that are running now."""
         return [instance for instance in self._known if instance.busy]
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Connects a Triton Python model's response sender with the worker's."""
+"""Passes responses from a Triton Python model's response sender to the worker's ``ResponseSender``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensord.workers.requests.result import Result
 
 
 class ResponseWriter:
-    """Writes the responses to one request. ``answer`` converts a response to a result."""
+    """Passes the responses to one request to the worker's sender. ``answer`` converts a response to a result."""
 
     def __init__(
         self,
@@ -28,7 +28,10 @@ class ResponseWriter:
         sender.hold()
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Sends a response, in order. Waits where the client has not acknowledged earlier ones."""
+        """Sends a response after all earlier ones; None: only that none follows.
+
+        Waits until the client has acknowledged enough.
+        """
         # One that was ended for the model sends to nobody.
         with contextlib.suppress(SenderClosed):
             self._sender.send(None if response is None else self._answer(self._request, response), final)
@@ -37,5 +40,5 @@ class ResponseWriter:
         return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
-        """Releases the worker's sender: the model sends nothing more."""
+        """Releases the worker's sender, because the model cannot send anything more."""
         self._sender.let_go()

@@ -1,6 +1,7 @@
-"""Registers the live sequences of all models of a worker: bounds their number, and publishes them to fronts.
+"""Registers the live sequences of all models of a worker: limits how many there are, and publishes them to the front processes.
 
-Belongs to the worker's loop. Its rule: a sequence is on the page before anything of it runs, and until its answers have left.
+Used by the worker's loop only. A sequence is on the shared sequence page before any request of it runs, and until all its answers
+were sent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tensord.workers.scheduling.sequence_table import SequenceTable
 
 
 class SequenceRegister:
-    """The live sequences of one worker; it alone writes the worker's sequence page."""
+    """The live sequences of one worker. This class alone writes the worker's shared sequence page."""
 
     def __init__(self, page: SequencePage, most: int) -> None:
         self.page = page
@@ -30,11 +31,11 @@ class SequenceRegister:
         self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:
-        """Makes the registry of one load's sequences."""
+        """Makes the object that registers the sequences of one load of a model version."""
         return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:
-        """Counts a new sequence. Raises Unavailable: there are as many as may be."""
+        """Counts a new sequence. Raises Unavailable: as many sequences as ``requests.max_sequences`` allows are live."""
         if self.live >= self._most:
             raise Unavailable(
                 f"{self.live} sequences are live on this worker, requests.max_sequences allows {self._most}"
@@ -42,18 +43,21 @@ class SequenceRegister:
         self.live += 1
 
     def tell(self) -> None:
-        """Publishes free slots; call it before answers leave, because clients that have one may start another sequence."""
+        """Publishes changed counts of free slots.
+
+        To be called before answers are sent, as their clients may start new sequences.
+        """
         changed, self.changed = self.changed, set()
         for each in changed:
             each.publish_slots()
 
     def left(self) -> None:
-        """Forgets sequences that have ended, once all answers have left."""
+        """Removes ended sequences from the page, if there are any; to be called once all answers were sent."""
         if self.ended:
             self.settle()
 
     def settle(self) -> None:
-        """Removes sequences that have ended from the page; their answers have left."""
+        """Removes ended sequences from the page; all their answers must have been sent."""
         self.ended = False
         self.page.settle()
 
@@ -62,10 +66,10 @@ class SequenceRegister:
 
 
 class RegisteredSequences:
-    """The registered sequences of one load of a model version.
+    """Registers the sequences of one load of a model version on the worker's sequence page.
 
-    ``generation`` tells sequences of one correlation id apart; a later one has a higher number. A sequence has ``waiting``, then
-    ``begun`` unless it never ran, then ``gone``, which may come after the ``waiting`` of the next one of its id.
+    ``generation`` tells sequences of one correlation id apart; a later one has a higher number. For each sequence ``waiting`` is
+    called, then ``begun`` unless it never ran, then ``gone``, perhaps after ``waiting`` for the next sequence of its id.
     """
 
     def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:
@@ -76,36 +80,36 @@ class RegisteredSequences:
         self._table: SequenceTable[Any] | None = None
 
     def serve(self, table: SequenceTable[Any]) -> None:
-        """Begins to serve: new sequences join this load."""
+        """Publishes that new sequences join this load of the model version. ``table``: its sequences."""
         self._table = table
         self._register.serving[self._keys.slots] = self
         self._register.changed.add(self)
 
     def retire(self) -> None:
-        """Stops serving: the version was unloaded, or loaded again."""
+        """Withdraws that new sequences join this load, because the version was unloaded or loaded again."""
         self._table = None
         if self._register.serving.get(self._keys.slots) is self:
             del self._register.serving[self._keys.slots]
             self._register.page.withdraw_slots(self._keys.slots)
 
     def publish_slots(self) -> None:
-        """Publishes free slots and the backlog, while new sequences join."""
+        """Publishes how many slots are free and how many sequences wait for one, if new sequences join this load."""
         if self._table is not None:
             self._register.page.publish_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
-        """Registers a sequence that is to be admitted. Raises Unavailable: there are too many; then it is not."""
+        """Registers a sequence before it is admitted. Raises Unavailable: too many are live; then it is not registered."""
         self._register.add()
         key = self._keys.key(correlation_id)
         self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())
         self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
-        """Publishes that a sequence's first request is about to run."""
+        """Publishes that the first request of a sequence is about to run."""
         self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
-        """Publishes that no request of a sequence waits or runs."""
+        """Publishes that a sequence has ended: no request of it waits or runs."""
         self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
         self._register.ended = True

@@ -1,4 +1,4 @@
-"""Counts what one model version did, from its requests themselves, in the shape of Triton's statistics extension.
+"""Counts the requests, runs and responses of one model version, in the shape of Triton's statistics extension.
 
 A refused request counts nowhere. Source: Triton docs/protocol/extension_statistics.md.
 """
@@ -42,12 +42,12 @@ class Duration:
         self.ns += ns
 
     def to_dict(self) -> dict[str, int]:
-        """Returns the entry in Triton's protocol."""
+        """Returns the count and the ns as an entry of Triton's statistics extension."""
         return {"count": self.count, "ns": self.ns}
 
 
 class ResponseStatistics:
-    """Statistics of the responses of one number in their requests: 0 is each request's first."""
+    """Statistics of the responses that have one position among the responses to their request: 0 is each request's first."""
 
     __slots__ = ("cancel", "compute_infer", "compute_output", "empty_response", "fail", "success")
 
@@ -64,14 +64,14 @@ class ResponseStatistics:
         self.cancel = Duration()
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """Returns the entry, in the order of Triton's protocol."""
+        """Returns one entry of ``response_stats``, with its fields in the order of Triton's statistics extension."""
         names = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
         found: dict[str, Duration] = {name: getattr(self, name) for name in names}
         return {name: duration.to_dict() for name, duration in found.items()}
 
 
 class ResponsesByNumber:
-    """Response statistics of a model version by number; numbers from ``MAX_RESPONSES`` on are not counted."""
+    """Statistics of a model version's responses by their position in the request; from ``MAX_RESPONSES`` on none is counted."""
 
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}
@@ -79,13 +79,16 @@ class ResponsesByNumber:
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
-        """Returns the statistics of a number, or None where it is not counted."""
+        """Returns the statistics of responses with this position in their request, or None if it is not counted."""
         if number >= MAX_RESPONSES:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
     def add(self, first: int, waited_ns: Array) -> None:
-        """Counts good responses of one request, from ``first`` on, placed in no time. ``waited_ns``: INT64[count]."""
+        """Counts successful responses to one request, from position ``first`` on, as written in no time.
+
+        ``waited_ns``: INT64[count].
+        """
         if not len(self._counts):
             self._open()
         which = slice(first, first + len(waited_ns))
@@ -93,7 +96,7 @@ class ResponsesByNumber:
         self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
 
     def add_at_once(self, first: int, count: int, waited_ns: int) -> None:
-        """Counts ``count`` good responses that came together, ``waited_ns`` after the one before them."""
+        """Counts successful responses to one request that came together, ``waited_ns`` after the response before them."""
         if not len(self._counts):
             self._open()
         self._counts[first : first + count] += 1
@@ -103,7 +106,7 @@ class ResponsesByNumber:
         self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns ``response_stats`` of Triton's protocol."""
+        """Returns ``response_stats`` of Triton's statistics extension: the position of responses as text -> entry."""
         for number in np.flatnonzero(self._counts).tolist():
             counted = self.of(number)
             assert counted is not None
@@ -120,7 +123,7 @@ class ResponsesByNumber:
 
 
 class NativeRuns(NamedTuple):
-    """Requests that were answered well outside of Python (``tensord.workers.dispatch.fast_path``)."""
+    """Counts of requests that C code answered successfully, outside of Python (``tensord.workers.dispatch.fast_path``)."""
 
     answered: int
     rows: int
@@ -135,14 +138,14 @@ class NativeRuns(NamedTuple):
     batches: list[tuple[int, int, int, int, int]]
 
     def part(self, share: int, whole: int) -> NativeRuns:
-        """Returns the part of one of several models in a pipeline, which took ``share`` of the ``whole`` time."""
+        """Returns the counts of one of several models that ran as a pipeline: it took ``share / whole`` of the time."""
         took = self.compute_ns[1] * share // whole
         batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
         return NativeRuns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), batches)
 
 
 class Failure(enum.Enum):
-    """The reason why a request failed, as metrics name it."""
+    """The reasons why requests fail, as metrics name them."""
 
     #: It waited longer than it may.
     REJECTED = "REJECTED"
@@ -157,7 +160,7 @@ class Failure(enum.Enum):
 
 
 class BatchStatistics:
-    """Executions of one batch size, as integers, because they are counted with every batch."""
+    """The runs of one model version with one batch size: how many, and the time that they took."""
 
     __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
 
@@ -169,7 +172,7 @@ class BatchStatistics:
 
 
 class VersionStatistics:
-    """Statistics of one model version on one worker; belongs to the loop."""
+    """Statistics of one model version on one worker; used by the worker's loop only."""
 
     def __init__(self, name: str, version: int, buckets: Sequence[float] = Metrics().buckets) -> None:
         self._name = name
@@ -215,9 +218,9 @@ class VersionStatistics:
         self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts a batch whose answers are placed (or wait for room); ``failed`` are its requests that got an error, and why.
+        """Counts a batch that has run and whose answers are written, or wait for memory. ``failed``: requests with an error.
 
-        Those that are answered by senders count by themselves, when they are at their end.
+        Requests that are answered by response senders are counted by ``streamed``, once their last response was sent.
         """
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
         answered: Sequence[Request] = execution.requests
@@ -279,12 +282,15 @@ class VersionStatistics:
         batch.output_ns += output_ns
 
     def stepped(self, count: int, infer_ns: int) -> None:
-        """Counts a step of so many requests, which count by themselves when they are at their end."""
+        """Counts one step of a stepped model for ``count`` requests. The requests are counted by ``streamed`` when they end."""
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 
     def responded(self, sender: ResponseSender, result: Sent, now_ns: int, placed_ns: int) -> None:
-        """Counts a response, or a final mark, that came at ``now_ns``, here and on its sender."""
+        """Counts a response that came at ``now_ns`` and was written at ``placed_ns``. None: only the mark that none follows.
+
+        Also updates the sender's count and time.
+        """
         number, waited_ns, output_ns = sender.count, max(0, now_ns - sender.last_ns), placed_ns - now_ns
         sender.last_ns = placed_ns
         if result is not None:
@@ -308,13 +314,13 @@ class VersionStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
-        """Counts so many good responses, as ``responded``, that were placed in no time; none of them the first."""
+        """Counts ``count`` successful responses to one request, the first response not among them, as written in no time."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns
 
     def streamed(self, sender: ResponseSender, now_ns: int, failure: Failure | None) -> None:
-        """Counts a request that was answered by its sender and is at its end. ``failure``: why it failed, if it did."""
+        """Counts a request that was answered by a response sender and has ended. ``failure``: why it failed; None: it did not."""
         request = sender.request
         if failure is Failure.CANCELED and (counted := self.responses.of(sender.count)) is not None:
             counted.cancel.add(max(0, now_ns - sender.last_ns))
@@ -333,7 +339,7 @@ class VersionStatistics:
         self.copied_byte_size += request.copied_byte_size
 
     def add(self, done: NativeRuns) -> None:
-        """Adds what was counted outside of Python, of requests none of which failed."""
+        """Adds the counts of successful requests that were counted outside of this class (``NativeRuns``)."""
         self.success_count += done.answered
         self.request_ns += done.request_ns
         self.queue_ns += done.queue_ns
@@ -349,17 +355,17 @@ class VersionStatistics:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
 
     def padded(self, rows: int, elements: int) -> None:
-        """Counts padding: rows and elements that were computed for no request."""
+        """Counts padding: rows, and elements of inputs, that were computed for no request."""
         self.padded_rows += rows
         self.padded_elements += elements
 
     def failed(self, lasted_ns: int, why: Failure = Failure.REJECTED) -> None:
-        """Counts a request that was accepted and never ran: unless said otherwise its time was up."""
+        """Counts a request that was accepted and failed ``lasted_ns`` after its arrival; by default it waited too long."""
         self.fail.add(lasted_ns)
         self.failures[why] += 1
 
     def found(self, request: Request, began_ns: int, now_ns: int) -> None:
-        """Counts a request that the response cache answered; ``began_ns``: when it was looked up there."""
+        """Counts a request that the response cache answered; ``began_ns``: when the request was looked up in the cache."""
         self.success_count += 1
         self.request_ns += now_ns - request.arrived_ns
         waited_ns = max(0, began_ns - request.arrived_ns)
@@ -370,27 +376,27 @@ class VersionStatistics:
         self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: VersionStatistics) -> None:
-        """Takes over from a load that this one replaces: what is still counted there counts here as well."""
+        """Includes the counts of the load that this one replaces, also those that are still to be added there."""
         self._former, self.began_ns = former, former.began_ns
 
     def inherit(self) -> None:
-        """Keeps the counts of the former load, which has ended."""
+        """Copies the counts of the load that this one has replaced, which has ended and counts no more."""
         if self._former is not None:
             self._inherited_durations = self._former.all_durations()
             self._inherited, self._former = self._former.counts(), None
 
     @property
     def histograms(self) -> tuple[array[int], array[int]]:
-        """The counts and the bounds of its durations, for the C part, which counts there what it answers."""
+        """The counts and the bounds of the duration histograms, into which the C code counts the requests that it answers."""
         return self.durations.counts, self.durations.bounds
 
     def all_durations(self) -> Counted:
-        """Returns the histograms since the first of the loads that replaced each other, as ``counts``."""
+        """Returns the duration histograms of this load and of all loads before it that replaced each other, together."""
         former = self._inherited_durations if self._former is None else self._former.all_durations()
         return total(former, self.durations.counted())
 
     def counts(self) -> Counts:
-        """Returns the counts for metrics, since the first of the loads that replaced each other."""
+        """Returns the counts for metrics of this load and of all loads before it that replaced each other, together."""
         former = self._inherited if self._former is None else self._former.counts()
         return former + Counts(
             success=self.success_count,
@@ -427,7 +433,7 @@ class VersionStatistics:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns one entry of ``model_stats``."""
+        """Returns this version's entry of ``model_stats`` of Triton's statistics extension."""
         good = self.success_count
         computed = good - self.cache_hit.count
         return {

@@ -1,9 +1,9 @@
-"""Runs one version of a stepped model on its device: inserts requests into slots, and steps all slots at once.
+"""Runs one version of a stepped model on its device: inserts requests into slots, and computes a step for all slots at once.
 
     insert, step ─▶ given to the device, in order ─▶ DeviceRun ─▶ read: the rows of outputs, on the host
 
-The carry goes from one run to the next and is never read. Runs are read in the order in which they were given to the device, some
-time later. Belongs to the worker's loop.
+The carry (the state of all slots) goes from one run to the next and is never read. The results of runs are read some time later,
+in the order in which the runs were given to the device. Used by the worker's loop only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tensord.workers.tensors.signature import Signature
 
 
 class DeviceRun(NamedTuple):
-    """An insertion or a step that was given to the device."""
+    """An insertion or a step of a stepped model that was given to the device."""
 
     made: Any
     #: Arrays that the device may still read.
@@ -40,16 +40,16 @@ class DeviceRun(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """True once ``read`` would return at once."""
+        """True once the results are there, so that ``read`` returns at once."""
         return bool(self.made.is_ready())
 
     def read(self) -> Array:
-        """Waits for the rows: UINT8[rows, size]. Raises what the run raised."""
+        """Waits for the results and returns them, encoded: UINT8[rows, size]. Raises what the run raised."""
         return np.asarray(self.made)
 
 
 class SteppedModel:
-    """One version of a stepped model, for the worker's loop."""
+    """One version of a stepped model and the state of its slots on the device. Used by the worker's loop."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SteppedModel:
         declared: StepDeclaration,
         remote: bool,
     ) -> None:
-        """``remote``: whether the device has memory of its own."""
+        """``remote``: whether the device has memory of its own, as a GPU has."""
         self._remote = remote
         self.rules = declared.rules
         self.gather = declared.gather
@@ -83,7 +83,10 @@ class SteppedModel:
         self.losses = 0
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """Returns the key of requests that one call may insert. Raises InvalidArgument: there is no program for it."""
+        """Returns the batching key of a request's inputs: requests with equal keys may be inserted by one call.
+
+        Raises InvalidArgument: no program takes these inputs.
+        """
         key = self._shapes.key(arrays)
         if key not in self.executables.inserts:
             for axis, size in self._shapes.lengths(arrays).items():
@@ -100,9 +103,9 @@ class SteppedModel:
     def insert(
         self, requests: Sequence[Request], slots: Sequence[int], chosen: ParameterSet | None = None
     ) -> DeviceRun:
-        """Has requests of one key begin in these slots. ``chosen``: the parameters; None: those of main.
+        """Inserts requests of one batching key into slots. ``chosen``: the parameter set to use; None: ``main``.
 
-        Raises: StateLost: it failed and the carry is gone.  Or whatever else fails, while all slots are as they were.
+        Raises: StateLost: the insertion failed and the state of all slots is lost. Any other error leaves all slots unchanged.
         """
         key = self._shapes.key(requests[0].arrays)
         inputs, numbers = self.executables.zeros(key)
@@ -119,7 +122,10 @@ class SteppedModel:
         return self._run(self.executables.inserts[key], (inputs, numbers), chosen)
 
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
-        """Steps the slots up to ``last``, perhaps more, but not masked ones. ``chosen``, raises: as ``insert``."""
+        """Computes a step for slots 0 to ``last`` or more, without masked ones.
+
+        ``chosen``, and what it raises, as for ``insert``.
+        """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):
             unmasked = np.ones(self._slots, np.bool_)
@@ -146,9 +152,9 @@ class SteppedModel:
         return DeviceRun(made, given)
 
     def warm(self, samples: Sequence[Sample]) -> None:
-        """Runs each sample of ``model_warmup`` as a request that has a slot to itself and one step; for the loader's thread.
+        """Runs each warmup sample as a request in slot 0 with one step. Called in the loader's thread, before the version serves.
 
-        Raises: InvalidArgument: one failed, or no program takes it.
+        Raises: InvalidArgument: a sample failed, or no program takes its inputs.
         """
         name = self._signature.model
         for sample in samples:
@@ -167,13 +173,13 @@ class SteppedModel:
                     self._carry = None
 
     def lost(self) -> StateLost:
-        """Drops the carry after a failed run. Returns the error to raise."""
+        """Drops the state of all slots after a failed run. Returns the error to raise."""
         self._carry = None
         self.losses += 1
         return StateLost()
 
     def describe(self, error: BaseException) -> str:
-        """Returns the sentence for a client when the model failed: no path, no traceback."""
+        """Returns the sentence that clients get when the model failed with ``error``: no path, no traceback."""
         return describe_failure(self._signature.model, self._version, error)
 
     def __repr__(self) -> str:

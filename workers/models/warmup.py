@@ -1,8 +1,8 @@
-"""The samples of ``model_warmup``: made from the configuration, run before a version serves, counted nowhere.
+"""Makes and runs the samples of ``model_warmup``, before a version serves. They are not counted in statistics.
 
     inputs     zeros, random values, or a file of <model>/warmup/: the tensor's bytes as a client would send them
     batch_size for a model that batches: the sample's dims come without the batch dimension
-    count      how often it is run; 0 is once
+    count      how often the sample is run; 0 means once
 
 Source: Triton's model_config.proto, ModelWarmup.
 """
@@ -42,7 +42,7 @@ _SEED = 0
 
 
 class Sample:
-    """One entry of ``model_warmup``."""
+    """One sample request of ``model_warmup``, which is run ``count`` times."""
 
     def __init__(self, name: str, arrays: dict[str, Array], rows: int, count: int) -> None:
         self.name = name
@@ -55,11 +55,11 @@ class Sample:
         self._key: Hashable = None
 
     def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
-        """Adds the state of a new sequence. ``begun`` makes it of inputs and rows."""
+        """Adds the state of a new sequence to the sample's inputs. ``begun`` makes the state from inputs and number of rows."""
         self._arrays |= begun(self._arrays, self.rows)
 
     def run(self, model: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
-        """Runs the sample. Raises InvalidArgument: the model failed. ``check``: of the worker's device."""
+        """Runs the sample on a model. Raises InvalidArgument: the model failed. ``check``: raises if the device has failed."""
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())
             run(model, execution, check)
@@ -68,7 +68,10 @@ class Sample:
                     raise self.failed(result.message)
 
     def run_jitted(self, model: JaxModel, runner: RunnableModel, model_name: str, check: CheckDevice = works) -> None:
-        """Runs the sample, after compiling a shape that no bucket covers. ``runner``: the model for the calling thread."""
+        """Runs the sample on a jitted model, whose program is compiled first if there is none for the sample's shapes.
+
+        ``runner``: the model's object for the calling thread.
+        """
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])
         if model.executables.find(wanted) is None:
@@ -76,19 +79,19 @@ class Sample:
         self.run(runner, model_name, check)
 
     def request(self, model_name: str) -> Request:
-        """Returns the sample as a request without a submitter and without a version that serves."""
+        """Returns the sample as a request that has no submitter and no model version."""
         nobody = cast(Any, None)
         prepared = PreparedRequest(model_name)
         own = RequestRecord(0, prepared)
         return Request(nobody, nobody, prepared, own, self._key, self.rows, self._arrays, {}, [], time.monotonic_ns())
 
     def failed(self, reason: str) -> InvalidArgument:
-        """Returns the error with which its model's load fails."""
+        """Returns the error with which loading the model fails because of this sample."""
         return InvalidArgument(f"warmup sample '{self.name}' failed: {reason}")
 
 
 def prepared_samples(record: Load, message: ModelConfig, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
-    """Makes the samples of a version that is being loaded; they belong to no sequence, and have tensors only."""
+    """Makes the warmup samples of a version that is being loaded. ``made_inputs``: inputs that the worker makes, not clients."""
     nobody = made_inputs.nobody
     made = {*nobody, *(name for name, spec in described.inputs.items() if spec.of_batch is not None)}
     return samples(message, described.without_inputs(made), Path(record.model_path), nobody)
@@ -97,9 +100,13 @@ def prepared_samples(record: Load, message: ModelConfig, described: Signature, m
 def samples(
     message: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
 ) -> list[Sample]:
-    """The samples of a completed configuration; ``folder`` is the model's. ``more``: inputs that clients do not send, of one row.
+    """Makes the warmup samples of a completed configuration.
 
-    Raises: InvalidArgument: one does not fit the model, or its file cannot be read.
+    Args:
+      folder: the model's, with ``warmup/``.
+      more: inputs that clients do not send, each of one row.
+
+    Raises: InvalidArgument: a sample does not fit the model, or its file cannot be read.
     """
     made: list[Sample] = []
     room = MAX_BYTE_SIZE
@@ -137,7 +144,10 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int, more: M
 
 
 def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
-    """The array as the model takes it. Raises InvalidArgument."""
+    """Returns one input of a sample as the model takes it.
+
+    Raises InvalidArgument: it does not fit, or is larger than ``room``.
+    """
     datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
     if datatype != spec.datatype or not spec.fits(dims):
         raise InvalidArgument(f"{what} is {datatype}{list(dims)}, the model takes {spec.datatype}{list(spec.dims)}")
@@ -165,7 +175,7 @@ def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
 
 
 def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-    """Numbers from 0 to 1, integers of the whole range, elements of one printable character."""
+    """Returns random floats from 0 to 1, integers of the datatype's full range, or BYTES elements of one printable character."""
     chance = np.random.default_rng(_SEED)
     if spec.datatype == "BYTES":
         made = np.empty(shape, np.object_)
@@ -197,5 +207,5 @@ def _too_large(what: str, byte_size: int) -> InvalidArgument:
 
 
 def _memory(made: Array) -> int:
-    """About how many bytes an array takes."""
+    """Returns about how many bytes an array takes in memory."""
     return made.size * _OBJECT_BYTE_SIZE if made.dtype == np.object_ else made.nbytes
