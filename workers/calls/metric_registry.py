@@ -117,8 +117,8 @@ class MetricRegistry:
     def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> tuple[Labels, Value]:
         """Returns the metric of a family with these labels, made if there is none, and its key for ``release``.
 
-        ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: the labels or buckets are malformed, or the buckets
-        differ from the metric's; Unavailable: there are too many metrics.
+        ``buckets``: upper bounds, for a histogram only. Raises InvalidArgument: the labels or buckets are malformed, or the
+        buckets differ from the metric's; Unavailable: there are too many metrics.
         """
         key = _checked_labels(name, labels)
         with self._lock:

@@ -45,8 +45,8 @@ class HeldFamily:
     def metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None) -> Value:
         """Returns the metric of the family with these labels, which is made if there is none. ``buckets``: a histogram's bounds.
 
-        Raises InvalidArgument: the labels or buckets are malformed, or the buckets differ from the metric's; Unavailable: there are
-        too many metrics.
+        Raises InvalidArgument: the labels or buckets are malformed, or the buckets differ from the metric's; Unavailable: there
+        are too many metrics.
         """
         key, value = self.registry.metric(self.name, labels, buckets)
         self._labels.append(key)

@@ -1,4 +1,4 @@
-"""Requests of models to other models, and their responses: part of ``triton_python_backend_utils`` (see ``interface``).
+"""Sends requests of models to other models (Triton's BLS): part of ``triton_python_backend_utils`` (see ``interface``).
 
 Source: triton-inference-server/python_backend, src/pb_response_iterator.cc and src/request_executor.cc.
 """
@@ -33,7 +33,10 @@ def call_of(
     decoupled: bool,
     timeline: RequestTimeline | None,
 ) -> ModelCall | InferenceResponse:
-    """Makes a call, or returns what is wrong with its inputs. Raises TritonModelException: no model may be called from here."""
+    """Makes a call of another model, which is not begun, or returns the error response if its inputs are wrong.
+
+    Raises TritonModelException: no model may be called from the running code.
+    """
     try:
         found = asker()
     except InvalidArgument as error:
@@ -54,7 +57,7 @@ def call_of(
 
 
 def response_of(result: Result | None) -> InferenceResponse:
-    """Returns a result as the response that the calling model gets; None: an empty one."""
+    """Converts a called model's result to the response that the calling model gets; None: a response without tensors."""
     if isinstance(result, ServingError):
         return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]
@@ -62,14 +65,14 @@ def response_of(result: Result | None) -> InferenceResponse:
 
 
 def answer_of(call: ModelCall, first: _Answer) -> InferenceResponse | ResponseIterator:
-    """Returns what ``exec`` does once the first response has come."""
+    """Returns the value of ``InferenceRequest.exec`` once the first response to the call has come."""
     if call.refused and isinstance(first[0], ServingError):
         return one_response(_refusal(call, first[0]), call.streams)
     return ResponseIterator(call, first) if call.streams else response_of(first[0])
 
 
 def _refusal(call: ModelCall, error: ServingError) -> InferenceResponse:
-    """Returns Triton's words for a call that could not be made."""
+    """Returns the error response, in Triton's words, for a call that could not be made because of ``error``."""
     why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
     code = ErrorCode.of(error.code) if isinstance(error, Cancelled | Unavailable) else ErrorCode.INTERNAL
     message = f"Model {call.prepared.model} - Error when running inference: {why}{error.message}"
@@ -77,7 +80,7 @@ def _refusal(call: ModelCall, error: ServingError) -> InferenceResponse:
 
 
 def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
-    """Returns what ``exec`` does where no model was called."""
+    """Returns the value of ``InferenceRequest.exec`` if no model was called: ``response``, as an iterator if ``decoupled``."""
     return ResponseIterator(None, (None, True), response) if decoupled else response
 
 
@@ -86,10 +89,13 @@ async def first_answer(call: ModelCall, first: asyncio.Task[_Answer]) -> Inferen
 
 
 class ResponseIterator:
-    """Iterates over the responses of one call. They are kept, so it can be iterated over again."""
+    """Iterates over the responses to one call, waiting for each. It stores them, so that a second iteration gets them again."""
 
     def __init__(self, call: ModelCall | None, first: _Answer, response: InferenceResponse | None = None) -> None:
-        """``call`` brings further responses, unless the first is the last."""
+        """``call`` brings further responses unless ``first`` (a response, and whether it is the last) is the last.
+
+        ``response``: used instead of the one in ``first``.
+        """
         self._call = None if first[1] else call
         self._kept = [response or response_of(first[0])]
         self._at = 0
@@ -113,7 +119,7 @@ class ResponseIterator:
             return self._kept[self._at - 1]
 
     def cancel(self) -> None:
-        """Tells the called model that it may stop. Responses that it still sends come; if it has not begun, an error does."""
+        """Asks the called model to stop. Responses that it sends after that still come; if it has not begun, an error comes."""
         call = self._call
         if call is not None:
             call.stop()

@@ -1,4 +1,4 @@
-"""The configuration as a model sees it: part of ``triton_python_backend_utils`` (see ``interface``).
+"""Gives a model access to its configuration: part of ``triton_python_backend_utils`` (see ``interface``).
 
 Source: triton-inference-server/python_backend, README.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ModelConfig:
-    """The configuration in JSON that ``auto_complete_config`` completes, but never contradicts."""
+    """A model's configuration as JSON, which the model's ``auto_complete_config`` may complete but not contradict."""
 
     def __init__(self, model_config: Mapping[str, Any] | str) -> None:
         self._config: dict[str, Any] = json.loads(model_config) if isinstance(model_config, str) else dict(model_config)
@@ -20,7 +20,10 @@ class ModelConfig:
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Sets max_batch_size; one that is configured may be kept or lowered to 0, not raised."""
+        """Sets max_batch_size, or checks it: if one is configured that value stays, and only 0 or the same value is accepted.
+
+        Raises ValueError: another value is configured.
+        """
         given = self._config.get("max_batch_size", 0)
         if given and max_batch_size and given != max_batch_size:
             raise ValueError(f"configuration specified max_batch_size {given}, the model set {max_batch_size}")
@@ -66,12 +69,12 @@ class ModelConfig:
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """Returns the entry of a name in ``model_config["input"]``, or None."""
+    """Returns the entry of ``model_config["input"]`` with this name, or None."""
     return _named(model_config.get("input", ()), name)
 
 
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """Returns the entry of a name in ``model_config["output"]``, or None."""
+    """Returns the entry of ``model_config["output"]`` with this name, or None."""
     return _named(model_config.get("output", ()), name)
 
 

@@ -8,14 +8,14 @@ from tensord.shm.errors import ServingError
 
 
 class TritonModelException(Exception):
-    """Fails a whole batch, where a model raises it."""
+    """An exception that models raise and catch; if ``execute`` raises it, all requests of the batch fail."""
 
 
 class Saying:
-    """A context in which a ServingError becomes a TritonModelException that begins with given words.
+    """A context manager that turns a ServingError into a TritonModelException whose message begins with given words.
 
-    It is a class because an error that a generator raises in place of another one keeps all frames between alive until the next
-    garbage collection (Python 3.12 and newer), and with them what the model has let go of.
+    This is a class and not a generator, because an error that a generator raises instead of another one keeps all frames between
+    alive until the next garbage collection (Python 3.12 and newer), and with them objects that the model has released.
     """
 
     __slots__ = ("_begins",)
@@ -32,7 +32,7 @@ class Saying:
 
 
 class ErrorCode(enum.Enum):
-    """Error codes with Triton's names and numbers."""
+    """Triton's error codes, by name and number."""
 
     UNKNOWN = 0
     INTERNAL = 1
@@ -50,14 +50,14 @@ class ErrorCode(enum.Enum):
 
     @classmethod
     def of(cls, code: str) -> ErrorCode:
-        """Converts the code of a ``tensord.shm.errors.ServingError``."""
+        """Returns Triton's code for the code of a ``tensord.shm.errors.ServingError``."""
         if code == "DEADLINE_EXCEEDED":  # Triton has no code for it
             return cls.CANCELLED
         return cls.INVALID_ARG if code == "INVALID_ARGUMENT" else cls[code]
 
     @property
     def serving_code(self) -> str:
-        """The code of a ``tensord.shm.errors.ServingError``."""
+        """The code of the ``tensord.shm.errors.ServingError`` that this code stands for."""
         return "INVALID_ARGUMENT" if self is ErrorCode.INVALID_ARG else self.name
 
 
@@ -74,7 +74,7 @@ class TritonError:
     CANCELLED = ErrorCode.CANCELLED
 
     def __init__(self, message: str = "", code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """Makes an error. Raises ValueError: no such code."""
+        """Makes an error for a response. Raises ValueError: ``code`` is none of ``ErrorCode``."""
         self._message = message
         self._code = ErrorCode(code)
 

@@ -1,4 +1,4 @@
-"""The module that Triton Python-backend models import as ``triton_python_backend_utils``, so that they run here unchanged.
+"""The module that Triton Python-backend models import as ``triton_python_backend_utils``, so that they run unchanged.
 
 Names and behaviour follow the documented interface (triton-inference-server/python_backend, README). The worker installs this
 module under that name.
@@ -114,22 +114,25 @@ from tensord.workers.python_backend.tensors import (
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """Returns a request's input by name, or None."""
+    """Returns the input of a request with this name, or None."""
     return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    """Returns a response's output by name, or None."""
+    """Returns the output of a response with this name, or None."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array:
-    """Encodes an array as BYTES. Returns an array of unsigned bytes, in row-major order."""
+    """Encodes an array of byte strings as BYTES (each element behind its length).
+
+    Returns UINT8[n], elements in row-major order.
+    """
     return np.frombuffer(byte_content(input_tensor), np.uint8)
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
-    """Decodes BYTES. Returns a flat object array of the elements."""
+    """Decodes a BYTES tensor. Returns a one-dimensional object array of its elements."""
     content = bytes(encoded_tensor)
     count, at = 0, 0
     while at + 4 <= len(content):

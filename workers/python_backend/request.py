@@ -1,4 +1,4 @@
-"""Requests that a model gets or makes: part of ``triton_python_backend_utils`` (see ``interface``).
+"""Requests that a model gets, or sends to other models: part of ``triton_python_backend_utils`` (see ``interface``).
 
 Source: triton-inference-server/python_backend, README "Business Logic Scripting"; src/infer_request.cc has the errors' words.
 """
@@ -32,7 +32,7 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 
 
 class MemoryType(enum.Enum):
-    """Kinds of memory."""
+    """The kinds of memory that tensors may be in."""
 
     TRITONSERVER_MEMORY_GPU = enum.auto()
     TRITONSERVER_MEMORY_CPU = enum.auto()
@@ -43,14 +43,14 @@ TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
 
 class InferenceTrace:
-    """Passes tracing on: requests to other models that are given it are traced with the request that it is from."""
+    """The trace of a request. A model gives it to requests to other models, which are then traced with that request."""
 
     def __init__(self, timeline: RequestTimeline | None = None) -> None:
-        """``timeline`` belongs to the traced request, if it is traced."""
+        """``timeline``: the traced request's timeline; None: the request is not traced."""
         self.timeline = timeline
 
     def get_context(self) -> str | None:
-        """Returns the context for a span of OpenTelemetry in the request's trace, as JSON: ``{"traceparent": ...}``.
+        """Returns the OpenTelemetry context for spans in the request's trace, as JSON: ``{"traceparent": ...}``.
 
         None: the request is not traced, or its trace goes to a file.
         """
@@ -61,7 +61,7 @@ class InferenceTrace:
 
 
 class PreferredMemory:
-    """Names the memory for another model's outputs. It is accepted and has no effect: they are numpy arrays."""
+    """The kind of memory that another model's outputs should be in. It has no effect: outputs are always numpy arrays."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -69,7 +69,7 @@ class PreferredMemory:
 
 
 class InferenceRequest:
-    """A request that ``execute`` gets, or that a model makes for another one."""
+    """A request that a model's ``execute`` gets, or that a model makes to another model."""
 
     def __init__(
         self,
@@ -88,9 +88,17 @@ class InferenceRequest:
         writer: Callable[[], ResponseWriter] | None = None,
         timeline: RequestTimeline | None = None,
     ) -> None:
-        """Makes a request. ``trace``: of the request that it is made for. ``timeline``: its own, where ``execute`` gets it.
+        """Makes a request.
 
-        Raises TritonModelException: the request is malformed. TypeError: no model is named, or by no text.
+        The last three arguments are the worker's, for a request that ``execute`` gets.
+
+        Args:
+          trace: the trace of the request on whose behalf this one is made.
+          cancelled: returns whether the client has cancelled the request.
+          writer: makes the object that a response sender writes to.
+          timeline: the request's timeline, if it is traced.
+
+        Raises TritonModelException: the request is malformed; TypeError: ``model_name`` is no text, or an input no ``Tensor``.
         """
         if not isinstance(model_name, str | bytes):
             raise TypeError(f"InferenceRequest needs model_name, a str; it is {model_name!r}")
@@ -138,14 +146,17 @@ class InferenceRequest:
         return self._model_name
 
     def flags(self) -> int:
-        """Returns the sequence's flags. Bit 0: it starts; bit 1: it ends."""
+        """Returns the request's sequence flags. Bit 0: the request starts its sequence; bit 1: the request ends it."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
         self._flags = flags
 
     def set_release_flags(self, flags: int) -> None:
-        """Sets release flags. RESCHEDULE: the response is None, and a later batch has the request again (iterative sequences)."""
+        """Sets what happens to the request after ``execute``.
+
+        RESCHEDULE: the response must be None, and a later batch has the request again (iterative sequences).
+        """
         self.release_flags = flags
 
     def timeout(self) -> int:
@@ -153,18 +164,18 @@ class InferenceRequest:
         return self._timeout
 
     def parameters(self) -> str:
-        """Returns the custom parameters, as JSON text."""
+        """Returns the request's custom parameters, as JSON text."""
         return self._parameters
 
     def is_cancelled(self) -> bool:
         return self._cancelled is not None and self._cancelled()
 
     def trace(self) -> InferenceTrace:
-        """Returns the trace to give to requests that belong to this one."""
+        """Returns the trace to pass to requests that a model makes on behalf of this one."""
         return self._trace or InferenceTrace(self._timeline)
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Returns the request's sender of responses: any number of them if the model is decoupled, else one."""
+        """Returns the sender of responses to this request: any number of them if the model is decoupled, else one."""
         if self.sender is None:
             if self._writer is None:
                 raise TritonModelException("Only a request that execute() was given has a response sender.")
@@ -172,9 +183,10 @@ class InferenceRequest:
         return self.sender
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Has another model answer the request, and waits: for the response, or ``decoupled`` for the first one.
+        """Sends the request to the model that it names, and waits for the response, or if ``decoupled`` for the first one.
 
-        Raises TritonModelException: no model may be called from here. All else that fails is an error of the response.
+        Raises TritonModelException: the running code may not call models, or the request is malformed. Any other failure is an
+        error of the response.
         """
         call = self._call(decoupled)
         if isinstance(call, InferenceResponse):
@@ -183,7 +195,10 @@ class InferenceRequest:
         return answer_of(call, call.next())
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """Begins ``exec``, to be awaited. Raises as ``exec``; RuntimeError: no event loop runs here."""
+        """Sends the request as ``exec`` does, and returns an awaitable for what ``exec`` returns.
+
+        Raises what ``exec`` raises; RuntimeError: no event loop runs in this thread.
+        """
         loop = asyncio.get_running_loop()
         call = self._call(decoupled)
         if isinstance(call, InferenceResponse):
@@ -194,7 +209,7 @@ class InferenceRequest:
         return asyncio.ensure_future(first_answer(call, call.first()))
 
     def _call(self, decoupled: bool) -> ModelCall | InferenceResponse:
-        """Returns a call that is not begun, or a response that says why there is none."""
+        """Makes the call for this request, not begun yet, or returns an error response if its inputs are wrong."""
         if not self._model_name:
             raise TritonModelException("A request to a model needs its model_name.")
         sequence = self._correlation_id
@@ -222,5 +237,5 @@ class InferenceRequest:
 
 
 def _text(given: str | bytes) -> str:
-    """Returns a name as text: models pass names on that are elements of BYTES tensors."""
+    """Returns a name as text; models may pass names as bytes, taken from BYTES tensors."""
     return given.decode() if isinstance(given, bytes) else given

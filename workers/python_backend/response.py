@@ -17,7 +17,7 @@ _MAX_INTEGER = (1 << 63) - 1
 
 
 class InferenceResponse:
-    """The answer to one request: tensors, and parameters beside them, or an error."""
+    """A response to one request: output tensors and parameters, or an error."""
 
     def __init__(
         self,
@@ -25,7 +25,10 @@ class InferenceResponse:
         error: TritonError | Exception | str | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
-        """Makes a response. Raises TritonModelException: an output is None, or a parameter cannot be sent. TypeError."""
+        """Makes a response.
+
+        Raises TritonModelException: an output is None, or a parameter cannot be sent; TypeError: an output is no ``Tensor``.
+        """
         self._output_tensors = list(output_tensors or ())
         if None in self._output_tensors:
             raise TritonModelException("Output tensor for inference response should not be empty.")
@@ -45,17 +48,17 @@ class InferenceResponse:
         return self._error
 
     def parameters(self) -> str:
-        """Returns the parameters, as JSON text."""
+        """Returns the response's parameters, as JSON text."""
         return json.dumps(self._parameters)
 
 
 def parameters_of(response: InferenceResponse) -> dict[str, Parameter]:
-    """Returns a response's parameters as the client gets them."""
+    """Returns a response's parameters as they are sent to the client."""
     return response._parameters
 
 
 def checked_parameters(parameters: Any) -> dict[str, Parameter]:
-    """Returns parameters that can be sent. Raises TritonModelException, in Triton's words where it has some."""
+    """Returns parameters as plain values that can be sent; None: {}. Raises TritonModelException: some cannot be sent."""
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
@@ -72,7 +75,10 @@ def checked_parameters(parameters: Any) -> dict[str, Parameter]:
 
 
 def _value(key: str, value: Any) -> Parameter:
-    """Returns a parameter as bool, int or str, not as a subclass (of enumerations, of numpy)."""
+    """Returns a parameter's value as plain bool, int or str, also if it is of a subclass (an enumeration's, numpy's).
+
+    Raises TritonModelException: the value is of another type, or cannot be sent.
+    """
     if isinstance(value, bool):
         return value
     if isinstance(value, int):

@@ -1,6 +1,6 @@
 """Sends any number of responses to a request: part of ``triton_python_backend_utils`` (see ``interface``).
 
-Source: triton-inference-server/python_backend, README "Decoupled mode" and src/response_sender.cc, whose words the errors are in.
+Source: triton-inference-server/python_backend, README "Decoupled mode" and src/response_sender.cc; errors have the texts of that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
 class InferenceResponseSender:
-    """Sends the responses to one request; may be used from any thread, and after ``execute``."""
+    """Sends the responses to one request. It may be used from any thread, and after ``execute`` has returned."""
 
     def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
@@ -28,7 +28,11 @@ class InferenceResponseSender:
         self._closed = False
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Sends a response. Raises TritonModelException: the sender is closed, or there is nothing to send."""
+        """Sends a response, and with the flag COMPLETE_FINAL closes the sender; ``response`` may be None then.
+
+        Raises TritonModelException: the sender is closed, there is nothing to send, or a model that is not decoupled sends more
+        than one response.
+        """
         if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
             raise TritonModelException("Unable to send response. Unsupported flag provided.")
         if response is None:

@@ -1,7 +1,7 @@
-"""The server's services for models: log, metrics, other models. Part of ``triton_python_backend_utils``.
+"""The server's services for models: log, metrics, loading of other models. Part of ``triton_python_backend_utils``.
 
 Source: triton-inference-server/python_backend, README "Custom Metrics" and "Model Loading API"; src/metric.cc and
-src/model_loader.cc, whose words the errors are in.
+src/model_loader.cc; errors have the texts of these two.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _log = logging.getLogger("model")
 
 
 class Logger:
-    """Four levels, each switched by the daemon's log settings."""
+    """Writes messages of four levels to the daemon's log, whose settings switch each level on or off."""
 
     class LogLevel(enum.Enum):
-        """Levels, which are also attributes of ``Logger``: ``Logger.INFO``."""
+        """The levels of log messages, which are also attributes of ``Logger`` (``Logger.INFO``)."""
 
         INFO = enum.auto()
         WARNING = enum.auto()
@@ -40,7 +40,7 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
-        """Logs a message. Raises TypeError: the level is none of the four."""
+        """Logs a message. Raises TypeError: the message is no str, or the level is none of the four."""
         if not isinstance(message, str):
             raise TypeError(f"message is {message!r}, expected a str")
         if not isinstance(level, Logger.LogLevel):
@@ -76,21 +76,27 @@ COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HIS
 
 
 class MetricFamily:
-    """Metrics of one name. They are shown as long as the model keeps this object, and no longer than the model is served."""
+    """The metrics of one name. They are shown as long as the model's code holds this object and the model is served."""
 
     COUNTER: ClassVar = MetricKind.COUNTER
     GAUGE: ClassVar = MetricKind.GAUGE
     HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        """Makes a family. Raises TritonModelException: it is malformed, exists as another kind, or no model makes it."""
+        """Makes a family, or joins the family of that name.
+
+        Raises TritonModelException: an argument is malformed, the family is of another kind, or no model's code is running.
+        """
         if not isinstance(kind, MetricKind):
             raise TritonModelException("Error when creating MetricFamily: Unknown metric kind")
         with Saying("Error when creating MetricFamily"):
             self._held = HeldFamily(name, description, kind)
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
-        """Returns the metric with these labels; ``buckets`` are a histogram's. Raises TritonModelException."""
+        """Returns the family's metric with these labels, which is made if there is none. ``buckets``: a histogram's upper bounds.
+
+        Raises TritonModelException: labels or buckets are malformed, the buckets differ, or there are too many metrics.
+        """
         if not isinstance(labels, Mapping | None):
             raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
         if not isinstance(buckets, list | tuple | None):
@@ -104,39 +110,39 @@ class MetricFamily:
 
 
 class Metric:
-    """One metric of a family; it is of no use without the family."""
+    """One metric of a family; it may be used only as long as its ``MetricFamily`` object exists."""
 
     def __init__(self, held: HeldFamily, value: Value) -> None:
         self._held = held
         self._value = value
 
     def increment(self, value: float) -> None:
-        """Adds to the metric. Raises TritonModelException: a counter would fall, or it is a histogram."""
+        """Adds ``value`` to the metric. Raises TritonModelException: a counter would fall, or the metric is a histogram."""
         with Saying("Failed to increment metric value"):
             self._held.registry.increment(self._held.kind, self._value, float(value))
 
     def set(self, value: float) -> None:
-        """Sets a gauge. Raises TritonModelException: it is none."""
+        """Sets a gauge to a value. Raises TritonModelException: the metric is no gauge."""
         with Saying("Failed to set metric value"):
             self._held.registry.set(self._held.kind, self._value, float(value))
 
     def observe(self, value: float) -> None:
-        """Adds a value to a histogram. Raises TritonModelException: it is none."""
+        """Adds a value to a histogram. Raises TritonModelException: the metric is no histogram, or the value is NaN."""
         with Saying("Failed to observe metric value"):
             self._held.registry.observe(self._held.kind, self._value, float(value))
 
     def value(self) -> float:
-        """Returns the metric's value. Raises TritonModelException: it is a histogram."""
+        """Returns the metric's value. Raises TritonModelException: the metric is a histogram."""
         with Saying("Failed to get metric value"):
             return self._held.registry.value(self._held.kind, self._value)
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
-    """Loads a model, or loads it anew, and waits for that. Raises TritonModelException: it could not be loaded.
+    """Loads or reloads a model, and waits until it is loaded. Raises TritonModelException: it could not be loaded.
 
     Args:
-      config: a configuration in JSON that takes the place of its config.pbtxt.
-      files: ``file:<version>/<name>`` -> content; the model consists of these.
+      config: a configuration in JSON that is used instead of the model's config.pbtxt; "": none.
+      files: ``file:<version>/<name>`` -> content, of which the model consists; None: its files in the repository.
     """
     if not isinstance(files, Mapping | None):
         raise TritonModelException(
@@ -147,13 +153,19 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Begins to unload a model. Raises TritonModelException."""
+    """Begins to unload a model. ``unload_dependents``: if it is an ensemble, its models are unloaded too.
+
+    Raises TritonModelException: the server refused, or the running code may not unload models.
+    """
     with _Asking("Failed to unload model"):
         other_models.unload(model_name, unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Returns whether a model answers requests. Raises TritonModelException: the version is no number."""
+    """Returns whether a version of a model answers requests; "": any version.
+
+    Raises TritonModelException: ``model_version`` is no number above 0, or the running code may not ask.
+    """
     number = 0
     if model_version:
         if not model_version.isdecimal() or int(model_version) < 1:
@@ -167,7 +179,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 
 
 class _Asking(Saying):
-    """Uses Triton's words where a model may not ask for others."""
+    """A context manager that turns errors into TritonModelException, with Triton's text if the code may not ask for models."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, other_models.NotAllowed):

@@ -23,7 +23,7 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
 
 
 class Tensor:
-    """A named array. BYTES are object arrays of ``bytes``; BF16 arrays have ml_dtypes' bfloat16."""
+    """A named tensor around a numpy array. BYTES tensors are object arrays of ``bytes``; BF16 ones have ml_dtypes' bfloat16."""
 
     def __init__(self, name: str | bytes, numpy_array: Array) -> None:
         if isinstance(name, bytes):  # as Triton, which takes what is read out of a BYTES tensor
@@ -42,39 +42,39 @@ class Tensor:
 
     @classmethod
     def borrowed(cls, name: str, content: Array) -> Tensor:
-        """Makes a tensor of bytes that belong to a client or to an arena."""
+        """Makes a tensor from memory of a client or of an arena, which the model must not write to."""
         tensor = cls(name, content)
         tensor._borrowed = True
         return tensor
 
     @classmethod
     def shared(cls, name: str, content: Array) -> Tensor:
-        """Makes a tensor of another model's output."""
+        """Makes a tensor from another model's output, which is never written to and may be passed on without a copy."""
         tensor = cls.borrowed(name, content)
         tensor._shared = True
         return tensor
 
     def for_call(self) -> Array:
-        """Returns the array as an input of a request to another model: a copy, unless it is shared."""
+        """Returns the array for a request to another model: a copy, unless it is another model's output (``shared``)."""
         return self._array if self._shared else snapshot(self._array)
 
     @property
     def content(self) -> Array:
-        """The array as it is, not to be written to."""
+        """The array itself, without a copy; it must not be written to."""
         return self._array
 
     def name(self) -> str:
         return self._name
 
     def as_numpy(self) -> Array:
-        """Returns an array that the model may write to: the first call copies a borrowed one."""
+        """Returns the tensor's array, which the model may write to: the first call copies memory that is not the model's."""
         if self._borrowed:
             self._array = np.array(self._array)
             self._borrowed = self._shared = False
         return self._array
 
     def triton_dtype(self) -> int:
-        """Returns the number of the datatype in ModelConfig's DataType."""
+        """Returns the datatype's number in the enumeration DataType of Triton's ModelConfig."""
         name = to_model_config(str(datatype_of(self._array.dtype)))
         return list(TRITON_STRING_TO_NUMPY).index(name) + 1
 
@@ -85,7 +85,7 @@ class Tensor:
         return True
 
     def to_dlpack(self) -> Any:
-        """Returns a DLPack capsule; BF16 goes by way of jax, because numpy cannot export it."""
+        """Returns the tensor as a DLPack capsule; BF16 is exported by jax, because numpy cannot export it."""
         content = self.as_numpy()
         if not content.flags.writeable:  # numpy exports nothing that is read-only
             content = np.array(content)
@@ -99,7 +99,7 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """Makes a tensor of a capsule, or of anything that exports DLPack (torch, jax, numpy, cupy)."""
+        """Makes a tensor from a DLPack capsule, or from an object that exports DLPack (of torch, jax, numpy, cupy)."""
         return Tensor(name, _imported(tensor))
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class Tensor:
 
 
 class _Capsule:
-    """Gives a bare capsule the interface that importers ask for."""
+    """Wraps a DLPack capsule in an object with the methods that importers of DLPack call."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -139,23 +139,26 @@ def _imported(tensor: Any) -> Array:
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """Converts a number of ModelConfig's DataType."""
+    """Returns the numpy type for a number of the enumeration DataType of Triton's ModelConfig."""
     return list(TRITON_STRING_TO_NUMPY.values())[data_type - 1]
 
 
 def numpy_to_triton_type(data_type: Any) -> int:
-    """Converts to the number in ModelConfig's DataType."""
+    """Returns the number in the enumeration DataType of Triton's ModelConfig for a numpy type."""
     name = to_model_config(np_to_triton_dtype(data_type))
     return list(TRITON_STRING_TO_NUMPY).index(name) + 1
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """Converts a name: ``TYPE_FP32`` -> ``numpy.float32``; ``TYPE_STRING`` -> ``numpy.object_``."""
+    """Returns the numpy type for a name of ModelConfig's DataType: ``TYPE_FP32`` -> float32, ``TYPE_STRING`` -> object_."""
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
 def np_to_triton_dtype(np_dtype: Any) -> str:
-    """Converts a dtype: ``numpy.float32`` -> ``FP32``."""
+    """Returns the protocol's datatype for a numpy dtype: ``numpy.float32`` -> ``FP32``.
+
+    Raises TritonModelException: the protocol has none for it.
+    """
     name = datatype_of(np.dtype(np_dtype))
     if name is None:
         raise TritonModelException(f"dtype {np_dtype} has no name in the protocol")
@@ -163,5 +166,5 @@ def np_to_triton_dtype(np_dtype: Any) -> str:
 
 
 def triton_to_np_dtype(dtype: str) -> Any:
-    """Converts a datatype: ``FP32`` -> ``numpy.float32``."""
+    """Returns the numpy type for a datatype of the protocol: ``FP32`` -> ``numpy.float32``."""
     return TRITON_STRING_TO_NUMPY[to_model_config(dtype)]
