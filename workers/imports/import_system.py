@@ -1,8 +1,8 @@
-"""Prepares Python's import system, once in a process, so that models' imports are their own (``model_imports``).
+"""Prepares Python's import system, once in a process, so that each model's code imports its own modules (``model_imports``).
 
-sys.meta_path                    modules of models' packages first; last, models' modules by their plain names
-importlib.import_module          called by a model's code it means what an import statement there means
-multiprocessing's preparation    a process that a model starts finds the model's functions by the names they have here
+sys.meta_path                    modules of models' packages first; last, models' modules by their short names
+importlib.import_module          called by a model's code it finds what an import statement there finds
+multiprocessing's preparation    a process that a model starts finds the model's functions by their names in the worker
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
 
 
 class LoadedModels:
-    """Carries the packages of loaded models to another process: pickling lists them, unpickling makes them."""
+    """Transfers the packages of loaded models to a started process: pickling lists them, unpickling makes them there."""
 
     def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:
         loaded = [imports for imports in map(ModelImports.of, list(sys.modules)) if imports is not None]

@@ -1,13 +1,13 @@
-"""Imports of a loaded model version's code: its own modules first, then the environment.
+"""Implements the imports of a loaded model version's code: its own modules first, then the environment's.
 
-    tensord_model_7_digits            a package for each loaded version, of the modules in the version's and the model's folder
+    tensord_model_7_digits            a package for each loaded version: the modules in the version's and the model's folder
     tensord_model_7_digits.model      model.py
     tensord_model_7_digits.labels     labels.py beside it, by "import labels" as by "from . import labels"
 
 Python takes ``__import__`` from the builtins of the module whose code imports, and modules of such a package have builtins of
-their own. So an import statement means the same at load, while a function is traced, in any thread and at any later time, and
-``sys.path`` is nobody's. The names in ``sys.modules`` are unique: two models, or an old and a new version, share no code, and
-whatever looks a module up by name (pickle, dataclasses, inspect) finds the right one.
+their own. So an import statement finds the same module at load, while a function is traced, in any thread and at any later time,
+and ``sys.path`` is not changed. The names in ``sys.modules`` are unique: two models, or an old and a new version, share no code,
+and code that looks a module up by name (pickle, dataclasses, inspect) finds the right one.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _NOT_A_NAME = re.compile(r"\W")
 
 
 class SourceLoader(SourceFileLoader):
-    """Loads a .py file of a model: its modules get the builtins of their model, and sources are always compiled anew.
+    """Loads a .py file of a model: the module gets the builtins of its model, and the source is compiled at every load.
 
-    Compiled copies are trusted by time stamp and size only, and would be written into a folder that is not ours: there are none.
+    No compiled copies are read or written: they are checked by time stamp and size only, and would lie in the model's folder.
     """
 
     def __init__(self, builtins: dict[str, Any], name: str, path: str) -> None:
@@ -52,7 +52,7 @@ class SourceLoader(SourceFileLoader):
         self._builtins = builtins
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compiles the file. Raises OSError: it cannot be read.  SyntaxError."""
+        """Compiles the file. Raises OSError: the file cannot be read; SyntaxError: it is not valid Python."""
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
@@ -62,7 +62,7 @@ class SourceLoader(SourceFileLoader):
 
 
 class BytecodeLoader(SourcelessFileLoader):
-    """Loads a .pyc file whose source is not there."""
+    """Loads a .pyc file of a model that comes without its source; the module gets the builtins of its model."""
 
     def __init__(self, builtins: dict[str, Any], name: str, path: str) -> None:
         super().__init__(name, path)
@@ -74,13 +74,13 @@ class BytecodeLoader(SourcelessFileLoader):
 
 
 class ModelImports(Importer):
-    """The package of one loaded version, and that package's ``__loader__``, by which it is found again."""
+    """The package of one loaded version's modules. It is also the package's ``__loader__``, by which ``of`` finds it."""
 
     #: Numbers in packages' names. None is used twice in a process: remains of an unloaded model must not find another's code.
     _serials = itertools.count(1)
 
     def __init__(self, package: str, folders: Sequence[Path] | Sequence[str]) -> None:
-        """Makes the package. ``folders``: where its modules lie; earlier ones come first."""
+        """Makes the package ``package``. ``folders``: the folders of its modules, those to be searched first in front."""
         self.package = package
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
@@ -103,33 +103,36 @@ class ModelImports(Importer):
 
     @classmethod
     def of_version(cls, model: str, folders: Sequence[Path]) -> ModelImports:
-        """Makes the package of a version that is loaded now."""
+        """Makes the package, with a new name, of a version of ``model`` that is being loaded."""
         return cls(f"tensord_model_{next(cls._serials)}_{_NOT_A_NAME.sub('_', model)}", folders)
 
     @staticmethod
     def of(package: str) -> ModelImports | None:
-        """Returns the imports of a package; None: no such package is loaded, or it is no model's."""
+        """Returns the ``ModelImports`` of a package; None: the package is not loaded, or is no model's."""
         module = sys.modules.get(package)
         imports = vars(module).get("__loader__") if type(module) is ModuleType else None
         return imports if isinstance(imports, ModelImports) else None
 
     @property
     def port(self) -> ModelPort:
-        """The port by which its code reaches the worker."""
+        """The ``ModelPort`` by which the model's code reaches the worker."""
         assert self._port is not None
         return self._port
 
     @property
     def processes(self) -> EndsLater | None:
-        """The processes that its code has started, if any."""
+        """The processes that the model's code has started, if any."""
         return None if self._port is None else self._port.processes
 
     def join(self, port: ModelPort) -> None:
-        """Puts the port among the builtins of its code, which is recognised by it wherever it runs."""
+        """Puts the port among the builtins of the model's code, so that the code is recognised wherever it runs."""
         self._port = self._builtins[PORT] = port
 
     def run(self, path: Path) -> ModuleType:
-        """Runs a model.py as a module of the package. Raises InvalidArgument: it cannot be read; or whatever it raises."""
+        """Runs a model.py as a module of the package and returns the module.
+
+        Raises InvalidArgument: the file cannot be read; or any error that its code raises.
+        """
         stem = path.stem.replace(".", "_")
         loader = SourceLoader(self._builtins, self._prefix + stem, str(path))
         try:
@@ -144,12 +147,12 @@ class ModelImports(Importer):
         return module
 
     def hold(self) -> None:
-        """Keeps its modules until ``release``, because code of it runs that nobody can end."""
+        """Keeps the model's modules until ``release``, because code of the model runs that cannot be stopped."""
         with self._lock:
             self._holders += 1
 
     def release(self) -> None:
-        """Undoes one ``hold``."""
+        """Undoes one ``hold``; after the last one the modules are removed if ``forget`` was called."""
         with self._lock:
             self._holders -= 1
             forgotten = self._forgotten and not self._holders
@@ -157,7 +160,10 @@ class ModelImports(Importer):
             self.forget()
 
     def forget(self) -> None:
-        """Removes its modules, and what its code has made elsewhere, once nobody holds it. Idempotent."""
+        """Removes the model's modules and closes resources that its code has made, now or after the last ``release``.
+
+        Idempotent.
+        """
         with self._lock:
             self._forgotten = True
             if self._holders:
@@ -176,7 +182,7 @@ class ModelImports(Importer):
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """Implements ``__import__`` for import statements of its code."""
+        """Implements ``__import__`` for import statements of the model's code."""
         # An empty list is how C code asks (PyImport_Import): a library's code that runs on behalf of the model, say an
         # unpickler. It means the environment's modules, and what is not there is found by the model's plain names.
         by_library = type(fromlist) is list and not fromlist
@@ -235,7 +241,7 @@ class ModelImports(Importer):
         return module
 
     def find_spec(self, name: str, path: Sequence[str]) -> ModuleSpec | None:
-        """Finds a module of the package by its full name, in the folders of ``path``."""
+        """Finds a module of the package by its full name, in the folders of ``path``; None: there is none."""
         portions: list[str] = []
         for folder in path:
             spec = self._finder(folder).find_spec(name)
@@ -265,7 +271,7 @@ class ModelImports(Importer):
 
 
 class OwnModules:
-    """Finds the modules of models' packages; the first on ``sys.meta_path``, because it alone gives them their builtins."""
+    """Finds modules of models' packages and gives them their model's builtins; it must be the first on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -274,7 +280,7 @@ class OwnModules:
 
 
 def python_source(folder: Path) -> bytes:
-    """Returns every Python file of a version's folder, with its name: part of what its compiled programs are known by."""
+    """Returns names and contents of all Python files in a version's folder, to be part of the cache key of compiled programs."""
     pieces: list[bytes] = []
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()

@@ -1,10 +1,10 @@
-"""Scopes settings of JAX's configuration to the model whose code makes them.
+"""Limits settings of JAX's configuration to the model whose code makes them.
 
-    jax.config.update(name, value)     in a thread that runs a model's code: there, and wherever this model is traced or run
-                                       in any other thread: for the whole process, as ever
+    jax.config.update(name, value)     in a thread that runs a model's code: set there, and wherever this model is traced or run
+                                       in any other thread: set for the process, as JAX does it
 
 JAX has a context manager for each setting that decides what is traced and how. Such a setting is entered in the thread, so no
-other thread sees it, not even for a moment. Other settings stay what JAX makes of them (``process_state`` puts them back).
+other thread ever sees it. All other settings apply to the process (``process_state`` puts them back).
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _thread = threading.local()
 
 
 class WholeProcess:
-    """Counts updates of JAX's configuration for the whole process, so that looking for changes costs one comparison."""
+    """Counts updates of JAX's configuration that apply to the process, so that a check for changes costs one comparison."""
 
     updates = 0
 
 
 class OwnFlags:
-    """The settings of JAX's configuration that one loaded version has made."""
+    """The settings of JAX's configuration that the code of one loaded version has made for itself."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -62,12 +62,12 @@ class OwnFlags:
 
     @property
     def wide(self) -> bool:
-        """True where the model asks for 64-bit types."""
+        """True if the model's code has enabled 64-bit types (jax_enable_x64)."""
         return bool(self._values.get(_WIDE, False))
 
     @contextlib.contextmanager
     def code(self) -> Iterator[None]:
-        """Applies the model's settings in this thread, and notes that its code runs here, for as long as the block."""
+        """Applies the model's settings in this thread during the block, and takes settings made there as the model's."""
         former = getattr(_thread, "own", None)
         with contextlib.ExitStack() as stack:
             for name, value in self._values.items():
@@ -79,7 +79,10 @@ class OwnFlags:
                 _thread.own = former
 
     def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that it is traced with the model's settings, but for 64-bit types, which its signature decides."""
+        """Wraps a function so that it runs with the model's settings. Returns it as it is if there are none.
+
+        64-bit types do not count as a setting here, because the model's signature decides about them.
+        """
         if not self._values.keys() - {_WIDE}:
             return function
 
@@ -91,7 +94,7 @@ class OwnFlags:
         return apply
 
     def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
-        """Makes a setting that the model's code asks for; it holds until ``stack`` is closed."""
+        """Makes a setting that the model's code asks for: now, until ``stack`` is closed, and in all later ``code`` blocks."""
         if jax.config.values.get(name) != value:
             stack.enter_context(_context(name)(value))
             _log.warning("model '%s' sets %s = %r, which holds for this model alone", self._model, name, value)
@@ -102,7 +105,7 @@ class OwnFlags:
 
 
 def prepare() -> None:
-    """Patches ``jax.config.update`` to look whose code calls it. Idempotent."""
+    """Patches ``jax.config.update`` so that a setting made by a model's code applies to that model only. Idempotent."""
     usual = jax.config.update
     if hasattr(usual, "__wrapped__"):
         return

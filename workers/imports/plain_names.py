@@ -1,8 +1,8 @@
-"""Makes a model's modules importable by their short names, for libraries that import on behalf of the model that called them.
+"""Makes models' modules importable by their short names, for libraries that import on behalf of the model that called them.
 
-A pickle or a configuration says "helper.Net", and it is the library that imports ``helper``, whose code is no model's. Where the
-environment has no such module, one stands in ``sys.modules`` that has nothing of its own: each time it is asked for something it
-answers with the module of the model that asks, which is the next one up the stack. One name serves any number of models.
+If a pickle or a configuration names "helper.Net", a library imports ``helper``, and the library's code is no model's. If the
+environment has no such module a placeholder is put into ``sys.modules``: each access to an attribute of it goes to the module of
+that name of the model whose code is nearest on the stack. So one name serves any number of models.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _OF_ITS_OWN = frozenset({"__class__", "__loader__", "__name__", "__package__", "
 
 
 class Importer(abc.ABC):
-    """A model's imports, recognised by the builtins of its code."""
+    """The imports of one model; the builtins of the model's code refer to it."""
 
     @abc.abstractmethod
     def own_module(self, name: str) -> ModuleType | None:
-        """Returns the model's module of a short name, or None."""
+        """Imports the model's own module with this short name and returns it, or None if the model has no such module."""
 
     @abc.abstractmethod
     def module(self, name: str) -> ModuleType:
-        """Imports a module as ``importlib.import_module`` does where the model's code calls it."""
+        """Imports a module by name as the model's code would: its own module, or else the environment's."""
 
 
 class PlainName(ModuleType):
-    """Stands in ``sys.modules`` for all models' modules of a short name."""
+    """A placeholder in ``sys.modules`` for all models' modules with one short name; attributes come from the asking model's."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OF_ITS_OWN:
@@ -44,7 +44,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Finds and loads modules that stand for those of models; the last on ``sys.meta_path``, so the environment comes first."""
+    """Finds and makes placeholders (``PlainName``); the last on ``sys.meta_path``, so that the environment's modules come first."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -62,11 +62,11 @@ class PlainNames:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Does nothing: such a module has no content of its own."""
+        """Does nothing: a placeholder module has no content of its own."""
 
 
 def asking_model() -> Importer | None:
-    """Returns the model whose code is nearest on the stack, or None."""
+    """Returns the imports of the model whose code is nearest on the stack, or None if no model's code is on it."""
     frame = sys._getframe(1)
     while frame is not None:
         asking = importer_of(frame.f_builtins)
@@ -77,7 +77,7 @@ def asking_model() -> Importer | None:
 
 
 def importer_of(builtins: dict[str, Any]) -> Importer | None:
-    """Returns the model whose code has these builtins, or None."""
+    """Returns the imports of the model whose code has these builtins, or None if they are no model's."""
     function = builtins.get("__import__")
     if type(function) is MethodType and isinstance(function.__self__, Importer):
         return function.__self__

@@ -1,10 +1,10 @@
-"""Restores process-wide state that a model has changed for the others, and logs it.
+"""Restores process-wide state that a model's code has changed for all models, and logs the change.
 
-    after a load                    all of the state
+    after a load                    all of the state is restored
     after a model's code has run    JAX's configuration, warnings that are errors, sys.path; the rest with the next load, because
-                                    libraries change it for a moment in other threads (``sys.setrecursionlimit``)
+                                    libraries change it briefly in other threads (``sys.setrecursionlimit``)
 
-Of JAX's configuration a model has its own as far as JAX can part it (``own_flags``); the rest of it is among these.
+Settings of JAX's configuration that can be made for one model only (``own_flags``) need not be restored; all others are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Restores the process-wide state that models change. Used by threads that run no model's code at that time."""
+    """Restores the process-wide state that models' code changes. To be used outside of ``OwnFlags.code`` blocks."""
 
     def __init__(self) -> None:
         self._known = False
@@ -45,7 +45,7 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Puts back what ``who`` changes within the block, and before that what running models have changed."""
+        """Restores the state after the block, in which the model ``who`` is loaded, and what other models changed before it."""
         with self._lock:
             if self._known:
                 self._put_back(" or ".join((*self._loading, "a model's code, at a request or in a thread of its own,")))
@@ -60,9 +60,9 @@ class ProcessState:
                 self._loading.remove(who)
 
     def watch(self, who: str) -> Callable[[], None]:
-        """Returns a function to call each time that a version's code has run; ``who`` is named in the log once.
+        """Returns a function that restores the state, to be called each time after a version's code has run.
 
-        It costs little where nothing has changed.
+        The function costs little if nothing has changed. The first change is logged, with ``who`` as the version's name.
         """
         logged = False
 
@@ -82,7 +82,7 @@ class ProcessState:
         return ran
 
     def _ran(self) -> list[str]:
-        """Puts back what code at a request has changed. Returns what it was."""
+        """Restores what models' code has changed while it worked on requests. Returns descriptions of the changes."""
         with self._lock:
             if self._loading:
                 return []  # a model that is being loaded may have, which is looked at when it is
@@ -96,7 +96,7 @@ class ProcessState:
             return changed
 
     def _look(self) -> None:
-        """Records the state as it is before the first model."""
+        """Records the state before the first model is loaded, which is restored later."""
         self._known = True
         self._flags: dict[str, Any] = dict(jax.config.values)
         self._settings = {name: ask() for name, (ask, _) in _SETTINGS.items()}
@@ -106,13 +106,13 @@ class ProcessState:
         self._accept()
 
     def _accept(self) -> None:
-        """Records the present state as the one that changes are compared with."""
+        """Records the present state as unchanged, so that only later changes are noticed."""
         self._updates = WholeProcess.updates
         self._known_filters = list(warnings.filters)
         self._known_path = list(sys.path)
 
     def _put_back(self, who: str) -> None:
-        """Restores the recorded state, and logs what ``who`` has changed."""
+        """Restores the recorded state, and logs the changes as made by ``who``."""
         changed = [
             *self._put_back_flags(),
             *self._put_back_settings(),
@@ -142,7 +142,10 @@ class ProcessState:
                 yield f"{name} was {found!r} instead of {value!r}"
 
     def _put_back_warnings(self) -> Iterator[str]:
-        """Removes filters that turn warnings into errors; others may stay, because they make nothing fail."""
+        """Removes new filters that turn warnings into errors; yields a description.
+
+        Other filters stay: they make no code fail.
+        """
         raising = [entry for entry in warnings.filters if entry[0] == "error" and entry not in self._errors]
         if not raising:
             return
@@ -153,7 +156,7 @@ class ProcessState:
         yield f"warnings were errors ({', '.join(sorted(str(entry[2]) for entry in raising))})"
 
     def _put_back_path(self) -> Iterator[str]:
-        """Restores entries that are missing from sys.path; what was added stays."""
+        """Restores entries that are missing from sys.path, and yields a description; entries that were added stay."""
         gone = [entry for entry in self._path if entry not in sys.path]
         if gone:
             sys.path[:] = [*(entry for entry in sys.path if entry not in self._path), *self._path]

@@ -1,1 +1,1 @@
-"""Threads beside the worker's loop, and how they communicate with it."""
+"""Threads beside the worker's loop, and how they communicate with the loop."""

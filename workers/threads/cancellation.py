@@ -1,7 +1,7 @@
-"""Tells a long piece of work, a load, that nobody wants its result any more.
+"""Cancels a long piece of work, such as loading a model, whose result is not needed any more.
 
-The loop cancels; the work checks between its steps (``check``), and registers what is to be called where a step can be cut short
-(``interrupting``). A step that nobody can cut short ends by itself.
+The loop cancels; the work checks between its steps (``check``), and registers a function to be called if a step can be cut short
+(``interrupting``). A step that cannot be cut short runs to its end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Cancellation:
 
     @property
     def cancelled(self) -> bool:
-        """True once nobody wants the result."""
+        """True once the load was cancelled."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Cancels the load: nobody wants its result any more. Idempotent."""
+        """Cancels the load, and calls the functions registered by ``interrupting``. Idempotent."""
         with self._lock:
             self._cancelled = True
             interrupts, self._interrupts = self._interrupts, []
@@ -38,15 +38,15 @@ class Cancellation:
             interrupt()
 
     def check(self) -> None:
-        """Raises Cancelled if nobody wants the result."""
+        """Raises Cancelled if the load was cancelled."""
         if self._cancelled:
             raise Cancelled(REASON)
 
     @contextlib.contextmanager
     def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Calls ``interrupt`` if the work is cancelled meanwhile: in the thread that cancels, which it must not hold up.
+        """Calls ``interrupt`` if the load is cancelled during the block, in the thread that cancels: it must return quickly.
 
-        Raises Cancelled: it was cancelled before.
+        Raises Cancelled: the load was cancelled before.
         """
         with self._lock:
             self.check()

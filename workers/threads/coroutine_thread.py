@@ -1,4 +1,4 @@
-"""A thread with an event loop, for models whose functions are coroutines. It starts with the first coroutine."""
+"""Runs coroutines of a model's code in a thread with an event loop, which starts with the first coroutine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class CoroutineThread:
-    """Runs the coroutines of one instance of a model; used from that instance's thread."""
+    """The thread that runs the coroutines of one instance of a model; to be used from that instance's thread."""
 
     def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        """``code`` makes a context that the thread enters to run the model's code."""
+        """``name``: the thread's. ``code``: makes a context that the thread enters to run the model's code."""
         self._name = name
         self._code = code
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -23,17 +23,17 @@ class CoroutineThread:
 
     @property
     def thread(self) -> int:
-        """The identifier of the thread (``threading.get_ident``), which is started if need be."""
+        """The identifier of the thread (``threading.get_ident``), which is started if it does not run."""
         self._begun()
         assert self._thread is not None
         return self._thread.ident or -1
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine and returns its result. Raises what it raises."""
+        """Runs a coroutine in the thread, waits, and returns its result. Raises what the coroutine raises."""
         return self._start(coroutine).result()
 
     def begin(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[BaseException | None], None]) -> None:
-        """Runs a coroutine beside others. ``ended`` is called in the event loop's thread, with what it raised."""
+        """Starts a coroutine in the thread. ``ended`` is called there at its end, with the exception that it raised, or None."""
 
         def done(future: concurrent.futures.Future[Any]) -> None:
             ended(concurrent.futures.CancelledError() if future.cancelled() else future.exception())
@@ -41,7 +41,7 @@ class CoroutineThread:
         self._start(coroutine).add_done_callback(done)
 
     def close(self) -> None:
-        """Cancels coroutines that still run, and ends the thread."""
+        """Ends the thread; coroutines that still run are cancelled."""
         loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:
             loop.call_soon_threadsafe(loop.stop)

@@ -1,4 +1,4 @@
-"""Calls that other threads post to the worker's loop: an eventfd wakes it, and it runs them in order."""
+"""Passes calls from other threads to the worker's loop: an eventfd wakes the loop, which runs the calls in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Inbox:
-    """Takes calls from any thread (``post``) and runs them on the loop (``drain``)."""
+    """A queue of calls that any thread adds (``post``) and the loop runs (``drain``)."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -26,7 +26,10 @@ class Inbox:
         return self._fd
 
     def post(self, call: Callable[[], None], soon: bool = True) -> None:
-        """Queues a call and wakes the loop. Ignored once closed. ``soon``: False where the next time it looks will do."""
+        """Queues a call for the loop and wakes the loop; ignored once the inbox is closed.
+
+        ``soon``: False: the loop need not be woken if it is about to run calls anyway.
+        """
         self._calls.append(call)
         # Who drains says so before it looks.
         if self._fd >= 0 and not self._woken and (soon or not self._looks):
@@ -37,20 +40,23 @@ class Inbox:
                     os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
-        """Announces whether the loop, about to wait, will ``run`` in a moment anyhow. Returns whether it has to do so now."""
+        """To be called by the loop before it waits. ``looks``: whether the loop will soon call ``run`` anyway.
+
+        Returns True if the loop must call ``run`` now, because calls are queued and ``looks`` is False.
+        """
         self._looks = looks
         # Who posts reads ``_looks`` after it has queued its call: either the call is found here, or it wakes the loop.
         return bool(self._calls) and not looks
 
     def drain(self) -> None:
-        """Resets the eventfd that has woken the loop, and runs what was posted so far."""
+        """Resets the eventfd that has woken the loop, and runs the calls that were posted so far."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         self._woken = False
         self.run()
 
     def run(self) -> None:
-        """Runs what was posted so far, whether that has woken the loop or is about to."""
+        """Runs the calls that were posted so far, without resetting the eventfd."""
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 

@@ -1,7 +1,7 @@
-"""Lets a number of long jobs run at a time, such that one that takes very long does not block the others for ever.
+"""Limits how many long jobs run at a time, so that a job that takes very long does not block the others for ever.
 
 ``count`` jobs run at a time, first come, first served. A job that has been at one step for ``long_seconds`` is not counted any
-more, so the next one begins beside it; but no more than ``_BESIDE`` beyond ``count``, because each takes memory.
+more, so the next job begins; but no more than ``_BESIDE`` beyond ``count`` run, because each takes memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Turns:
     """A fair semaphore that does not count holders that take very long; any number of threads may use it."""
 
     def __init__(self, count: int, long_seconds: float) -> None:
-        """Lets ``count`` jobs run at a time. ``long_seconds``: 0: none begins beside one that takes long."""
+        """Lets ``count`` jobs run at a time. ``long_seconds``: how long a step of a job counts; 0: without a limit."""
         self._count = count
         self._long = long_seconds
         self._changed = threading.Condition()
@@ -32,9 +32,9 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
-        """Waits for the caller's turn, which lasts as long as the block. Yields a function to call when a new step begins.
+        """Waits until the caller's job may run, which is the block. Yields a function to call when a new step of the job begins.
 
-        Raises Cancelled: it was given up meanwhile.
+        Raises Cancelled: ``cancellation`` was cancelled while the caller waited.
         """
         mine = object()
         self._wait(mine, cancellation)
@@ -62,7 +62,7 @@ class Turns:
                 self._changed.notify_all()
 
     def _until_free(self) -> float | None:
-        """Returns the seconds until the next job may begin if none ends before that; None: not before one ends."""
+        """Returns the seconds until the next job may begin even if no job ends; None: not before a job ends."""
         if len(self._under_way) < self._count:
             return 0.0
         if not self._long or len(self._under_way) >= self._count + _BESIDE:

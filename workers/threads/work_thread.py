@@ -1,6 +1,6 @@
-"""A thread for long work beside the loop, such as loading models: one job after the other, results to the inbox.
+"""Runs long jobs, such as loading models, one after the other in a thread beside the loop, which gets their results.
 
-While a job stands aside, another thread runs the next ones.
+While a job waits for something else ("stands aside"), another thread runs the next jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_ASIDE = 16
 
 
 class WorkThread:
-    """Runs jobs in a thread of their own, which starts with the first one."""
+    """A thread that runs jobs one after the other; it starts with the first job."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -39,7 +39,7 @@ class WorkThread:
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Runs ``job`` in the thread; ``done`` gets its result, or what it raised, on the loop."""
+        """Queues ``job`` for the thread; ``done`` is called on the loop with the job's result or the exception it raised."""
         if not self._threads:
             self._start()
         self.pending += 1
@@ -61,18 +61,18 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Has the loop call a function while the calling job goes on."""
+        """Has the loop call a function; for jobs, which go on meanwhile."""
         self._inbox.post(call)
 
     def step_aside(self) -> None:
-        """Starts another thread for later jobs, because the current one waits for them."""
+        """Starts another thread for later jobs, because the running job waits for one of them; called on the loop."""
         self.aside += 1
         with self._lock:
             self._start()
 
     @contextlib.contextmanager
     def standing_aside(self) -> Iterator[None]:
-        """Has another thread take later jobs while the calling job waits in this block."""
+        """Has another thread run later jobs while the calling job waits in this block."""
         with self._lock:
             stands = self._aside < _MAX_ASIDE
             self._aside += stands
@@ -89,14 +89,14 @@ class WorkThread:
                 self._jobs.put(lambda: None)
 
     def _cover(self) -> None:
-        """Starts a thread in the place of one that stands aside, once there is a job for it."""
+        """Starts a thread for queued jobs, if the thread of a job that stands aside has no replacement yet."""
         with self._lock:
             if self._covering < self._aside and not self._jobs.empty():
                 self._covering += 1
                 self._start()
 
     def step_back(self) -> None:
-        """Ends ``step_aside``: one thread is too many now, and ends after its job."""
+        """Undoes one ``step_aside``: one thread ends after its present job; called on the loop."""
         self.aside -= 1
         with self._lock:
             self._surplus += 1
@@ -104,7 +104,7 @@ class WorkThread:
         self._jobs.put(lambda: None)
 
     def finish(self) -> None:
-        """Waits until all given jobs are done and the threads have ended. No job may be given after that."""
+        """Waits until all queued jobs are done and the threads have ended. No job may be given to ``do`` after that."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
