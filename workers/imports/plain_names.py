@@ -44,7 +44,7 @@ class PlainName(ModuleType):
 
 
 class PlainNames:
-    """Finds and makes placeholders (``PlainName``); the last on ``sys.meta_path``, so that the environment's modules come first."""
+    """Finds and makes placeholders (``PlainName``); last on ``sys.meta_path``, so that the environment's modules come first."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
