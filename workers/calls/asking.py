@@ -30,7 +30,7 @@ class Own(TypedDict, total=False):
 
 
 class Asked(Own, total=False):
-    """The keyword arguments of a call to another model besides its tensors."""
+    """The keyword arguments of a call to another model besides its tensors: those of ``Own``, and the version."""
 
     #: 0: the newest.
     version: int

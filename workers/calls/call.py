@@ -1,4 +1,4 @@
-"""Represents a model's request to another model, for the calling thread.
+"""A model's request to another model, as the calling thread sees it.
 
     ModelCall ─▶ server (loop): an inner request ─▶ answered, answered, ... ─▶ next, next, ... in whichever thread takes them
                                                                   ◀─ took: there is room for a further response

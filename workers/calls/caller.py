@@ -81,8 +81,8 @@ class ModelPort:
     ) -> None:
         """
         Args:
-          server: takes the calls that the code makes; None: nothing is served, so it may make none.
-          metrics: the registry of the worker's metrics; None: one of its own.
+          server: takes the calls that the code makes; None: nothing is served, so the code may make no calls.
+          metrics: the registry of the worker's metrics; None: a new one.
           code: makes a context that the worker's threads enter to run the model's code.
         """
         self.name = name
@@ -166,7 +166,7 @@ class Caller:
 
 
 def asker() -> Caller | None:
-    """Returns which model's code is running (``caller``), or None. Raises InvalidArgument: this is a forked process.
+    """Returns the ``Caller`` of the running code, or None if it is no model's. Raises InvalidArgument: this is a forked process.
 
     In a process that the model's code has forked no answer from the worker would come.
     """

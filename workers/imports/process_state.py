@@ -45,7 +45,7 @@ class ProcessState:
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
-        """Restores the state after the block, in which the model ``who`` is loaded, and what other models changed before it."""
+        """Restores the process-wide state before and after the block, in which the model ``who`` is loaded."""
         with self._lock:
             if self._known:
                 self._put_back(" or ".join((*self._loading, "a model's code, at a request or in a thread of its own,")))
@@ -60,7 +60,7 @@ class ProcessState:
                 self._loading.remove(who)
 
     def watch(self, who: str) -> Callable[[], None]:
-        """Returns a function that restores the state, to be called each time after a version's code has run.
+        """Returns a function that restores the process-wide state, to be called each time after a version's code has run.
 
         The function costs little if nothing has changed. The first change is logged, with ``who`` as the version's name.
         """

@@ -1,1 +1,1 @@
-"""Models in memory: versions and their instances, how each kind runs, and their statistics."""
+"""Loaded models: versions and their instances, how each kind of model runs, and statistics."""

@@ -31,12 +31,12 @@ class Instantiated(RunnableModel, Protocol):
         """Initialises the model before its first batch. Raises whatever the model raises."""
 
     def close(self) -> None:
-        """Ends the model; raises nothing."""
+        """Ends the model after its last batch. Raises nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Closing:
-    """The last job of an instance's thread."""
+    """The last job of an instance's thread, which ends the model; ``closed`` is called on the loop afterwards."""
 
     closed: Callable[[], None]
 

@@ -94,7 +94,7 @@ class JaxModel:
     def for_instances(self, count: int, alone: bool) -> JaxModel:
         """Returns a copy of this model, which has no sequences, for ``count`` threads, with the same programs.
 
-        ``alone``: as for the constructor.
+        ``alone``: requests that cannot share a batch may not share a call of a program either.
         """
         return JaxModel(self._version, self._signature, self._buckets, self.executables, count, alone)
 
@@ -113,7 +113,7 @@ class JaxModel:
         return self._buckets.fitting(requests) if self.ragged else len(requests)
 
     def find(self, requests: Sequence[Request]) -> Executable | None:
-        """Returns the executable for a batch of requests, or None while there is none that is compiled."""
+        """Returns the compiled executable for a batch of requests, or None while none is compiled."""
         return self.executables.find(self.wanted_by(requests))
 
     def programs(self, key: Shapes, most: int) -> list[Executable | GroupedProgram | None]:

@@ -186,7 +186,7 @@ class ModelVersion:
     ) -> list[Request]:
         """Takes the requests of the next batch that have the same parameters; the others wait again.
 
-        A sequence goes on with the parameters that it began with. ``take``: takes a batch, of (now_ns, instance).
+        A sequence goes on with the parameters that it began with. ``take``: called with (now_ns, instance), takes the batch.
         """
         batch, table = take(now_ns, instance), sequences.table
         # What a thread is given may begin when others are in use.
@@ -266,7 +266,7 @@ class ModelVersion:
         return len(self.planner) + self.queue.ahead + sum(map(len, self.compiling.values()))
 
     def figures(self, now_ns: int) -> VersionFigures:
-        """Returns this version's figures for metrics."""
+        """Returns this version's counts, queue length and histograms, for metrics."""
         statistics, table = self.statistics, None if self.sequences is None else self.sequences.table
         sequences = None if table is None else (table.with_slot(now_ns), table.backlog)
         cached = self.cache is not None

@@ -223,7 +223,7 @@ class PythonModel:
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
-        """Returns the result of a request whose responses a sender sends; None: the model asked to have it run again."""
+        """Returns the result of a request to a decoupled model; None: the model asked to have the request run again."""
         again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
         held = asked.sender is not None
         if self._sequences is not None and request.version is not None:
@@ -243,7 +243,7 @@ class PythonModel:
     ) -> None:
         """Ends the requests of an ``execute`` coroutine that has ended; called in the coroutines' thread.
 
-        ``error``: what it raised.
+        ``error``: the exception that the coroutine raised, or None.
         """
         caller.close()
         if self._port.ran is not None:

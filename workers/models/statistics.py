@@ -85,9 +85,9 @@ class ResponsesByNumber:
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
     def add(self, first: int, waited_ns: Array) -> None:
-        """Counts successful responses to one request, from position ``first`` on, as written in no time.
+        """Counts successful responses to one request, from position ``first`` on, without time for writing them.
 
-        ``waited_ns``: INT64[count].
+        ``waited_ns``: INT64[count], the time since the response before each.
         """
         if not len(self._counts):
             self._open()
@@ -314,7 +314,7 @@ class VersionStatistics:
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
     def responded_more(self, sender: ResponseSender, count: int, now_ns: int) -> None:
-        """Counts ``count`` successful responses to one request, the first response not among them, as written in no time."""
+        """Counts ``count`` more successful responses to one request, after its first, without time for writing them."""
         self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
         sender.count += count
         sender.last_ns = now_ns

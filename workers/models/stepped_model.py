@@ -124,7 +124,7 @@ class SteppedModel:
     def step(self, last: int, masked: frozenset[int], chosen: ParameterSet | None = None) -> DeviceRun:
         """Computes a step for slots 0 to ``last`` or more, without masked ones.
 
-        ``chosen``, and what it raises, as for ``insert``.
+        ``chosen``: the parameter set to use; None: ``main``. Raises what ``insert`` raises.
         """
         count = self._sizes[bisect.bisect_right(self._sizes, last)]
         if self._unmasked is None or self._unmasked[:2] != (count, masked):

@@ -1,1 +1,1 @@
-"""Pure deciders: queues and batch planners. No jax, no sockets, no clocks."""
+"""Queues, and planners that decide which requests run together and when. Pure: no jax, no sockets, no clocks."""

@@ -1,4 +1,4 @@
-"""Tells a loop which parts to ask in an iteration: one heap of due times, and one list of parts that have work.
+"""Tells a loop which of its parts to ask for work in an iteration, by a heap of due times and a list of parts that have work.
 
     put(part, when)   ─▶ heap ─the time has come─▶ take ─▶ the loop asks the part, which says when it is due next
     wake(part)        ─▶ list ─────at once───────▶

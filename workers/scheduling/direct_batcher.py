@@ -43,14 +43,14 @@ class DirectBatcher(Generic[S]):
         del self._ready[live]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
         if rows:
             self._limits[key] = rows
         else:
             self._limits.pop(key, None)
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows of a key may run in one batch without a delay; 0: its requests wait for others."""
+        """Returns how many rows with this batching key may share a batch without a delay; 0: requests are delayed."""
         return 0 if self._delay_ns else self._limits.get(key, self._rules.slots)
 
     def end_delays(self) -> None:

@@ -72,7 +72,7 @@ class DynamicBatcher(QueuePlanner[W]):
         self.end_delays()
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
+        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
         return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
 
     def end_delays(self) -> None:
@@ -81,7 +81,7 @@ class DynamicBatcher(QueuePlanner[W]):
         self._queue.changed = None
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
         if rows:
             self._limits[key] = rows
         else:
@@ -128,7 +128,7 @@ class DynamicBatcher(QueuePlanner[W]):
         return self._queue.take(key, self._limit(key) if waited else self._ready_rows(key))
 
     def _look(self) -> None:
-        """Updates the due times of keys whose waiting requests have changed."""
+        """Updates the due times of batching keys whose waiting requests have changed."""
         while self._changed:
             key = self._changed.pop()
             if not self._queue.rows(key):
@@ -138,7 +138,7 @@ class DynamicBatcher(QueuePlanner[W]):
             self._due[key] = oldest_ns if self._ready_rows(key) else oldest_ns + self._rules.delay_ns
 
     def _ready_rows(self, key: Hashable) -> int:
-        """Returns how many rows from the front of a key's requests are due at once as a batch; 0: they may wait for more."""
+        """Returns how many rows of a batching key's first requests are due at once as a batch; 0: they may wait for more."""
         limit, preferred = self._limit(key), self._rules.preferred
         largest = min(preferred[-1], limit) if preferred else limit
         if self._queue.rows(key) < (preferred[0] if preferred and preferred[0] < largest else largest):

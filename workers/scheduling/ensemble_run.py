@@ -36,7 +36,7 @@ class StepStart(NamedTuple, Generic[T]):
 
 
 class EnsembleAnswer(NamedTuple, Generic[T]):
-    """An answer of an ensemble to the client: the requested outputs of one iteration."""
+    """An answer of an ensemble to the client: requested output -> tensor."""
 
     outputs: dict[str, T]
 
@@ -110,7 +110,7 @@ class EnsembleRun(Generic[T]):
         return len(held | {at for origin, at in self._open if origin == step})
 
     def full(self, step: int) -> bool:
-        """Returns whether a streaming step must not answer further for now, because the most answers are being worked on."""
+        """Returns whether further answers of a streaming step must wait, because as many as allowed are being worked on."""
         return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
 
     @property
@@ -133,7 +133,10 @@ class EnsembleRun(Generic[T]):
                     self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
-        """Returns a tensor's value, and drops the tensor after its last use. ``again``: one without an origin is not dropped."""
+        """Returns a tensor's value, and drops the tensor after its last use.
+
+        ``again``: every iteration uses the tensor, so it is not dropped if it has no origin.
+        """
         key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
         value = self._values[key]
         if self._dynamic(tensor) or not again:

@@ -34,11 +34,11 @@ class OldestBatcher(Generic[S]):
         self._queue.remove(live.waiting[0])
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
         self._batcher.limit(key, rows)
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
+        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
         return self._batcher.at_once(key)
 
     def end_delays(self) -> None:

@@ -1,4 +1,4 @@
-"""A planner decides which requests of one model version run together, and when.
+"""Defines the interface of planners, which decide which requests of one model version run together, and when.
 
 A planner is a ``DynamicBatcher``, ``SequenceBatcher`` or ``StepBatcher``; ``tensord.workers.dispatch.dispatcher`` carries out its
 decisions.
@@ -93,10 +93,10 @@ class Planner(Protocol[P]):
         """Queues requests again that were taken but could not run. Returns those that fail instead, each with its error."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
+        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
 
     def end_delays(self) -> None:
         """Stops delaying requests for fuller batches, because no more requests will come."""

@@ -170,7 +170,7 @@ class RequestQueue(Generic[W]):
         return self.size
 
     def rows(self, key: Hashable) -> int:
-        """Returns how many rows the waiting requests of a key have together."""
+        """Returns how many rows the waiting requests with this batching key have together."""
         return self._rows.get(key, 0)
 
     @property
@@ -234,7 +234,7 @@ class RequestQueue(Generic[W]):
         newer.sequence, newer.since_ns = older.sequence, older.since_ns
 
     def _insert_in_order(self, request: W, number: int) -> None:
-        """Inserts a request into a line, ahead of the requests of its key with a higher ``sequence``."""
+        """Inserts a request into the line with this number, ahead of requests of its batching key with a higher ``sequence``."""
         self._insert(request, number)
         waiting = self._lines[number][request.key]
         for sequence in [each for each in waiting if each > request.sequence]:
@@ -305,7 +305,7 @@ class RequestQueue(Generic[W]):
         return None
 
     def waiting(self, key: Hashable) -> Iterator[W]:
-        """Iterates over a key's waiting requests in the order in which ``take`` removes them.
+        """Iterates over the waiting requests with this batching key in the order in which ``take`` removes them.
 
         The queue must not change meanwhile.
         """
@@ -315,11 +315,17 @@ class RequestQueue(Generic[W]):
                 yield from waiting.values()
 
     def oldest_ns(self, key: Hashable) -> int:
-        """Returns since when (ns) the longest-waiting request of a key, or one that it replaced, has waited; one must wait."""
+        """Returns the earliest time (ns) since which a request with this batching key, or one that it replaced, has waited.
+
+        At least one such request must wait.
+        """
         return min(_first(line[key]).since_ns for line in self._lines.values() if key in line)
 
     def take(self, key: Hashable, max_rows: int) -> list[W]:
-        """Removes and returns a key's first requests, most urgent line first: up to ``max_rows`` rows, or one larger request."""
+        """Removes and returns the first requests with this batching key, of up to ``max_rows`` rows, or one larger request.
+
+        Requests of the most urgent line come first. Empty if none waits.
+        """
         taken: list[W] = []
         rows = 0
         for number in self._order.copy():
@@ -421,7 +427,7 @@ class RequestQueue(Generic[W]):
             waiting.move_to_end(request.sequence, last=False)
 
     def _end(self, number: int, line: dict[Hashable, OrderedDict[int, W]], key: Hashable) -> None:
-        """Removes a key from a line in which none of its requests is left, and the line itself if it is empty."""
+        """Removes a batching key from a line in which none of its requests is left, and the line itself if it is empty."""
         del line[key]
         if not line and number:
             del self._lines[number]

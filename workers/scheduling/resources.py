@@ -42,7 +42,10 @@ class Resources(Generic[A]):
     _used: dict[str, int] = field(default_factory=dict)
 
     def add(self, asker: A, needs: Mapping[str, int], priority: int = 0) -> None:
-        """Adds an instance. ``needs``: resource -> count. Raises InvalidArgument: it needs more than the device has."""
+        """Adds an instance. ``needs``: resource -> count. ``priority``: how often each of its runs counts (0: once).
+
+        Raises InvalidArgument: the instance needs more of a resource than the device has.
+        """
         for name, count in needs.items():
             if count > self.limits.get(name, 0):
                 raise InvalidArgument(
@@ -61,7 +64,10 @@ class Resources(Generic[A]):
         return granted
 
     def ask(self, asker: A) -> bool:
-        """Asks for an instance's resources. Returns whether it may run now; if not it waits, and a later call returns it."""
+        """Asks for an instance's resources.
+
+        Returns whether it may run now; if not it waits, and a later ``give_back`` returns it.
+        """
         self._waiting[asker] = None
         return asker in self._grant()
 
@@ -78,7 +84,7 @@ class Resources(Generic[A]):
     def give_back(self, asker: A, again: bool = False) -> list[A]:
         """Frees an instance's resources. Returns the waiting instances that may run now.
 
-        ``again``: this one asks for another run.
+        ``again``: ``asker`` asks for another run at once.
         """
         if again:
             self._waiting[asker] = None

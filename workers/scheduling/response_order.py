@@ -14,7 +14,7 @@ A = TypeVar("A")
 
 
 class ResponseOrder(Generic[K, A]):
-    """Orders the answers of one model version. ``K`` stands for a request, ``A`` for its answer."""
+    """Holds answers of one model version until earlier ones were sent. ``K`` is the type of a request, ``A`` of its answer."""
 
     def __init__(self) -> None:
         #: Requests that were taken and whose answers have not left, in their order.
@@ -23,7 +23,7 @@ class ResponseOrder(Generic[K, A]):
         self._ready: dict[K, A] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests were taken whose answers have not left."""
+        """Returns how many requests were taken from the queue whose answers were not released."""
         return len(self._turns)
 
     def taken(self, request: K) -> None:

@@ -30,10 +30,10 @@ class Strategy(Protocol[S]):
         """Removes a sequence whose first waiting request may no longer run."""
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
+        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
 
     def end_delays(self) -> None:
         """Stops delaying requests for fuller batches."""
@@ -102,7 +102,7 @@ class SequenceBatcher(Generic[S]):
         return [(request, _cancelled(request)) for request in lost]
 
     def dropped(self, request: S, now_ns: int) -> list[tuple[S, ServingError]]:
-        """Notes that a taken request will never run. Returns the requests of its sequence that wait, each with its error."""
+        """Notes that a request that was taken will never run. Returns its sequence's waiting requests, each with its error."""
         answers = [] if request.live.cancelled else self._lose(request, _cancelled(request))
         self.done([request], now_ns)
         return answers
@@ -144,7 +144,7 @@ class SequenceBatcher(Generic[S]):
     # ------------------------------------------------------------------------------------------- running without waiting
 
     def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
-        """Begins to run requests that came together on the first instance, one row each, if no other requests wait.
+        """Begins to run, on the first instance, requests that came together, one row each, if no other requests wait.
 
         This saves ``arrived``, ``take`` and ``done`` for each of them. It stops at the first request that has to wait, is of a
         sequence that runs, or is to be refused; that request and those after it have not arrived.
@@ -159,7 +159,7 @@ class SequenceBatcher(Generic[S]):
         self.table.have_run(chosen, now_ns)
 
     def at_once(self, key: Hashable) -> int:
-        """Returns how many rows of a key may run in one batch without a delay; 0: they wait for others, or never share."""
+        """Returns how many rows with this batching key may share a batch without a delay; 0: they are delayed, or never share."""
         return self._strategies[0].at_once(key)
 
     # ---------------------------------------------------------------------------------------------------------- batches
@@ -190,7 +190,7 @@ class SequenceBatcher(Generic[S]):
         return [self.table.take(live) for live in self._strategies[instance].take(now_ns)]
 
     def limit(self, key: Hashable, rows: int) -> None:
-        """Sets how many rows of a key may run in one batch from now on; 0: as many as of any other key."""
+        """Sets how many rows of requests with this batching key may share a batch from now on; 0: the usual limit."""
         for strategy in self._strategies:
             strategy.limit(key, rows)
 
@@ -211,7 +211,10 @@ class SequenceBatcher(Generic[S]):
         self._look(self.table.close(correlation_id))
 
     def close_client(self, client: int) -> None:
-        """Ends the sequences whose last request came from a client whose lane (by number) is gone; waiting requests still run."""
+        """Ends sequences whose last request came on a client connection that has ended; their waiting requests still run.
+
+        ``client``: the number of the connection's lane.
+        """
         for live in [live for live in self.table.sequences() if live.client == client and not live.closed]:
             self.close(live.correlation_id)
 

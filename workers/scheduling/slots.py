@@ -1,4 +1,4 @@
-"""The slots for one model version's sequences, over all of its instances: which is free, and which is given out next.
+"""Gives out the slots in which one model version's sequences run, over all instances of the version.
 
 Pure. There may be more slots than memory could list, so only those that were ever used are listed.
 """
@@ -11,7 +11,7 @@ from tensord.workers.scheduling.sequence import Slot
 
 
 class Slots:
-    """Gives out and takes back the slots of one table of sequences."""
+    """The slots in which the sequences of one model version run; it gives them out and takes them back."""
 
     def __init__(self, of_each: int, instances: int) -> None:
         """Makes ``of_each`` slots for each instance."""

@@ -44,7 +44,7 @@ class StepRules:
 
 
 class SlotHolder(Generic[W]):
-    """A request to a stepped model that has a slot, and how far it is."""
+    """A request to a stepped model that has a slot, and how many steps it has taken part in."""
 
     __slots__ = ("left", "number", "paused", "request", "steps")
 

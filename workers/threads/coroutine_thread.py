@@ -15,7 +15,7 @@ class CoroutineThread:
     """The thread that runs the coroutines of one instance of a model; to be used from that instance's thread."""
 
     def __init__(self, name: str, code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        """``name``: the thread's. ``code``: makes a context that the thread enters to run the model's code."""
+        """``name``: the thread's name. ``code``: makes a context that the thread enters to run the model's code."""
         self._name = name
         self._code = code
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -32,7 +32,7 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, cancellation: Cancellation) -> Iterator[Callable[[], None]]:
-        """Waits until the caller's job may run, which is the block. Yields a function to call when a new step of the job begins.
+        """Waits until the caller's job (the block) may run. Yields a function to call whenever a new step of the job begins.
 
         Raises Cancelled: ``cancellation`` was cancelled while the caller waited.
         """

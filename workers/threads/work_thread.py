@@ -61,7 +61,7 @@ class WorkThread:
         self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Has the loop call a function; for jobs, which go on meanwhile."""
+        """Has the loop call a function, while the job that calls this goes on."""
         self._inbox.post(call)
 
     def step_aside(self) -> None:
