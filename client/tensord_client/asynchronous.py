@@ -93,7 +93,7 @@ class AsyncModel(Calls):
 
         Arguments, errors, and when the input arrays may be written to, are as for ``Model.submit``.
         """
-        pending = self._connection.ask(self.call(inputs, outputs, own))
+        pending = self._connection.ask(self.call(inputs, outputs, own, detached=True))
 
         async def answer() -> Answer:
             return await pending
@@ -107,7 +107,8 @@ class AsyncModel(Calls):
 
         Arguments and errors are those of ``Model.stream``.
         """
-        return self._connection.ask(self.call(inputs, outputs, own, streams=True)).async_responses(self.timeout)
+        call = self.call(inputs, outputs, own, streams=True, detached=True)
+        return self._connection.ask(call).async_responses(self.timeout)
 
     def prepare(
         self,

@@ -33,6 +33,7 @@ class Call:
 
     __slots__ = (
         "deadline",
+        "detached",
         "inputs",
         "model",
         "outputs",
@@ -69,6 +70,7 @@ class Call:
         deadline: float | None = None,
         streams: bool = False,
         pure: bool = False,
+        detached: bool = False,
     ) -> None:
         """Makes a request; nothing is sent.
 
@@ -86,6 +88,7 @@ class Call:
           deadline: seconds of ``time.monotonic()``, after which the caller does not wait any more; None: no deadline.
           streams: whether any number of responses is expected, in place of exactly one.
           pure: whether running the request twice does no harm, so that it may be sent again after a failure.
+          detached: whether the caller goes on before the answer has come, and may write to the input arrays meanwhile.
         """
         self.model = model
         self.inputs = inputs
@@ -103,6 +106,7 @@ class Call:
         self.deadline = deadline
         self.streams = streams
         self.pure = pure
+        self.detached = detached
 
     @property
     def is_bare(self) -> bool:

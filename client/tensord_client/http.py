@@ -250,13 +250,12 @@ class HttpConnection:
     def ask(self, call: Call) -> Pending:
         """Sends an inference request and returns it, to wait for its answer.
 
-        Bytes that the HTTP connection did not take at once are copied, so the input arrays may be written to afterwards. Only
-        inputs of more than 8 KiB together are read again later: if the request had to wait for a free HTTP connection, or is sent
-        once more.
-
         Raises: InvalidArgument: the request cannot be encoded.
         """
-        return self._send(self._infer(call))
+        pending = self._send(self._infer(call))
+        if call.detached:
+            pending.keep()
+        return pending
 
     def _send(self, exchange: Exchange) -> Pending:
         return Pending(self._pool, exchange, self._waiter, self._patience)

@@ -250,9 +250,10 @@ class Channel:
         self.sent = False
         self._out = [piece for piece in pieces if len(piece)]
 
-    def keep(self) -> None:
-        """Copies the bytes that are not sent yet, because their owner may write to them from now on."""
-        self._out = [bytes(piece) for piece in self._out]
+    def keep(self, content: bytes) -> None:
+        """Sends what is not sent yet of the request out of ``content``, a copy of the whole request."""
+        left = sum(map(len, self._out))
+        self._out = [memoryview(content)[len(content) - left :]] if left else []
 
     def advance(self) -> int:
         """Sends and receives what is possible without waiting.

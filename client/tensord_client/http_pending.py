@@ -164,8 +164,18 @@ class HttpPending:
             self.fail(error)
             return
         self.step()
-        if self._channel is not None and not self._over:
-            self._channel.keep()
+
+    def keep(self) -> None:
+        """Copies the request's bytes, unless the request is over: the owner of its input arrays may write to them from now on.
+
+        They are needed where they have not been sent yet, and where the request is sent again after a failure.
+        """
+        # What is small is one piece of ours already.
+        if not self.is_ready and len(self._exchange.pieces) > 1:
+            content = b"".join(self._exchange.pieces)
+            self._exchange.pieces = [content]
+            if self._channel is not None:
+                self._channel.keep(content)
 
     # ---------------------------------------------------------------------------------------------------------- progress
 

@@ -97,6 +97,8 @@ class LocalConnection:
 
     def ask(self, call: Call) -> LocalPending:
         """Makes a request to a model in this process; it begins when somebody waits for it. Raises ServingError."""
+        if call.detached:
+            call.inputs = {name: array.copy() for name, array in call.inputs.items()}
         return LocalPending(self.loaded(call.model, call.version), call)
 
     def prepare(self, call: Call) -> LocalPrepared:

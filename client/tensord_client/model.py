@@ -64,6 +64,7 @@ class Calls:
         own: Mapping[str, Any],
         places: Mapping[str, Array] | None = None,
         streams: bool = False,
+        detached: bool = False,
     ) -> Call:
         """Makes the ``Call`` of one request to this model.
 
@@ -72,6 +73,7 @@ class Calls:
           own: the request's other fields, as ``Own`` lists them.
           places: output name -> the array that the output is written to.
           streams: whether the caller accepts any number of responses.
+          detached: as for ``Call``.
 
         Raises: InvalidArgument: an input cannot be an array, or the model gives several responses and ``streams`` is False.
           TypeError: ``own`` has a key that ``Own`` lacks.  Unavailable: ``close`` was called on this model.
@@ -98,6 +100,7 @@ class Calls:
             deadline=None if self.timeout is None or streams else time.monotonic() + self.timeout,
             streams=streams,
             pure=self._description.pure,
+            detached=detached,
             **own,
         )
 
@@ -139,7 +142,7 @@ class Model(Calls):
         ``Client.empty``, which must stay as they are until the answer has come. Errors of the server are raised by the future's
         ``result()``.
         """
-        return promised(self._connection.ask(self.call(inputs, outputs, own)))
+        return promised(self._connection.ask(self.call(inputs, outputs, own, detached=True)))
 
     def stream(self, inputs: Mapping[str, Any], *, outputs: Sequence[str] = (), **own: Unpack[Own]) -> Iterator[Answer]:
         """Sends one request and returns an iterator over its responses, in the order in which the model makes them.
@@ -147,7 +150,8 @@ class Model(Calls):
         Leaving the iteration early cancels the request. Arguments are those of a call; each response must come within the model's
         ``timeout``. The iterator raises a ServingError where a response is an error.
         """
-        return self._connection.ask(self.call(inputs, outputs, own, streams=True)).responses(self.timeout)
+        call = self.call(inputs, outputs, own, streams=True, detached=True)
+        return self._connection.ask(call).responses(self.timeout)
 
     def prepare(
         self,

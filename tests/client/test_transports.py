@@ -397,6 +397,19 @@ def test_submit(client: Any) -> None:
         assert future.result(PATIENCE)["y"].tolist() == [[5.0 * i + 1] * 4]
 
 
+def test_inputs_may_be_written_to_once_a_request_is_submitted(client: Any) -> None:
+    """Also those of requests that wait for one of the client's connections, and large ones that no socket takes at once."""
+    model, size = client.model("echo_int64", timeout=PATIENCE), 4096
+    x = np.empty(size, np.int64)
+    submitted = []
+    for number in range(100):
+        x[:] = number
+        submitted.append(model.submit({"x": x}))
+    x[:] = -1
+    for number, future in enumerate(submitted):
+        np.testing.assert_array_equal(future.result(PATIENCE)["y"], np.full(size, number))
+
+
 def test_large_tensors(client: Any) -> None:
     model = client.model("echo_int64")
     given = np.arange(1 << 20)
